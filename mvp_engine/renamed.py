@@ -25,9 +25,9 @@ CONFIG_KEYS = {
 REMOVED_KEYS = {
     "lora.dora": "DoRA is no longer supported: delete the key to train with plain LoRA",
     "model.cast_weights_once": "It changed no results and made no step faster: delete the key",
-    "mllm.stall_seconds": "It is ten times mllm.limits.timeout, and at least 300: delete the key, or set that one",
+    "checkpoint.background": "Checkpoints are always written in the background: delete the key",
 }
-_REMOVED_DEFAULTS = {"mllm.stall_seconds": 300.0}  # those of the others were false
+REMOVED_DEFAULTS = {"checkpoint.background": True}  # of other removed keys: false
 
 # Modules below mvp_engine.
 MODULES = {
@@ -125,8 +125,7 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> None:
     for key in REMOVED_KEYS:
         section, _, name = key.rpartition(".")
         found = values.get(section)
-        default = _REMOVED_DEFAULTS.get(key, False)
-        if isinstance(found, dict) and name in found and found[name] == default:
+        if isinstance(found, dict) and found.get(name) is REMOVED_DEFAULTS.get(key, False):
             del found[name]
 
 

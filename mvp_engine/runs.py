@@ -207,6 +207,13 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint in a folder whose model is used: the best one (checkpoint.best_metric), else the newest."""
+    found = complete_checkpoints(folder)
+    best = (folder / "best").resolve().name
+    return next((path for path in found if path.name == best), found[-1] if found else None)
+
+
 def checkpoint_step(path: Path) -> int | None:
     """The step in the name of a checkpoint folder; None for any other path."""
     digits = path.name.removeprefix(STEP_PREFIX)
@@ -245,6 +252,12 @@ def open_run(text: str, root: Path) -> Run:
     known = ", ".join(run.id for run in runs[-8:]) or "none"
     hint = did_you_mean(text, [run.id for run in runs])
     raise UserError(f"no run {text!r} below {root.absolute()}.{hint} The newest runs: {known}")
+
+
+def trained_run(name: str, root: Path = Path("outputs")) -> Run:
+    """The run that `name` names; `latest` is the newest one with a checkpoint, not one that failed at its start."""
+    trained = [run for run in list_runs(root) if run.checkpoint_list()] if name == "latest" else []
+    return trained[-1] if trained else open_run(name, root)
 
 
 def launcher_id() -> str | None:

@@ -27,6 +27,7 @@ from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporar
 from mvp_engine.runs import (
     DIVERGED_PREFIX,
     STEP_PREFIX,
+    best_checkpoint,
     checkpoint_step,
     complete_checkpoints,
 )
@@ -78,7 +79,7 @@ class CheckpointManager:
             target=self._write, args=(step, [*copies, *in_place], meta), name="mvp-checkpoint"
         )
         self._thread.start()
-        if not self.config.background or self.write_more is not None or in_place:
+        if self.write_more is not None or in_place:
             self.wait()
 
     def _is_offloaded(self, shard: Shard) -> bool:
@@ -99,9 +100,11 @@ class CheckpointManager:
         self._host_copies = {(copy.name, copy.offset): copy.data for copy in copies}
         return copies
 
-    def mark_best(self, step: int) -> None:
-        """Point `best` to the checkpoint of `step`, now or as soon as it is written."""
+    def mark_best(self, step: int | None) -> None:
+        """Point `best` to the checkpoint of `step`, now or as soon as it is written; None: there is no best one."""
         self._best = step
+        if step is None and self.world.is_main:
+            (self.folder / "best").unlink(missing_ok=True)
         if self._thread is None:
             self._link_best()
 
@@ -194,15 +197,15 @@ def recover(folder: Path) -> None:
             checkpoint_format.publish_leftover(final)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The complete checkpoint at `path`, or the newest one of the run folder at `path`."""
+def find_checkpoint(path: Path, best: bool = False) -> Path:
+    """The complete checkpoint at `path`, or the newest one of the run folder at `path`; `best`: its best one."""
     checkpoint_format.publish_leftover(path)
     if (path / META).is_file():
         return path.resolve()
     for folder in (path / "checkpoints", path):
         found = complete_checkpoints(folder)
         if found:
-            return found[-1]
+            return (best_checkpoint(folder) if best else None) or found[-1]
     if not path.exists():
         raise UserError(
             f"{path} does not exist.{similar_path(path)} Name a run folder, such as outputs/RUN, or a checkpoint in it"

@@ -133,7 +133,7 @@ class Checkpoint(Section):
     best_metric: str | None
     best_mode: Literal["min", "max"]
     trainable_only: bool | None
-    background: bool
+    patience: Count | None
 
 
 class Parallel(Section):
@@ -166,6 +166,17 @@ class Config(Section):
     log: Log
     checkpoint: Checkpoint
     parallel: Parallel
+
+    @model_validator(mode="after")
+    def _patience_has_evaluations(self) -> Config:
+        if self.checkpoint.patience and not (
+            self.loop.eval_interval and self.checkpoint.best_metric
+        ):
+            raise ValueError(
+                "checkpoint.patience counts evaluations without a better checkpoint.best_metric: set "
+                "loop.eval_interval and checkpoint.best_metric too"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """YAML that `mvp train` accepts again, from any folder."""

@@ -36,6 +36,7 @@ from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.hf.hub_pins import pin_config
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
+from mvp_engine.log.format import number
 from mvp_engine.model_engine import (
     ModelEngine,
     Settings,
@@ -45,7 +46,7 @@ from mvp_engine.model_engine import (
 )
 from mvp_engine.process.garbage import settled
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.runs import Run
+from mvp_engine.runs import Run, checkpoint_step
 
 
 class Engine(EngineHooks):
@@ -72,6 +73,7 @@ class Engine(EngineHooks):
         self.epoch = 0  # epochs finished
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
+        self.evals_since_best = 0
         self.metrics = self._metric_store()
         self.hang = HangWatch(config.guard.hang_seconds, world)
         self.saved_at = -1  # the step of the last checkpoint
@@ -134,7 +136,12 @@ class Engine(EngineHooks):
         self._open_checkpoints()
         record_setup(self, self.feed.accumulation)
         if self.done:
-            self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs")
+            key = (
+                "checkpoint.patience"
+                if self._is_out_of_patience
+                else "loop.total_steps or loop.epochs"
+            )
+            self.logger.info("nothing left to do: raise %s", key)
 
     def do_train(self) -> None:
         while not self.done:
@@ -180,7 +187,27 @@ class Engine(EngineHooks):
         loop = self.config.loop
         by_steps = loop.total_steps is not None and self.step >= loop.total_steps
         by_epochs = loop.epochs is not None and self.epoch >= loop.epochs
-        return self._stopped or by_steps or by_epochs
+        return self._stopped or by_steps or by_epochs or self._is_out_of_patience
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        patience = self.config.checkpoint.patience
+        return patience is not None and self.evals_since_best >= patience
+
+    def load_best(self) -> int:
+        """Load the best checkpoint, after the last step, for an export; returns the step of the weights."""
+        best = self.best["step"] if self.best else self.step
+        folder = self.run.checkpoints / "best"
+        is_there = best != self.step and checkpoint_step(folder.resolve()) == best
+        if not self.world.broadcast(is_there):
+            return self.step
+        self.model_engine.restore(folder.resolve())
+        self.logger.info(
+            "the model is that of the best checkpoint, step %d, not of the last step %d",
+            best,
+            self.step,
+        )
+        return best
 
     def save(self) -> None:
         """Write a checkpoint of this step in the background, unless it exists already."""
@@ -325,8 +352,19 @@ class Engine(EngineHooks):
         value = means[name]
         sign = 1 if self.config.checkpoint.best_mode == "max" else -1
         if value is None or (self.best is not None and sign * value <= sign * self.best["value"]):
+            self.evals_since_best += 1
+            if self._is_out_of_patience:
+                best = self.best or {"value": None, "step": 0}
+                self.logger.info(
+                    "the training ends: %s was not better than %s, of step %d, in %d evaluations (checkpoint.patience)",
+                    name,
+                    number(best["value"]),
+                    best["step"],
+                    self.evals_since_best,
+                )
             return False
         self.best = {"metric": name, "value": value, "step": self.step}
+        self.evals_since_best = 0
         return True
 
     # ---- Set-up ---------------------------------------------------------------------------------------------------
@@ -388,5 +426,7 @@ class Engine(EngineHooks):
         )
         self.checkpoints = manager
         self._closing.callback(manager.wait)
-        if self.best and self.best["step"] <= self.step:
-            manager.mark_best(self.best["step"])
+        if self.best and self.best["metric"] != self.config.checkpoint.best_metric:
+            self.best = None
+            self.evals_since_best = 0
+        manager.mark_best(self.best["step"] if self.best else None)

@@ -18,6 +18,7 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.renamed import current_keys
 from mvp_engine.runs import (
     Run,
+    best_checkpoint,
     checkpoint_step,
     flat_keys,
     launcher_id,
@@ -73,7 +74,7 @@ def choose_start(config: Config) -> Start:
     if (path / "run.json").is_file():
         find_checkpoint(path)  # named on purpose, so having none is an error
         return _resume(Run(path.resolve()), config, f"resume={path}")
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, best=config.workflow != "train")
     origin = Run(checkpoint.parent.parent)
     if config.workflow != "train" and (origin.dir / "run.json").is_file():
         return Start(origin, checkpoint, f"{config.workflow} with {checkpoint}", owned=False)
@@ -110,9 +111,9 @@ def _resume(run: Run, config: Config, why: str) -> Start:
             raise UserError(
                 f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with"
             )
-        return Start(
-            run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False
-        )
+        best = best_checkpoint(run.checkpoints) or checkpoints[-1]
+        which = "" if best == checkpoints[-1] else f", the best one; the last is {checkpoints[-1]}"
+        return Start(run, best, f"{why}: {config.workflow} with {best}{which}", owned=False)
     if checkpoints:
         refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.loop.total_steps)
     before = run.info

@@ -24,6 +24,7 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "layout": _sizes(engine),
         "step": engine.step,
         "best": engine.best,
+        "evals_since_best": engine.evals_since_best,
         "evaluated_at": engine.evaluated_at,
         "feed": engine.feed.state_dict(),
         "guard": engine.guard.state_dict(),
@@ -52,6 +53,7 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
         )
     engine.step = saved.shared["step"]
     engine.best = saved.shared["best"]
+    engine.evals_since_best = saved.shared.get("evals_since_best", 0)  # not in older checkpoints
     engine.evaluated_at = saved.shared["evaluated_at"]
     engine.saved_at = engine.step if _is_of_this_run(engine, checkpoint) else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)

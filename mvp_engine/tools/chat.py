@@ -19,9 +19,9 @@ from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
-from mvp_engine.runs import checkpoint_step, complete_checkpoints
+from mvp_engine.runs import best_checkpoint, checkpoint_step, trained_run
 from mvp_engine.tools.chat_speech import SpeechOutput
-from mvp_engine.tools.merge import build_model, model_checkpoint, trained_run
+from mvp_engine.tools.merge import build_model, model_checkpoint
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
@@ -183,14 +183,16 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
     else:
         run = path if path.is_dir() else trained_run(target, root).dir
         exports = [found for found in run.glob("hf_step_*") if (found / "config.json").is_file()]
-        newest = max(exports, key=_step_of_export, default=None)
-        checkpoints = complete_checkpoints(run / "checkpoints")
-        last = checkpoint_step(checkpoints[-1]) if checkpoints else None
-        if newest is not None and (last is None or _step_of_export(newest) >= last):
+        used = best_checkpoint(run / "checkpoints")
+        if used is not None:
+            step = checkpoint_step(used) or 0
+            exports = [found for found in exports if _step_of_export(found) == step]
+        if exports:
+            newest = max(exports, key=_step_of_export)
             print(f"model: {newest}", file=sys.stderr)
             yield newest, None
             return
-        if not checkpoints and not (run / META).is_file():
+        if used is None and not (run / META).is_file():
             raise UserError(
                 f"{run} has no checkpoint yet, and is neither a Hugging Face folder (config.json) nor a LoRA "
                 f"adapter ({ADAPTER_CONFIG})"

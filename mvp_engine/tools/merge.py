@@ -15,7 +15,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.imports import load_spec
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.registry import engine_class, is_registered
-from mvp_engine.runs import Run, list_runs, open_run
+from mvp_engine.runs import trained_run
 
 
 def merge_command(
@@ -29,7 +29,7 @@ def merge_command(
     adapter: bool,
     ema: bool,
 ) -> None:
-    """Merge a checkpoint, or the newest one of a run (its folder, its id or `latest`), into the folder `out`."""
+    """Merge a checkpoint, or the best one of a run (its folder, its id or `latest`), into the folder `out`."""
     is_path = Path(checkpoint).exists() or "/" in checkpoint
     folder = model_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
     if not 0 < max_file_gb < float("inf"):
@@ -48,16 +48,10 @@ def merge_command(
 
 
 def model_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest one of the run there; of an RL run, that of its policy."""
-    checkpoint = find_checkpoint(path)
+    """The checkpoint at `path`, or the best one of the run there, else its newest; of an RL run, that of its policy."""
+    checkpoint = find_checkpoint(path, best=True)
     policy = checkpoint / "actor"
     return find_checkpoint(policy) if policy.is_dir() else checkpoint
-
-
-def trained_run(name: str, root: Path = Path("outputs")) -> Run:
-    """The run that `name` names; `latest` is the newest one with a checkpoint, not one that failed at its start."""
-    trained = [run for run in list_runs(root) if run.checkpoint_list()] if name == "latest" else []
-    return trained[-1] if trained else open_run(name, root)
 
 
 def build_model(checkpoint: Path, engine: str | None = None) -> PackedModel:

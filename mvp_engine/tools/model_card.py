@@ -15,7 +15,7 @@ from mvp_engine.checkpoint.state import HF
 from mvp_engine.hf.hub import ADAPTER_CONFIG, SCHEME, hub_model
 from mvp_engine.hf.hub_datasets import hub_dataset
 from mvp_engine.report.facts import writes_text
-from mvp_engine.runs import Run, flat_keys
+from mvp_engine.runs import Run, best_checkpoint, checkpoint_step, flat_keys
 from mvp_engine.tools.merge import model_checkpoint
 
 # The config keys of the table, in its order. Keys that a run does not have are left out.
@@ -126,10 +126,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _results(run: Run) -> str:
-    """The metrics of the last evaluation, and the last training loss; of an RL run, the last reward."""
+    """The evaluation of the model, else the last one, and the last training loss; of an RL run, the last reward."""
     values: dict[str, float] = {}
+    used = best_checkpoint(run.checkpoints)
     for split in ("train", "eval"):
         records = list(run.records(split))
+        if split == "eval" and used is not None:
+            of_step = [one for one in records if one["step"] == checkpoint_step(used)]
+            records = of_step or records
         last = records[-1] if records else {}
         shown = "reward" if "reward" in last else "loss"
         for key, value in last.items():

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         f"loop.total_steps={last}",
         "loop.epochs=null",
         "loop.eval_interval=null",
+        "checkpoint.patience=null",
         "log.backends=[terminal]",
     ]
     return launch(args.config, overrides, partial(_profile, args.out, args.first, args.steps))

@@ -19,9 +19,9 @@ from mvp_engine.hf.hub import HubRepo
 from mvp_engine.hf.hub_errors import hub_errors
 from mvp_engine.hf.merge import merge
 from mvp_engine.report.facts import writes_text
-from mvp_engine.runs import Run
+from mvp_engine.runs import Run, trained_run
 from mvp_engine.tools.chat import model_folders
-from mvp_engine.tools.merge import build_model, model_checkpoint, trained_run
+from mvp_engine.tools.merge import build_model, model_checkpoint
 from mvp_engine.tools.model_card import base_model, model_card
 
 CARD = "README.md"

@@ -30,7 +30,12 @@ from mvp_engine.tools.replay_search import StepSearch
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.
 OVERRIDES = ["workflow=train", "resume=null", "project.run_id=null", "loop.eval_interval=null"]
-OVERRIDES += ["log.backends=[]", "checkpoint.interval=null", "checkpoint.best_metric=null"]
+OVERRIDES += [
+    "log.backends=[]",
+    "checkpoint.interval=null",
+    "checkpoint.best_metric=null",
+    "checkpoint.patience=null",
+]
 OVERRIDES += ["guard.max_consecutive_skips=1000000000", "guard.max_total_skips=null"]
 
 

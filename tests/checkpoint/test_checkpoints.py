@@ -8,6 +8,7 @@ import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,16 +32,20 @@ def names(folder: Path) -> list[str]:
     return [p.name for p in complete_checkpoints(folder)]
 
 
-def manager(folder: Path, **changes: object) -> CheckpointManager:
-    keys = {
+def manager(folder: Path, background: bool = False, **changes: object) -> CheckpointManager:
+    """`background`: `save` does not wait for the write."""
+    keys: dict[str, Any] = {
         "interval": 1,
         "keep_n": None,
         "keep_every": None,
         "best_metric": None,
         "best_mode": "min",
         "trainable_only": None,
+        "patience": None,
     }
-    return CheckpointManager(folder, Checkpoint(**{**keys, "background": False, **changes}), ALONE)
+    checkpoints = CheckpointManager(folder, Checkpoint(**{**keys, **changes}), ALONE)
+    checkpoints.write_more = None if background else lambda folder: None
+    return checkpoints
 
 
 def save(to: CheckpointManager, step: int) -> None:
@@ -176,7 +181,7 @@ def _one_rank_cannot_write(folder: str) -> list[str]:
             best_metric=None,
             best_mode="min",
             trainable_only=None,
-            background=True,
+            patience=None,
         ),
         world,
     )
@@ -285,6 +290,32 @@ def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
     meta = json.loads((run.checkpoints / "best" / "meta.json").read_text())
     assert meta["best"] == {"metric": "loss", "value": best["loss"], "step": best["step"]}
     assert meta["step"] == best["step"]
+
+
+def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The loss falls, so the first evaluation is the best one.
+    words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    assert train(*words, "checkpoint.patience=2", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3]
+    assert "the training ends: loss was not better than" in (run.dir / "log.txt").read_text()
+    assert train(*words, "checkpoint.patience=2", "resume=auto", dir=tmp_path) == 0
+    assert "nothing left to do: raise checkpoint.patience" in (run.dir / "log.txt").read_text()
+    assert train(*words, "checkpoint.patience=4", "resume=auto", dir=tmp_path) == 0
+    assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3, 4, 5]
+    assert run.status() == "finished"
+    assert (run.checkpoints / "best").resolve().name == "step_00000001"
+    assert train(*words, "workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    [found] = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]
+    assert found == read_metrics(tmp_path, "eval")[0]
+    text = (run.dir / "log.txt").read_text()
+    assert "step_00000001, the best one; the last is" in text
+    assert train(*words, "resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6", dir=tmp_path) == 0
+    assert not (run.checkpoints / "best").exists()  # of another metric
+    assert train("checkpoint.patience=2", dir=tmp_path) == EXIT_USER_ERROR
+    assert "set loop.eval_interval and checkpoint.best_metric too" in capsys.readouterr().err
 
 
 def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mvp_engine.config import compose
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.kit import MLLMConfig
-from mvp_engine.renamed import CONFIG_KEYS, REMOVED_KEYS, renamed_key
+from mvp_engine.renamed import CONFIG_KEYS, REMOVED_DEFAULTS, REMOVED_KEYS, renamed_key
 
 BASE = """\
 engine: mvp_engine.kit:MLLMEngine
@@ -133,24 +133,19 @@ def test_renamed_keys_are_in_no_schema_and_new_names_are() -> None:
     assert set(CONFIG_KEYS.values()) <= known
 
 
-def with_removed(config: Path, key: str, value: str = "1") -> int:
-    """Write a config with this key in its last line, whose number is returned."""
-    text = BASE + as_yaml(key).replace(": 1", f": {value}").removeprefix("mllm:\n")
-    config.write_text(text)
-    return len(text.splitlines())
-
-
 @pytest.mark.parametrize("key", sorted(REMOVED_KEYS))
 def test_removed_key_names_line_and_reason(config: Path, key: str) -> None:
-    line = with_removed(config, key)
+    config.write_text(BASE + as_yaml(key))
+    line = len((BASE + as_yaml(key)).splitlines())
     assert f"{config}:{line}: '{key}' was removed. {REMOVED_KEYS[key]}" in error(config)
     assert f"command line ({key}=true): '{key}' was removed." in error(config.with_name("train.yaml"), f"{key}=true")
 
 
 @pytest.mark.parametrize("key", sorted(REMOVED_KEYS))
 def test_removed_key_with_its_default_is_dropped_from_the_config_of_a_run(config: Path, key: str) -> None:
-    with_removed(config, key, {"mllm.stall_seconds": "300.0"}.get(key, "false"))
+    config.write_text(BASE + as_yaml(key).replace(": 1", f": {str(REMOVED_DEFAULTS.get(key, False)).lower()}"))
     assert f"'{key}' was removed." in error(config)
     config.with_name("run.json").write_text("{}")
     compose(config)
-    assert f"'{key}' was removed." in error(config, f"{key}=true")
+    other = str(not REMOVED_DEFAULTS.get(key, False)).lower()
+    assert f"'{key}' was removed." in error(config, f"{key}={other}")

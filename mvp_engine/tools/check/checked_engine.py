@@ -125,7 +125,7 @@ def short_config(config: Config) -> Config:
         "loop": {"eval_interval": None, "eval_batches": 1},
         "guard": {"max_consecutive_skips": STEPS + 1, "max_total_skips": None},
         "log": {"interval": 1, "backends": []},
-        "checkpoint": {"interval": None},
+        "checkpoint": {"interval": None, "patience": None},
     }
     generation = getattr(config, "eval_generation", None)
     if isinstance(generation, EvalGeneration):

@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         "loop.epochs=null",
         "loop.eval_interval=null",
         "checkpoint.interval=null",
+        "checkpoint.patience=null",
         "log.backends=[terminal]",
     ]
     return leave(launch(args.config, overrides, partial(_run_trial, args.folder)))
