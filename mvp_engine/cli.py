@@ -49,8 +49,9 @@ def train(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
-    device = config.read_config(args.config, args.overrides).device
-    return launcher.evaluate(args.config, args.overrides, nodes_of(args), device=device)
+    file, overrides = config.config_or_run(args.config, args.overrides, Path(args.dir))
+    device = config.read_config(file, overrides).device
+    return launcher.evaluate(file, overrides, nodes_of(args), device=device)
 
 
 def check(args: argparse.Namespace) -> int:

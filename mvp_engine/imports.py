@@ -17,12 +17,16 @@ from mvp_engine.errors import UserError, similar_path
 
 
 def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | None]:
-    """The module of `file.py:Name` or `module:Name`, and the name if there is one."""
+    """The module of `file.py:Name` or `module:Name`, and the name if there is one.
+
+    A file is relative to `folder`, or else to the working directory.
+    """
     location, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "")
     if location.endswith(".py"):
-        file = (folder / Path(location).expanduser()).resolve()
+        file = spec_file(location, folder)
         if not file.is_file():
-            raise UserError(f"{what} {spec!r}: there is no file {file}.{similar_path(file)}")
+            also = "" if folder.resolve() == Path.cwd() else f", nor one in {folder}"
+            raise UserError(f"{what} {spec!r}: there is no file {file}{also}.{similar_path(file)}")
         return import_file(file), name or None
     try:
         return importlib.import_module(location), name or None
@@ -32,6 +36,13 @@ def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | Non
         raise UserError(
             f"{what} {spec!r}: no module {location!r}. For a file, write path/to/file.py:Class"
         ) from None
+
+
+def spec_file(location: str, folder: Path) -> Path:
+    """The file of a spec, in `folder` or else in the working directory; the latter one need not exist."""
+    path = Path(location).expanduser()
+    file = (folder / path).resolve()
+    return file if file.is_file() else path.resolve()
 
 
 def import_file(file: Path) -> ModuleType:

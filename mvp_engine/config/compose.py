@@ -271,6 +271,12 @@ def _hydra_override(word: str, roots: list[Path]) -> str:
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{word!r} on the command line cannot be read: {reason}") from None
+    if override.is_sweep_override():
+        key, _, value = word.partition("=")
+        raise UserError(
+            f"{word!r} on the command line has several values, and a training takes one: start one for each. A list is "
+            f"{key}=[{value}], a text with a comma \"{key}='{value}'\""
+        )
     if override.key_or_group.startswith("hydra"):
         raise UserError(f"{word!r} on the command line: Hydra's own settings have no effect here")
     is_group = any((root / override.key_or_group).is_dir() for root in roots)

@@ -21,9 +21,9 @@ FOLDERS_ABOVE = 2  # a config may lie in recipes/<name>/configs/<group>/
 def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]:
     """Import the engine class that `spec` names; returns it with an absolute spec.
 
-    `spec` is `file.py:Class` (relative to the config file), `module:Class`, either without `:Class` if the file defines
-    one engine only, or None for the nearest `engine.py`. The absolute spec is saved with the run, so that a resume from
-    another folder finds the same class.
+    `spec` is `file.py:Class` (relative to the config file, or else to the working directory), `module:Class`, either
+    without `:Class` if the file defines one engine only, or None for the nearest `engine.py`. The absolute spec is
+    saved with the run, so that a resume from another folder finds the same class.
     """
     class_name = None
     if spec is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+CONFIG = "a YAML file, or the config of a shipped recipe, such as sft/lora"
+
 
 def add_group(commands: Any, name: str, text: str) -> Any:
     group = commands.add_parser(name, help=text, description=text)
@@ -17,11 +19,12 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return command
 
 
-def add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+def add_config_command(
+    commands: Any, name: str, text: str, config: str = CONFIG
+) -> argparse.ArgumentParser:
     """A command on a config file and its overrides."""
     command = add_command(commands, name, text)
-    text = "a YAML file, or the config of a shipped recipe, such as sft/lora"
-    command.add_argument("config", metavar="CONFIG", help=text)
+    command.add_argument("config", metavar="CONFIG", help=config)
     add_overrides(command)
     return command
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from mvp_engine.config.compose import Draft, MissingKeys, read_draft
 from mvp_engine.config.schema import Config
+from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.errors import UserError
+from mvp_engine.runs import trained_run
 from mvp_engine.tools.config_keys import engine_comments, explain_key, reference_page
 from mvp_engine.tools.recipe_schema import find_schema
 
@@ -49,6 +52,17 @@ def read_config(config_file: str, overrides: list[str]) -> Config:
     """The config that `compose` returns, without an import of torch: its user errors are raised before that."""
     draft = read_draft(config_file, overrides, incomplete=True)
     return draft.validated(*find_schema(draft))
+
+
+def config_or_run(name: str, overrides: list[str], root: Path) -> tuple[str, list[str]]:
+    """A config file and overrides: `name` itself, or, if it names a run, that run's config with a resume of the run."""
+    path = Path(name).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    is_word = len(path.parts) == 1 and not is_file
+    if not (path / "run.json").is_file() and (not is_word or shipped_configs(name)):
+        return name, overrides
+    run = trained_run(name, root)
+    return str(run.dir / "config.yaml"), [f"resume={run.dir}", *overrides]
 
 
 def print_explanation(key: str, config_file: str | None) -> None:

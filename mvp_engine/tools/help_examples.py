@@ -24,6 +24,7 @@ mvp config explain KEY prints what a key means, mvp config show CONFIG all keys 
 mvp recipe list the recipes. A run writes its files to outputs/.""",
     "mvp evaluate": """\
 examples:
+  mvp evaluate latest                               # the newest run; or a run's folder or id
   mvp evaluate my/configs/train.yaml
   mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200""",
     "mvp check": f"""\

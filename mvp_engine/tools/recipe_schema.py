@@ -22,6 +22,7 @@ from typing import Any
 from mvp_engine.config.compose import Draft
 from mvp_engine.config.engine_class import find_engine, nearest_engine
 from mvp_engine.config.schema import Config
+from mvp_engine.imports import spec_file
 
 PACKAGE = "mvp_engine"
 PACKAGE_FOLDER = Path(__file__).parents[1]
@@ -98,7 +99,7 @@ def _parsed_schema(spec: str | None, config_file: Path) -> tuple[type[Config], s
     if not location:
         source = _Source("", nearest_engine(config_file))
     elif location.endswith(".py"):
-        source = _Source("", (config_file.parent / Path(location).expanduser()).resolve())
+        source = _Source("", spec_file(location, config_file.parent))
     elif location.split(".")[0] == PACKAGE:
         source = _package_source(location)
     else:

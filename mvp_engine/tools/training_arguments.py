@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mvp_engine.tools.command_parsers import (
+    CONFIG,
     add_command,
     add_config_command,
     add_group,
@@ -22,8 +23,9 @@ def add_training_commands(commands: Any) -> None:
     train = add_config_command(commands, "train", "train the model of a config, or resume its run")
     train.set_defaults(run="train")
 
-    text = "evaluate a checkpoint, by default the newest run's (or resume=PATH)"
-    evaluate = add_config_command(commands, "evaluate", text)
+    text = "evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)"
+    evaluate = add_config_command(commands, "evaluate", text, f"{CONFIG}; or {RUN}")
+    evaluate.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     evaluate.set_defaults(run="evaluate")
 
     text = (

@@ -12,7 +12,7 @@ from conftest import MAGIC, ROOT, TINY
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
-from mvp_engine.tools.config import json_schema
+from mvp_engine.tools.config import json_schema, read_config
 
 
 @pytest.fixture
@@ -199,6 +199,31 @@ def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
 def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
     recipe.write_text(text)
     assert expected in error(recipe)
+
+
+def test_override_with_several_values_says_that_a_training_takes_one(recipe: Path) -> None:
+    text = error(recipe, "optim.lr=1e-4,1e-3")
+    assert "'optim.lr=1e-4,1e-3' on the command line has several values, and a training takes one" in text
+    assert "multirun" not in text
+    assert "A list is optim.betas=[0.9,0.95]" in error(recipe, "optim.betas=0.9,0.95")
+    assert compose(recipe, ["optim.betas=[0.9,0.95]", "project.dir='a,b'"]).config.project.dir == "a,b"
+
+
+def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    recipe = tmp_path / "configs" / "train.yaml"
+    recipe.write_text("seed: 1\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "mine.py").write_text("from mvp_engine.engine import Engine\n\n\nclass Mine(Engine):\n    pass\n")
+    monkeypatch.chdir(here)
+    config = compose(recipe, ["engine=mine.py:Mine"]).config
+    assert config.engine == f"{here / 'mine.py'}:Mine"
+    assert read_config(str(recipe), ["engine=mine.py:Mine"]).engine == config.engine
+    text = error(recipe, "engine=nope.py:Mine")
+    assert f"there is no file {here / 'nope.py'}, nor one in {recipe.parent}" in text
 
 
 def test_malformed_override_is_explained(recipe: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from safetensors.torch import load_file
 from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
@@ -114,6 +116,39 @@ def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_f
         assert "no link of an earlier run" in capsys.readouterr().err
         assert main([*words, f"workflow={workflow}", "resume=auto", "export=train.yaml/new"]) == EXIT_USER_ERROR
         assert "nothing can be written into" in capsys.readouterr().err
+
+
+def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The loss falls, so the first step is the best one.
+    words = ["train", config, "checkpoint.best_metric=loss", "checkpoint.best_mode=max", "optim.ema=0.5"]
+    words += ["optim.lr=0.01", "optim.schedule=constant", "eval_generation=null", "log.backends=[jsonl,file]"]
+    assert main([*words, "project.dir=one", "export=one_step"]) == 0
+    assert main([*words, "project.dir=three", "export=three_steps", "loop.total_steps=3"]) == 0
+    [run] = list_runs(tmp_path / "three")
+    assert [record["step"] for record in run.records("eval")] == [1, 2, 3]
+    assert (tmp_path / "three_steps").resolve() == run.dir / "hf_step_1_ema"
+    best, one = (load_file(tmp_path / name / "model.safetensors") for name in ("three_steps", "one_step"))
+    assert all(torch.equal(best[name], one[name]) for name in {**best, **one})
+    assert (
+        "the model is that of the best checkpoint, step 1, not of the last step 3" in (run.dir / "log.txt").read_text()
+    )
+    for folder in ("hf_step_1_ema", "checkpoints/step_00000001"):
+        assert main(["chat", "latest", "--dir", "three", "-p", "How many?", "--max-new-tokens", "1"]) == 0
+        assert f"/{folder}\n" in capsys.readouterr().err
+        assert main(["push", "latest", "me/it", "--dir", "three", "--dry-run"]) == 0
+        assert f"/{folder}\n" in capsys.readouterr().err
+        shutil.rmtree(run.dir / "hf_step_1_ema", ignore_errors=True)
+    assert main(["train", config, "workflow=export", "resume=auto", "project.dir=three", "optim.ema=0.5"]) == 0
+    assert (run.dir / "hf_step_1_ema").is_dir()
+    for name in ("latest", run.id, f"three/{run.id}"):
+        assert main(["evaluate", name, "--dir", "three"]) == 0
+    records = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 1, 1]
+    capsys.readouterr()
+    assert main(["evaluate", "lates", "--dir", "three"]) == EXIT_USER_ERROR
+    assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
