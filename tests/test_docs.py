@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def commands(text: str) -> list[list[str]]:
 def test_docs_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_install_page_lists_every_extra_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
+    assert [name for name in extras if f"`{name}`" not in rows and name != "dev"] == []
 
 
 @pytest.mark.slow
@@ -74,6 +82,8 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
             if "--nproc" in words:
                 continue  # run by the test above and by the tests on two ranks
             words += ["loop.total_steps=2", "loop.eval_batches=1", f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+        if words[1] == "evaluate":
+            words += ["--dir", str(tmp_path)]
         if words[1] == "check":
             words.append(f"project.dir={tmp_path}")
         if words[1] == "runs":
