@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
-from mvp_engine.config.schema import Config, Interval
+from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.hang import HangWatch
@@ -136,12 +136,8 @@ class Engine(EngineHooks):
         self._open_checkpoints()
         record_setup(self, self.feed.accumulation)
         if self.done:
-            key = (
-                "checkpoint.patience"
-                if self._is_out_of_patience
-                else "loop.total_steps or loop.epochs"
-            )
-            self.logger.info("nothing left to do: raise %s", key)
+            keys = "loop.total_steps or loop.epochs, or checkpoint.patience"
+            self.logger.info("nothing left to do: raise %s", keys)
 
     def do_train(self) -> None:
         while not self.done:
@@ -187,12 +183,9 @@ class Engine(EngineHooks):
         loop = self.config.loop
         by_steps = loop.total_steps is not None and self.step >= loop.total_steps
         by_epochs = loop.epochs is not None and self.epoch >= loop.epochs
-        return self._stopped or by_steps or by_epochs or self._is_out_of_patience
-
-    @property
-    def _is_out_of_patience(self) -> bool:
         patience = self.config.checkpoint.patience
-        return patience is not None and self.evals_since_best >= patience
+        by_patience = patience is not None and self.evals_since_best >= patience
+        return self._stopped or by_steps or by_epochs or by_patience
 
     def load_best(self) -> int:
         """Load the best checkpoint, after the last step, for an export; returns the step of the weights."""
@@ -252,12 +245,14 @@ class Engine(EngineHooks):
         interrupted, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
         last = self.done or self.step == self.total_steps
         self.hub.progress(self.step)
-        if self.step == 1 or self._is_due(config.log.interval) or last:
+        # Intervals are numbers by now, also those that were `auto`.
+        if self.step == 1 or self.step % int(config.log.interval) == 0 or last:
             self._log_interval()
         best = False
-        if config.loop.eval_interval and (self._is_due(config.loop.eval_interval) or last):
+        eval_interval = config.loop.eval_interval
+        if eval_interval and (self.step % int(eval_interval) == 0 or last):
             best = self._evaluate_and_track()
-        if self._is_due(config.checkpoint.interval):
+        if config.checkpoint.interval and self.step % int(config.checkpoint.interval) == 0:
             self._save_due = True
         if best or self._save_due:
             with self.meter.paused():
@@ -271,10 +266,6 @@ class Engine(EngineHooks):
             self._save_and_wait()
             command = self.run.resume_command()
             raise Interrupted(f"stopped and saved at step {self.step}; continue with: {command}")
-
-    def _is_due(self, interval: Interval | None) -> bool:
-        """Whether this step ends an interval, whose `auto` is a number by now."""
-        return isinstance(interval, int) and self.step % interval == 0
 
     def _read_status(self) -> None:
         """Wait for the last step, and count how it ended."""
@@ -353,7 +344,7 @@ class Engine(EngineHooks):
         sign = 1 if self.config.checkpoint.best_mode == "max" else -1
         if value is None or (self.best is not None and sign * value <= sign * self.best["value"]):
             self.evals_since_best += 1
-            if self._is_out_of_patience:
+            if self.evals_since_best == self.config.checkpoint.patience:
                 best = self.best or {"value": None, "step": 0}
                 self.logger.info(
                     "the training ends: %s was not better than %s, of step %d, in %d evaluations (checkpoint.patience)",

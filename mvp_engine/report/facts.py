@@ -220,6 +220,9 @@ class RunFacts:
         key = "total_steps" if loop.get("total_steps") else "epochs"
         if self.run.checkpoint_list() and loop.get(key):
             longer = f"loop.{key}={2 * loop[key]}"
+            patience = config.get("checkpoint", {}).get("patience")
+            if patience and self.step < (self.setup.get("total_steps") or 0):
+                longer = f"checkpoint.patience={2 * patience}"
             steps["Train longer"] = self.run.resume_command(longer)
         steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
         return steps

@@ -23,6 +23,7 @@ from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import complete_checkpoints, list_runs
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -301,8 +302,12 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
     [run] = list_runs(tmp_path)
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3]
     assert "the training ends: loss was not better than" in (run.dir / "log.txt").read_text()
+    assert RunFacts(run).next_steps()["Train longer"].endswith("checkpoint.patience=4")
     assert train(*words, "checkpoint.patience=2", "resume=auto", dir=tmp_path) == 0
-    assert "nothing left to do: raise checkpoint.patience" in (run.dir / "log.txt").read_text()
+    assert (
+        "nothing left to do: raise loop.total_steps or loop.epochs, or checkpoint.patience"
+        in (run.dir / "log.txt").read_text()
+    )
     assert train(*words, "checkpoint.patience=4", "resume=auto", dir=tmp_path) == 0
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3, 4, 5]
     assert run.status() == "finished"

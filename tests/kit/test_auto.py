@@ -236,6 +236,19 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_gpu(monkeypatch, WHOLE_STEP)
+    assert main(["train", config, "mllm.global_batch_tokens=auto", "loop.total_steps=1"]) == 0
+    run = list_runs(tmp_path / "outputs")[-1]
+    values = run.info["auto"]["values"]
+    assert values[KEYS[0]] == values[KEYS[1]] < 512  # the whole step in one micro-batch
+    assert values["mllm.row_tokens"] <= values[KEYS[0]]
+    assert "global batch of" in run.info["auto"]["reason"]
+    assert "the fastest that fits" in run.info["auto"]["reason"]
+
+
 def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
     write(tmp_path / "images.jsonl", rows * 500)
