@@ -86,14 +86,14 @@ def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
     """What `auto` stands for without a GPU."""
     values: dict[str, Any] = {}
     chosen = []
-    total = data.global_batch_tokens or 0
-    if total == AUTO:
-        total = max(GLOBAL_BATCH_TOKENS, data.row_tokens or 0)
-    if data.micro_batch_tokens == AUTO:
+    total = max(GLOBAL_BATCH_TOKENS, data.row_tokens or 0)
+    if data.global_batch_tokens != "auto":
+        total = data.global_batch_tokens or 0
+    if data.micro_batch_tokens == "auto":
         tokens = min(data.default_pack_tokens, total)
         values = _pack_values(section, tokens, total // tokens)
         chosen.append(f"packs of {tokens:,} tokens")
-    elif data.global_batch_tokens == AUTO:
+    elif data.global_batch_tokens == "auto":
         tokens = data.micro_batch_tokens
         values = _pack_values(section, tokens, max(1, total // tokens))
     if config.model.activation_checkpointing == AUTO:
