@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from mvp_engine.rl.rewards import Reward
@@ -19,15 +20,19 @@ def pass_metrics(
 ) -> dict[str, tuple[float, float]]:
     """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
 
-    A completion is right if its reward is `right_from` or more; one whose reward failed is wrong.
+    A completion is right if its reward is `right_from` or more. One without a reward is left out, as it is of the mean
+    reward: pass@k is the mean over the prompts with at least k rewards.
     """
-    groups: dict[int, list[bool]] = {}
+    completions = Counter(sample.prompt for sample in samples)
+    judged: dict[int, list[bool]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
-        is_right = reward.value is not None and reward.value >= right_from
-        groups.setdefault(sample.prompt, []).append(is_right)
-    fewest = min((len(group) for group in groups.values()), default=0)
+        if reward.value is not None:
+            judged.setdefault(sample.prompt, []).append(reward.value >= right_from)
+    fewest = min(completions.values(), default=0)
     found = {}
     for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest} - {0}):
-        total = sum(pass_at_k(len(group), sum(group), k) for group in groups.values())
-        found[f"pass@{k}"] = (total, float(len(groups)))
+        groups = [group for group in judged.values() if len(group) >= k]
+        if groups:
+            total = sum(pass_at_k(len(group), sum(group), k) for group in groups)
+            found[f"pass@{k}"] = (total, float(len(groups)))
     return found

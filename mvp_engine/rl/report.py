@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,9 +60,9 @@ def _step(records: Sequence[Record]) -> int:
 
 
 def _mean_reward(record: Record) -> float:
-    """Of the completions of a prompt; one whose reward failed counts as 0."""
-    rewards = [one["reward"] or 0.0 for one in record["completions"]]
-    return sum(rewards) / len(rewards)
+    """Of the completions of a prompt that have one; a prompt without any comes last."""
+    rewards = [one["reward"] for one in record["completions"] if one["reward"] is not None]
+    return sum(rewards) / len(rewards) if rewards else math.inf
 
 
 def _last_step(records: Sequence[Record]) -> list[Record]:

@@ -16,7 +16,7 @@ from mvp_engine.report.facts import RunFacts, metric_texts
 from mvp_engine.rl.pass_at_k import pass_at_k, pass_metrics
 from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.rl.report import rl_panels, rollout_sections
-from mvp_engine.rl.rewards import Reward
+from mvp_engine.rl.rewards import Reward, reward_metrics
 from mvp_engine.rl.rollout import Sample
 from mvp_engine.rl.rollout_log import RolloutLog, read_rollouts
 from mvp_engine.runs import Run
@@ -29,15 +29,26 @@ def test_pass_at_k_is_the_mean_over_all_subsets(total: int, right: int) -> None:
         assert pass_at_k(total, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_pass_metrics_groups_by_prompt_and_counts_failed_rewards_as_wrong() -> None:
-    samples = [Sample(i // 3, [1], [0.0], 0, "stop") for i in range(6)]
-    rewards = [Reward(value) for value in (1.0, 0.9, 0.0, None, None, 2.0)]
+def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out() -> None:
+    samples = [Sample(i // 3, [1], [0.0], 0, "stop") for i in range(9)]
+    rewards = [Reward(value) for value in (1.0, 0.9, 0.0, None, 0.0, 2.0, None, None, None)]
     found = pass_metrics(samples, rewards, 1.0)
     assert found == {
-        "pass@1": (pytest.approx(2 / 3), 2.0),
-        "pass@2": (pytest.approx(4 / 3), 2.0),
-        "pass@3": (2.0, 2.0),
+        "pass@1": (pytest.approx(1 / 3 + 1 / 2), 2.0),
+        "pass@2": (pytest.approx(2 / 3 + 1), 2.0),
+        "pass@3": (1.0, 1.0),  # of the prompt with three rewards
     }
+
+
+def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails() -> None:
+    samples = [Sample(i // 4, [1], [0.0], 0, "stop") for i in range(200)]
+    rewards = [Reward(None, error="timeout") if i % 14 == 0 else Reward(1.0) for i in range(200)]
+    metrics = reward_metrics(rewards) | pass_metrics(samples, rewards, 1.0)
+    means = {name: total / weight for name, (total, weight) in metrics.items()}
+    assert means == {"reward": 1.0, "reward_errors": 15 / 200, "pass@1": 1.0, "pass@2": 1.0, "pass@4": 1.0}
+
+
+def test_pass_metrics_without_samples_are_none() -> None:
     assert pass_metrics([], [], 1.0) == {}
     assert metric_texts({"pass@2": 0.5}) == {"pass@2": "50.0 %"}
 
