@@ -115,6 +115,20 @@ def test_sample_ids_are_those_of_the_loaded_samples() -> None:
     assert part.sample_ids(0, 1) == next(iter(part))[0].tolist()
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ranks(world: int) -> None:
+    for batches, expected in ((3, range(6)), (100, range(11))):
+        found = []
+        for rank in range(world):
+            part = SampleLoader(Numbers(11), micro_batch_size=2, rank=rank, world_size=world, shuffle=False)
+            part.limit_batches(batches)
+            for again in range(2):  # `set_epoch` keeps the limit
+                part.set_epoch(again)
+                read = [index for indices, _ in part for index in indices.tolist()]
+            found += read
+        assert sorted(found) == list(expected)
+
+
 class Broken(Numbers):
     def __getitem__(self, index: int) -> Any:
         raise StopIteration if index % 2 else ValueError("rotten")

@@ -9,6 +9,7 @@ and resumes cannot change an augmentation.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,7 @@ class SampleLoader:
                 f"{type(dataset).__name__} has no __len__; SampleLoader needs a map-style dataset"
             )
         self.dataset: Any = dataset
+        self._max_samples = sys.maxsize  # of an epoch
         self._begin_epoch(0)
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or micro_batch_size * world_size
@@ -92,12 +94,17 @@ class SampleLoader:
         self.set_epoch(state["epoch"])
         self.start = state["samples"]
 
+    def limit_batches(self, micro_batches: int) -> None:
+        """Read only the first so many micro-batches of an epoch, counted over all ranks."""
+        self._max_samples = micro_batches * self.micro_batch_size
+        self.size = min(self.size, self._max_samples)
+
     def _begin_epoch(self, epoch: int) -> None:
         """A dataset with `set_epoch` may be another one in each epoch, and of another size."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self.epoch = epoch
-        self.size = len(self.dataset)
+        self.size: int = min(len(self.dataset), self._max_samples)
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0

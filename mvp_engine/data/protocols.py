@@ -38,6 +38,11 @@ class KnowsLength(Protocol):
     def steps_per_epoch(self) -> int: ...
 
 
+class LimitsBatches(Protocol):
+    def limit_batches(self, micro_batches: int) -> None:
+        """Read only the first so many micro-batches of an epoch, counted over all ranks."""
+
+
 class KnowsSamples(Protocol):
     def sample_ids(self, first: int, last: int) -> list[Any]:
         """The samples of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""

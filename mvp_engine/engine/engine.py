@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from mvp_engine.checkpoint import CheckpointManager
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.data.protocols import LimitsBatches, implements
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.hang import HangWatch
 from mvp_engine.engine.context import StepContext
@@ -302,10 +303,8 @@ class Engine(EngineHooks):
 
     def _evaluate(self) -> dict[str, float | None]:
         outside = rng_state()  # an evaluation leaves no trace in the training
-        if self._eval_loader is None:
-            self._eval_loader = self._loader("eval")
+        micro_batches = self._eval_batches()
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
-        micro_batches = islice(self._eval_loader, self.config.loop.eval_batches)
         if self.layout.pipeline == 1:  # stages have different buffers, and no running statistics
             self.world.broadcast_from_rank0_(list(self.model.buffers()))
         with self.eval_weights(), self.model_engine.eval_mode():
@@ -321,6 +320,20 @@ class Engine(EngineHooks):
         means, _ = ctx.metrics.reduce()
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means
+
+    def _eval_batches(self) -> Iterable[Any]:
+        """This rank's part of the first `loop.eval_batches` micro-batches of the split, counted over all ranks."""
+        if self._eval_loader is None:
+            self._eval_loader = self._loader("eval")
+        loader = self._eval_loader
+        limit = self.config.loop.eval_batches
+        if limit is None:
+            return loader
+        if implements(self._eval_loader, LimitsBatches):
+            self._eval_loader.limit_batches(limit)
+            return loader
+        of_rank = range(self.layout.data_rank, limit, self.layout.data_size)
+        return islice(loader, len(of_rank))
 
     def _eval_step(self, ctx: StepContext, micro_batch: Any) -> None:
         self.hang.beat(ctx.step)

@@ -165,8 +165,7 @@ class MLLMEngine(Engine):
         """At most `max_samples` of the samples that an evaluation reads, evenly spread."""
         settings: Any = self.config.eval_generation
         loader: Any = self._eval_loader
-        limit = self.config.loop.eval_batches
-        samples = loader.dataset.samples(limit and limit * self.layout.data_size)
+        samples = loader.dataset.samples(loader.size)
         every = max(settings.every_n_samples, -(-len(samples) // settings.max_samples))
         return samples[::every]
 

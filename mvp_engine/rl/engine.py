@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -311,10 +311,7 @@ class RLEngine(MLLMEngine):
 
     def _evaluate(self) -> dict[str, float | None]:
         """Completions of held-out prompts by the actor, and their rewards."""
-        if self._eval_loader is None:
-            self._eval_loader = self._loader("eval")
-        batches = islice(self._eval_loader, self.config.loop.eval_batches)
-        prompts = list(chain.from_iterable(batches))
+        prompts = list(chain.from_iterable(self._eval_batches()))
         if not prompts:
             raise UserError("there are no held-out prompts: give a source split: eval")
         samples = self._complete(prompts)

@@ -67,6 +67,21 @@ def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: 
                 assert a[key] == pytest.approx(b[key], rel=1e-5), (split, a["step"], key)
 
 
+@pytest.mark.parametrize("batches", [1, 3])
+def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
+    train, ranks2, ranks4, tmp_path: Path, batches: int
+) -> None:
+    """20 held-out samples in micro-batches of 4."""
+    words = ["loop.total_steps=1", "loop.eval_interval=1", f"loop.eval_batches={batches}", "log.backends=[jsonl]"]
+    assert train(*words, dir=tmp_path / "1") == 0
+    for pool in (ranks2, ranks4):
+        assert pool.launch(TINY, *words, f"project.dir={tmp_path / str(pool.size)}") == [0] * pool.size
+    (one,), (two,), (four,) = (read_metrics(tmp_path / ranks, "eval") for ranks in "124")
+    assert [two["loss"], four["loss"]] == pytest.approx([one["loss"]] * 2, rel=1e-6)
+    assert train(*words, "loop.eval_batches=null", dir=tmp_path / "all") == 0
+    assert read_metrics(tmp_path / "all", "eval")[0]["loss"] != pytest.approx(one["loss"], rel=1e-3)
+
+
 def test_magic_transformer_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "data.global_batch_size=32", *QUIET]
     assert train(*words, "data.micro_batch_size=32", config=MAGIC, dir=tmp_path / "one") == 0

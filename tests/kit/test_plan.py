@@ -135,6 +135,27 @@ def kit(folder: Path, workers: int = 0, **settings: Any) -> MLLMDataKit:
     return MLLMDataKit(MLLMData.model_validate(given), tokenizer("zephyr"), num_workers=workers)
 
 
+def held_out(folder: Path) -> MLLMDataKit:
+    drawn = np.random.default_rng(0)
+    rows = [{"text": f"{i} " + "word " * int(drawn.integers(1, 60))} for i in range(200)]
+    return made(write(folder / "a.jsonl", rows), tokenizer("zephyr"))
+
+
+def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_batch(tmp_path: Path) -> None:
+    kit = held_out(tmp_path)
+    expected = None
+    for world, packs, seed in ((1, 1, 0), (2, 8, 0), (3, 3, 5), (4, 32, 0)):
+        found: list[int] = []
+        for rank in range(world):
+            options = {"rank": rank, "world_size": world, "seed": seed, "shuffle": False}
+            for batch in kit.loader(global_batch_size=packs, max_packs=5, **options):
+                found += batch.sequence_fields["sample"].tolist()
+        expected = expected or sorted(found)
+        assert sorted(found) == expected
+    assert len(kit.dataset(global_batch_size=1)) > 10
+    assert max(expected) - min(expected) > 100  # of the whole split
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("texts")

@@ -61,6 +61,29 @@ def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(file
         assert loader.fill_ratio == pytest.approx(sum(b.num_tokens for b in batches) / 256 / len(batches))
 
 
+@pytest.mark.parametrize("limit", [None, 5, 9])
+def test_stream_loader_of_held_out_rows_gives_the_same_packs_on_any_ranks_and_each_time(
+    file: Path, limit: int | None
+) -> None:
+    def packs(world: int, **options: Any) -> list[list[int]]:
+        found = []
+        for rank in range(world):
+            loader = held.stream_loader("eval", rank=rank, world_size=world, **options)
+            if limit is not None:
+                loader.limit_batches(limit)
+            first, again = (sorted(batch.sequence_fields["sample"].tolist() for batch in loader) for _ in range(2))
+            assert first == again
+            found += first
+        return sorted(found)
+
+    held = kit(file, sources=[{"path": str(file), "stream": True, "split": "eval"}], stream_lanes=4)
+    alone = packs(1)
+    assert len(alone) == limit or sorted(row for pack in alone for row in pack) == list(range(ROWS))
+    for world in (2, 3, 4, 6, 8):  # parts of the lanes, all of them, parts of their packs
+        assert packs(world) == alone
+    assert packs(2, num_workers=2, seed=7) == alone
+
+
 def test_stream_loader_order_depends_on_epoch_not_on_workers(file: Path) -> None:
     alone = list(kit(file).stream_loader("train", seed=1))
     for workers in (1, 3):

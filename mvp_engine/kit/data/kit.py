@@ -81,8 +81,12 @@ class MLLMDataKit(MeasuredSources):
         global_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
+        max_packs: int | None = None,
     ) -> PackDataset:
-        """The packs of a split; `global_batch_size` (in packs) takes the place of `global_batch_tokens`."""
+        """The packs of a split; `global_batch_size` (in packs) takes the place of `global_batch_tokens`.
+
+        `max_packs`: so many packs drawn from the whole split, the same ones with any seed and global batch.
+        """
         packs = global_batch_size or self.settings.global_batch_packs(None)
         if packs is None:
             raise UserError(
@@ -98,6 +102,7 @@ class MLLMDataKit(MeasuredSources):
             packs_per_step=packs,
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
+            max_packs=max_packs,
         )
 
     def loader(
@@ -109,13 +114,18 @@ class MLLMDataKit(MeasuredSources):
         world_size: int = 1,
         seed: int = 0,
         shuffle: bool | None = None,
+        max_packs: int | None = None,
         num_workers: int | None = None,
         pin_memory: bool = False,
         folder: str | Path | None = None,
     ) -> PackLoader:
         """Micro-batches of one pack each. Only training shuffles. Rows that are left out are listed in `folder`."""
         dataset = self.dataset(
-            split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
+            split,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            max_packs=max_packs,
         )
         if not len(dataset):
             bad, long = self.bad_rows(split), self.overlong_rows(split)
@@ -169,6 +179,7 @@ class MLLMDataKit(MeasuredSources):
             world_size=world_size,
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
+            shares_lanes=split != "train",
         )
         return StreamLoader(
             dataset,
@@ -200,9 +211,12 @@ class MLLMDataKit(MeasuredSources):
         }
         if self.is_stream(split):
             return self.stream_loader(split, **options)
-        # Packs of a part of a split are drawn from all of it: in order they would be those of the first source.
-        is_part = split != "train" and config.loop.eval_batches is not None
-        loader = self.loader(split, **options, shuffle=is_part or None)
+        if split != "train":
+            # A part of a split is drawn from all of it: in order it would be of the first source.
+            options["max_packs"] = config.loop.eval_batches
+            # Every rank has packs to evaluate, however few an optimizer step has.
+            options["global_batch_size"] = max(packs, engine.layout.data_size)
+        loader = self.loader(split, **options)
         if len(set(engine.world.all_gather(loader.plan_id()))) > 1:
             raise UserError(
                 "data: the ranks found different costs for the same rows. Do all nodes see the same files?"

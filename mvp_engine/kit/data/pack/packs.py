@@ -48,7 +48,9 @@ class PackDataset(Dataset[Any]):
         packs_per_step: int,
         seed: int = 0,
         shuffle: bool = True,
+        max_packs: int | None = None,
     ) -> None:
+        """`max_packs`: so many packs drawn from all rows, the same ones with any seed."""
         self.mixture = mixture
         self.formats = formats
         self.costs = costs
@@ -57,6 +59,7 @@ class PackDataset(Dataset[Any]):
         self.packs_per_step = packs_per_step
         self.seed = seed
         self.shuffle = shuffle
+        self.max_packs = max_packs
         self.watchdog = WorkerWatchdog()
         # The sample id of the first row of each source: ids count through all sources.
         self.first = np.cumsum([0, *(len(source) for source in mixture.sources)])
@@ -69,22 +72,34 @@ class PackDataset(Dataset[Any]):
             self.plan = self.make_plan(epoch)
 
     def make_plan(self, epoch: int) -> Plan:
-        order = self.mixture.order(self.seed, epoch, self.shuffle)
+        generator = None
+        if self._draws:
+            generator = np.random.default_rng(derived_seed(self._plan_seed, "packs", epoch))
+        return make_plan(
+            *self._rows(epoch),
+            budget=self.budget,
+            packs_per_step=self.packs_per_step,
+            shuffle=generator,
+            max_packs=self.max_packs,
+        )
+
+    def _rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The good rows of an epoch in their order: (source, row) pairs, tokens, encoder costs."""
+        order = self.mixture.order(self._plan_seed, epoch, self._draws)
         sample_ids = self.first[order[:, 0]] + order[:, 1]
         tokens = np.concatenate([costs.tokens for costs in self.costs])[sample_ids]
         encoder = np.concatenate([costs.encoder for costs in self.costs])[sample_ids]
         good = tokens > 0
-        generator = None
-        if self.shuffle:
-            generator = np.random.default_rng(derived_seed(self.seed, "packs", epoch))
-        return make_plan(
-            order[good],
-            tokens[good],
-            encoder[good],
-            budget=self.budget,
-            packs_per_step=self.packs_per_step,
-            shuffle=generator,
-        )
+        return order[good], tokens[good], encoder[good]
+
+    @property
+    def _draws(self) -> bool:
+        return self.shuffle or self.max_packs is not None
+
+    @property
+    def _plan_seed(self) -> int:
+        """Trainings with other seeds are evaluated on the same rows."""
+        return self.seed if self.max_packs is None else 0
 
     def __len__(self) -> int:
         return len(self.plan)

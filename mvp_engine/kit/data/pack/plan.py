@@ -77,15 +77,18 @@ def make_plan(
     budget: int,
     packs_per_step: int,
     shuffle: np.random.Generator | None = None,
+    max_packs: int | None = None,
 ) -> Plan:
     """Pack the rows of an epoch into packs of about equal work, and group the packs into steps.
 
     `order` holds (source, row) pairs, `tokens` and `encoder` their costs. Inside a step the packs are sorted by work:
-    the ranks take neighbours of that order in one micro-batch, so they wait least for each other.
+    the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
+    `max_packs` packs are the same for any `packs_per_step`.
     """
     packs = make_packs(tokens, encoder, budget)
     if shuffle is not None:
         packs = [packs[i] for i in shuffle.permutation(len(packs))]
+    packs = packs[:max_packs]
     row_work = tokens + encoder // ENCODER_VALUES_PER_TOKEN
     pack_work = [int(row_work[pack].sum()) for pack in packs]
     sorted_packs = []

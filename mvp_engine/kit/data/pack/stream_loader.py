@@ -63,6 +63,10 @@ class StreamLoader:
         self.turn = turn
         self.dataset.set_cursors(self.epoch, cursors, turn)
 
+    def limit_batches(self, micro_batches: int) -> None:
+        """Read only the first so many packs of an epoch; of an evaluation counted over all ranks."""
+        self.dataset.max_packs = micro_batches
+
     @property
     def num_workers(self) -> int:
         """The largest number of workers that divides the lanes."""
@@ -141,6 +145,8 @@ class StreamLoader:
         return {**state, **own, "lanes": lanes, "of": self._fingerprint([data.seed, data.shuffle])}
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        if self.dataset.shares_lanes:
+            self.set_epoch(self.epoch)  # each evaluation reads the same packs
         self._set_cursors(self.cursors, self.turn)
         outputs = self.dataset.watchdog.iterate(self._start, self.stall_seconds)
         for output in pinned(outputs) if self.pin_memory else outputs:

@@ -4,10 +4,14 @@ A rank has a few lanes. Row n of the streams belongs to lane n modulo all lanes 
 lane reads about a window of packs, packs it, yields the packs, and reads the next window meanwhile. The rows of the
 emptiest pack wait for the next window. The lanes take turns in whichever worker they are, so the order of the packs
 does not depend on the number of workers. Positions of lanes are in `stream_lanes`.
+
+In an evaluation the ranks share the lanes: each reads the same rows and loads its own of their packs, so the packs do
+not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -72,7 +76,9 @@ class StreamPackDataset(IterableDataset[Any]):
         world_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        shares_lanes: bool = False,
     ) -> None:
+        """`shares_lanes`: all ranks have the same lanes, and each of them its own packs of these."""
         self.streams = streams
         self.row_encoder = row_encoder
         self.budget = budget
@@ -82,11 +88,24 @@ class StreamPackDataset(IterableDataset[Any]):
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
+        self.shares_lanes = shares_lanes
+        self.max_packs: float = math.inf  # of an epoch
         self.watchdog = WorkerWatchdog()
         self.set_cursors(0, self.first_cursors(), 0)
 
     def first_cursors(self) -> list[Cursor]:
+        if self.shares_lanes:
+            return start_lanes(self.lanes_per_epoch, 0, 1)
         return start_lanes(self.lanes_per_epoch, self.rank, self.world_size)
+
+    def is_own(self, number: int) -> bool:
+        """Does this rank load the pack with this number?"""
+        return not self.shares_lanes or number % self.world_size == self.rank
+
+    def _has_packs(self, lane: int) -> bool:
+        """Is any pack of the lane this rank's? Their numbers are lane, lane + lanes, lane + 2 * lanes, ..."""
+        apart = math.gcd(self.lanes, self.world_size)
+        return not self.shares_lanes or lane % apart == self.rank % apart
 
     @property
     def lanes(self) -> int:
@@ -106,7 +125,7 @@ class StreamPackDataset(IterableDataset[Any]):
         num_workers = info.num_workers if info else 1
         in_turn = [(self.turn + k) % self.lanes for k in range(self.lanes)]
         lanes = in_turn[worker::num_workers]
-        active = {lane: _Lane(self, lane).outputs() for lane in lanes}
+        active = {lane: _Lane(self, lane).outputs() for lane in lanes if self._has_packs(lane)}
         while active:
             for lane in lanes:
                 output = next(active[lane], None) if lane in active else None
@@ -132,6 +151,7 @@ class _Lane:
         first = self.start["first"]
         window = self.start["window"]
         skip = self.start["packs"]
+        number = self.output.lane  # of the next pack: the lanes take turns
         self._restore_kept(first)
         self._read_ahead()
         while self.kept or self.ahead:
@@ -142,8 +162,11 @@ class _Lane:
             cursor["next"] = first
             packs = self._pack_window(window)
             for done, pack in enumerate(packs, 1):
-                if done > skip:
+                if number >= self.dataset.max_packs:
+                    return
+                if done > skip and self.dataset.is_own(number):
                     yield self._load_pack(pack, {**cursor, "packs": done})
+                number += self.dataset.lanes
                 self._read_ahead(done / len(packs))
             self._read_ahead()
             self.output.cursor = {**cursor, "packs": len(packs)}
