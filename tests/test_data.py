@@ -129,6 +129,17 @@ def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ra
         assert sorted(found) == list(expected)
 
 
+class Growing(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        self.size = 7 + 5 * epoch
+
+
+def test_sample_loader_steps_of_another_epoch_are_counted_without_leaving_this_one() -> None:
+    part = SampleLoader(Growing(7), micro_batch_size=2, global_batch_size=8)
+    assert [part.steps_in_epoch(epoch) for epoch in range(4)] == [1, 2, 3, 3]
+    assert (part.epoch, len(part.dataset), part.steps_per_epoch) == (0, 7, 1)
+
+
 class Broken(Numbers):
     def __getitem__(self, index: int) -> Any:
         raise StopIteration if index % 2 else ValueError("rotten")

@@ -80,6 +80,25 @@ class SampleLoader:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.size / self.global_batch_size)
 
+    @property
+    def epochs_differ(self) -> bool:
+        """May epochs have other lengths than this one?"""
+        return hasattr(self.dataset, "set_epoch")
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        return math.ceil(self._epoch_size(epoch) / self.global_batch_size)
+
+    def _epoch_size(self, epoch: int) -> int:
+        if hasattr(self.dataset, "epoch_size"):
+            size = self.dataset.epoch_size(epoch)
+        elif self.epochs_differ:
+            self.dataset.set_epoch(epoch)
+            size = len(self.dataset)
+            self.dataset.set_epoch(self.epoch)
+        else:
+            size = len(self.dataset)
+        return min(size, self._max_samples)
+
     def set_epoch(self, epoch: int) -> None:
         self._begin_epoch(epoch)
         self.start = 0

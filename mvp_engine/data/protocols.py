@@ -38,6 +38,12 @@ class KnowsLength(Protocol):
     def steps_per_epoch(self) -> int: ...
 
 
+class KnowsEpochs(Protocol):
+    epochs_differ: bool  # in length; of a loader with a global cursor
+
+    def steps_in_epoch(self, epoch: int) -> int: ...
+
+
 class LimitsBatches(Protocol):
     def limit_batches(self, micro_batches: int) -> None:
         """Read only the first so many micro-batches of an epoch, counted over all ranks."""

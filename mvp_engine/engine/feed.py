@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mvp_engine.config.schema import Loop
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.protocols import (
+    KnowsEpochs,
     KnowsLength,
     KnowsPlan,
     KnowsSamples,
@@ -67,8 +68,25 @@ class Feed:
         of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
         limits = [loop.total_steps]
         if loop.epochs is not None and None not in of_ranks:
-            limits.append(loop.epochs * max(of_ranks))
+            limits.append(self._steps_in_epochs(loop.epochs, max(of_ranks), loop.total_steps))
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def _steps_in_epochs(self, epochs: int, first: int, limit: int | None) -> int:
+        """Steps in all epochs, of which the first one has `first`. It stops to count at `limit`.
+
+        To count the packs of an epoch takes seconds if it has millions of rows: each rank does so for some epochs.
+        """
+        loader = self.loader
+        if not implements(loader, KnowsEpochs) or not loader.epochs_differ:
+            return epochs * first
+        steps = first
+        for start in range(1, epochs, self.world.size):
+            if limit is not None and steps >= limit:
+                break
+            epoch = start + self.world.rank
+            own = loader.steps_in_epoch(epoch) if epoch < epochs else 0
+            steps += sum(self.world.all_gather(own))
+        return steps
 
     def next_plan(self) -> StepPlan | None:
         """What all ranks hold in the next step, if the loader planned it for these ranks."""

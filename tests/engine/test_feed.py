@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from mvp_engine.config.schema import Loop
 from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
@@ -69,6 +70,28 @@ def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan() -> None:
     assert feed.steps_per_epoch == 10
     feed.advance(len(feed.take()))
     assert feed.rank_state_dict()["loader"] == {"epoch": 0, "samples": 4}
+
+
+class Growing(TensorDataset):
+    def set_epoch(self, epoch: int) -> None:
+        self.tensors = (torch.arange(8 + 3 * epoch),)
+
+
+def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length() -> None:
+    feed = Feed(SampleLoader(Growing(torch.arange(8)), micro_batch_size=4), 1, ALONE)
+    made = 0
+    while feed.epoch < 4:
+        micro_batches = feed.take()
+        if micro_batches:
+            feed.advance(1)
+            made += 1
+        else:
+            feed.next_epoch()
+    feed = Feed(SampleLoader(Growing(torch.arange(8)), micro_batch_size=4), 1, ALONE)
+    options = {"precision": "auto", "clip_grad_norm": None, "eval_interval": None, "eval_batches": None}
+    assert feed.planned_steps(Loop(total_steps=None, epochs=4, **options)) == made == 2 + 3 + 4 + 5
+    assert feed.planned_steps(Loop(total_steps=20, epochs=4, **options)) == made
+    assert feed.planned_steps(Loop(total_steps=9, epochs=10**9, **options)) == 9  # does not count all epochs
 
 
 class OwnCursor(SampleLoader):

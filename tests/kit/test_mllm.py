@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -173,6 +174,20 @@ def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_t
     assert {"loss_held", "loss_more"} <= list(run.records("eval"))[-1].keys()
     lines = (run.dir / "answers.jsonl").read_text().splitlines()
     assert 1 <= len(lines) <= 3
+
+
+@pytest.mark.slow
+def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config: str, tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0)
+    write(tmp_path / "images.jsonl", [chat(f"Say {i}", "yes " * int(drawn.integers(3, 22))) for i in range(40)])
+    words = ["loop.total_steps=null", "loop.epochs=3", "loop.eval_interval=null", "log.interval=1"]
+    words += ["mllm.micro_batch_tokens=160", "data.global_batch_size=1"]
+    assert main(["train", config, *words]) == 0
+    (run,) = list_runs(tmp_path / "outputs")
+    records = list(run.records("train"))
+    of_epochs = [sum(record["epoch"] == epoch for record in records) for epoch in range(3)]
+    assert len(set(of_epochs)) > 1
+    assert run.info["setup"]["total_steps"] == records[-1]["step"] == sum(of_epochs)
 
 
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])

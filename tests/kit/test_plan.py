@@ -156,6 +156,17 @@ def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_
     assert max(expected) - min(expected) > 100  # of the whole split
 
 
+def test_pack_dataset_size_of_an_epoch_is_that_of_its_plan(tmp_path: Path) -> None:
+    loader = held_out(tmp_path).loader(global_batch_size=1)
+    counted = [loader.steps_in_epoch(epoch) for epoch in range(12)]
+    planned = []
+    for epoch in range(12):
+        loader.set_epoch(epoch)
+        planned.append(loader.steps_per_epoch)
+    assert counted == planned
+    assert len(set(counted)) > 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("texts")
