@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from mvp_engine.data.rng import (
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
 from mvp_engine.errors import UserError
+from mvp_engine.process.watchdog import end_with_this_process
 
 MOST_PINNED = 8  # micro-batches: those of images have 150 MB
 
@@ -143,7 +145,7 @@ class SampleLoader:
             collate_fn=self._collate,
             num_workers=self._num_workers,
             timeout=self._timeout,
-            worker_init_fn=start_worker,
+            worker_init_fn=partial(start_worker, end_with_this_process()),
         )
         with keep_rng_state():
             return iter(loader)

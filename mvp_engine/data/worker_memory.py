@@ -22,8 +22,9 @@ M_ARENA_MAX = -8
 SMALL_BYTES = 2**20  # of a tensor that is copied through the pipe of a worker
 
 
-def start_worker(_: int) -> None:
-    """What a worker does first."""
+def start_worker(end_with_rank: Callable[[], None], _: int) -> None:
+    """What a worker does first. `end_with_rank`: see `end_with_this_process`."""
+    end_with_rank()
     keep_freed_memory()
     ForkingPickler.register(Tensor, _reduce)
 

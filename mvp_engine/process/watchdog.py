@@ -1,18 +1,27 @@
-"""RankWatchdog: a thread that ends a rank when its launcher or another rank of the job has died."""
+"""Processes that end with others: a rank with its launcher and the other ranks, a worker with what started it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mvp_engine import PARENT
 
 FIRST_FAILURE = "first_failure"  # key of the store: the rank that failed first, a space, and why
+
+# Options of Linux's prctl.
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PARENT_POLL_SECONDS = 0.5
 
 
 class RankWatchdog:
@@ -83,3 +92,78 @@ def _alive(pid: int) -> bool:
     except OSError:  # of another user, or no Linux
         return True
     return not state.startswith(("Z", "X"))
+
+
+# ---- Workers ------------------------------------------------------------------------------------------------------
+
+
+def end_with_this_process(
+    thread_lasts: bool = False, number: int = signal.SIGKILL
+) -> Callable[[], None]:
+    """What a worker calls first, to get the signal `number` when this process ends, also by kill -9.
+
+    A worker that writes to a full pipe or hangs in C code would not notice. It is called in the thread that starts the
+    worker: the kernel sends the signal when that thread ends. `thread_lasts`: it lives as long as this process, as the
+    main thread does. For other threads the worker looks for its parent itself.
+    """
+    lasts = thread_lasts or threading.current_thread() is threading.main_thread()
+    return functools.partial(_end_with, os.getpid(), lasts, number)
+
+
+def _end_with(parent: int, thread_lasts: bool, number: int) -> None:
+    if not thread_lasts or not _prctl(PR_SET_PDEATHSIG, number):
+        threading.Thread(target=_watch_parent, args=(parent, number), daemon=True).start()
+    elif os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), number)
+
+
+def _watch_parent(parent: int, number: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), number)
+
+
+def _prctl(option: int, value: int) -> bool:
+    try:
+        return bool(ctypes.CDLL(None).prctl(option, value) == 0)
+    except (AttributeError, OSError):  # only Linux has it
+        return False
+
+
+# ---- Process trees ------------------------------------------------------------------------------------------------
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends: it stays in this one's tree."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(root: int) -> None:
+    """Kill -9 every process below `root`, also in sessions of their own."""
+    stopped: set[int] = set()
+    while new := descendants(root) - stopped:
+        _send(new, signal.SIGSTOP)  # so that they start no others
+        stopped |= new
+    _send(stopped, signal.SIGKILL)
+
+
+def _send(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def descendants(root: int) -> set[int]:
+    """The processes below `root`; none where there is no /proc."""
+    parents: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent = file.read_text().rpartition(") ")[2].split()[:2]
+            if state not in "ZX":
+                parents[int(file.parent.name)] = int(parent)
+    found: set[int] = set()
+    new = {root}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return found

@@ -1,13 +1,13 @@
 """Processes that compute rewards: one that hangs or dies costs one reward, and is replaced.
 
-They are forked from the controller, so that a reward may be a method of an engine, and start in milliseconds. Each is
-the leader of a session of its own: to kill it kills the processes that a reward has started, too.
+They are forked from the controller, so that a reward may be a method of an engine, and start in milliseconds. Each has
+a keeper, an idle process between it and the controller: when the worker or the controller ends, or when a reward takes
+too long, the keeper is the root of all processes that the reward has started, also in sessions of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.util
 import os
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from mvp_engine.data import seed_everything
+from mvp_engine.process.watchdog import adopt_orphans, end_with_this_process, kill_descendants
 
 POLL_SECONDS = 0.2  # between two looks at whether workers are alive
-PR_SET_PDEATHSIG = 1
 Compute = Callable[[dict[str, Any], Any], Any]
 
 
@@ -83,7 +83,7 @@ class RewardWorkers:
     def __init__(self, compute: Compute, count: int, timeout: float) -> None:
         self.compute = compute
         self.timeout = timeout
-        # A worker dies with the thread that forked it: this one lives as long as the workers are needed.
+        # A keeper ends with the thread that forked it: this one lives as long as the workers are needed.
         self._starter = ThreadPoolExecutor(1, "mvp-reward-workers")
         self._workers: list[_Worker] = []
         # Before multiprocessing waits at the exit for processes that nobody has closed.
@@ -153,7 +153,8 @@ class _Worker:
     def __init__(self, compute: Compute) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(compute, theirs, os.getpid()))
+        end = end_with_this_process(thread_lasts=True, number=signal.SIGTERM)
+        self.process = context.Process(target=_keep, args=(compute, theirs, end))
         self.process.start()
         theirs.close()
         self.group: Group | None = None
@@ -178,7 +179,7 @@ class _Worker:
 
     def _death(self) -> Outcome:
         self.is_lost = True
-        self.process.join(1.0)
+        self.process.join(10.0)  # its keeper kills what it has started
         code = self.process.exitcode
         how = f"exit code {code}"
         if code is not None and code < 0:
@@ -188,9 +189,10 @@ class _Worker:
     def kill(self) -> None:
         pid = self.process.pid
         assert pid is not None
+        kill_descendants(pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # with the processes that the reward started
-        self.process.kill()  # if it was not yet the leader of its session
+            os.killpg(pid, signal.SIGKILL)  # where there is no /proc
+        self.process.kill()
         self.process.join()
         self.connection.close()
 
@@ -200,13 +202,49 @@ def _kill_all(workers: list[_Worker]) -> None:
         worker.kill()
 
 
-def _work(compute: Compute, connection: Connection, parent: int) -> None:
-    _die_with_parent(parent)
+def _keep(
+    compute: Compute, connection: Connection, end_with_controller: Callable[[], None]
+) -> None:
+    """The keeper of a worker: it ends like the worker, after everything that the worker has started."""
     os.setsid()
+    adopt_orphans()
     # The parent stops its workers itself. A handler inherited from it would report a Ctrl-C to it once more.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    awaited = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    end_with_keeper = end_with_this_process()
+    worker = os.fork()
+    if worker == 0:
+        end_with_keeper()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        _work(compute, connection)
+    connection.close()
+    end_with_controller()
+    code = None
+    while code is None and signal.sigwait(awaited) == signal.SIGCHLD:
+        code = _reaped(worker)
+    kill_descendants(os.getpid())
+    if code is not None and code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
+def _reaped(worker: int) -> int | None:
+    """The exit code of the worker if it has ended, after a look at all children that have."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if ended[0] == worker:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def _work(compute: Compute, connection: Connection) -> None:
     # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
     torch.set_num_threads(1)
     while True:
@@ -216,11 +254,3 @@ def _work(compute: Compute, connection: Connection, parent: int) -> None:
             os._exit(0)
         for task in tasks:
             connection.send(run_task(compute, row, task))
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process with its parent, also in the middle of a computation that never returns to Python."""
-    with contextlib.suppress(AttributeError, OSError):  # only on Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

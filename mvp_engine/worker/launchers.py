@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch.distributed as dist
 
 from mvp_engine.errors import UserError, reason_of
+from mvp_engine.process.watchdog import end_with_this_process
 from mvp_engine.worker import wire
 from mvp_engine.worker.errors import WorkerDied, WorkerError
 from mvp_engine.worker.host import Place, WorkerHost, devices_of_node, shown
@@ -210,7 +212,7 @@ class SpawnLauncher:
     def _process(self, place: Place, connection: Connection) -> BaseProcess:
         # A fork would copy the locks that threads of the controller hold.
         context = multiprocessing.get_context("spawn")
-        return context.Process(target=serve, args=(place, connection))
+        return context.Process(target=_main, args=(end_with_this_process(), place, connection))
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -222,6 +224,11 @@ class SpawnLauncher:
         self.devices = []
         self.ranks = []
         self.store = None
+
+
+def _main(end_with_controller: Callable[[], None], place: Place, connection: Connection) -> None:
+    end_with_controller()
+    serve(place, connection)
 
 
 def serve(place: Place, connection: Connection) -> None:

@@ -237,16 +237,30 @@ def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(mad
     assert (outcome.value, outcome.error, worker.is_lost) == ((1.0, {}), None, False)
 
 
-def test_rewards_hung_reward_is_killed_with_the_processes_it_started(made: Any, tmp_path: Path, limit: Limit) -> None:
-    def reward(row: dict[str, Any], answer: Answer) -> float:
-        child = subprocess.Popen(["sleep", "600"])
-        (tmp_path / "pid").write_text(str(child.pid))
-        limit.file.touch()
-        return child.wait()
+# A child, one in a session of its own, and one whose parent has ended since.
+SLEEPERS = {"child": "sh -c 'echo $$ > pid; exec sleep 600'", "session": "setsid sh -c 'echo $$ > pid; exec sleep 600'"}
+SLEEPERS["daemon"] = f"({SLEEPERS['session']}) & sleep 0"
 
-    with pytest.raises(RewardFailed, match="no result after"):
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("kind", SLEEPERS)
+def test_rewards_reward_that_hangs_or_dies_ends_with_the_processes_it_started(
+    made: Any, tmp_path: Path, limit: Limit, kind: str, dies: bool
+) -> None:
+    pid = tmp_path / "pid"
+
+    def reward(row: dict[str, Any], answer: Answer) -> float:
+        shell = subprocess.Popen(["sh", "-c", SLEEPERS[kind]], cwd=tmp_path)
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+        if dies:
+            os._exit(3)
+        limit.file.touch()
+        return shell.wait() + float(threading.Event().wait())
+
+    error = r"its process died \(exit code 3\)" if dies else "no result after"
+    with pytest.raises(RewardFailed, match=error):
         made(reward, timeout=0.5, workers=1)(prompts(1), samples(1, 1))
-    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
+    wait_until(lambda: is_gone(int(pid.read_text())))
 
 
 def run_endless_reward(out: Any) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -14,8 +11,9 @@ from typing import Any
 
 import torch
 
+from mvp_engine.process.watchdog import end_with_this_process
+
 Chunk = list[int]
-PARENT_POLL_SECONDS = 0.5
 
 
 def map_chunks(
@@ -44,7 +42,7 @@ class MeasureWorkers:
         try:
             for _ in range(min(workers, len(chunks))):
                 ours, theirs = context.Pipe()
-                arguments = (measure, theirs, os.getpid())
+                arguments = (measure, theirs, end_with_this_process())
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 self._processes.append(process)
@@ -97,12 +95,14 @@ def _receive(connection: Any, chunk: Chunk) -> Any:
     return found
 
 
-def _work(measure: Callable[[Chunk], Any], connection: Connection, parent: int) -> None:
+def _work(
+    measure: Callable[[Chunk], Any], connection: Connection, end_with_parent: Callable[[], None]
+) -> None:
+    end_with_parent()
     # The parent stops its workers itself. A handler inherited from it would report a Ctrl-C to it once more.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
     torch.set_num_threads(1)
     while True:
@@ -113,10 +113,3 @@ def _work(measure: Callable[[Chunk], Any], connection: Connection, parent: int) 
             error.add_note(traceback.format_exc())
             found = error
         connection.send(found)
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent is gone, killed or not."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mvp_engine.kit.data.pack.stream_lanes import Cursor, move_lanes
 from mvp_engine.kit.data.pack.stream_packs import LaneOutput, StreamPackDataset
 from mvp_engine.kit.data.pack.worker_watchdog import check_seconds
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
+from mvp_engine.process.watchdog import end_with_this_process
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -193,7 +195,7 @@ class StreamLoader:
                 num_workers=self.num_workers,
                 timeout=check_seconds(self.stall_seconds) if self.num_workers else 0.0,
                 collate_fn=KeepLastBatches(default_convert),
-                worker_init_fn=start_worker,
+                worker_init_fn=partial(start_worker, end_with_this_process()),
             )
             return iter(loader)
 

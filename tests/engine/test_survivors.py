@@ -1,0 +1,155 @@
+"""Workers of every kind end with the process that started them, also by kill -9 and in the middle of anything."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import is_gone, wait_until
+from torch.utils.data import Dataset
+
+from mvp_engine.data.loader import SampleLoader
+from mvp_engine.kit.data.pack import stream_loader
+from mvp_engine.kit.data.pack.measure_workers import MeasureWorkers
+from mvp_engine.process.watchdog import descendants, end_with_this_process
+from mvp_engine.rl.reward_workers import Group, RewardWorkers, Task
+from mvp_engine.worker import launchers
+
+SECONDS = 15.0
+
+
+class Large(Dataset[Any]):
+    """Tensors that fill the pipe of a worker, though each is sent by value."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(2**17)
+
+
+class LargeStream(torch.utils.data.IterableDataset[Any]):
+    lanes = 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.zeros(2**17) for _ in itertools.count())
+
+
+def sample_loader() -> Any:
+    return SampleLoader(Large(), micro_batch_size=1, num_workers=2)._items()
+
+
+def sample_loader_in_a_thread() -> Any:
+    """The thread ends before its loader does."""
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(sample_loader()))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def stream_loader_of_packs() -> Any:
+    loader = stream_loader.StreamLoader.__new__(stream_loader.StreamLoader)
+    loader.dataset, loader.max_workers, loader.stall_seconds = LargeStream(), 2, 60.0  # type: ignore[assignment]
+    return loader._start()
+
+
+def hold_the_gil(_: Any = None, __: Any = None) -> Any:
+    """For longer than the universe lasts, without a chance for other threads."""
+    return re.match(r"(a+)+$", 60 * "a" + "b")
+
+
+def measuring() -> Any:
+    return MeasureWorkers(hold_the_gil, [[1], [2]], 2)
+
+
+def rewards_of(reward: Callable[[Any, Any], Any]) -> Any:
+    workers = RewardWorkers(reward, 2, 1000.0)
+    for index, worker in enumerate(workers._workers):
+        workers._give(worker, Group(b"\x80\x04N.", deque([Task(index, 0, None)])))  # None, pickled
+    return workers
+
+
+def rewards_with_the_gil() -> Any:
+    return rewards_of(hold_the_gil)
+
+
+def rewards_with_sessions() -> Any:
+    return rewards_of(lambda row, answer: subprocess.run(["setsid", "sleep", "600"], check=False))
+
+
+def spawned_workers() -> Any:
+    """A process that the controller forks later holds the controller's end of the pipe open."""
+    launcher = launchers.SpawnLauncher()
+    multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()  # type: ignore[assignment]
+    ranks = launcher.start(2, "cpu", 60.0)
+    return ranks, MeasureWorkers(hold_the_gil, [[1], [2]], 2)
+
+
+def hold(start: Callable[[], Any], ready: Path, end_with_test: Callable[[], None]) -> None:
+    end_with_test()
+    held = start()
+    if isinstance(held, Iterator):
+        next(held)
+    ready.touch()
+    signal.pause()
+
+
+KINDS = {sample_loader: 2, sample_loader_in_a_thread: 2, stream_loader_of_packs: 2, measuring: 2}
+KINDS |= {rewards_with_the_gil: 4, rewards_with_sessions: 6, spawned_workers: 4}
+
+
+@pytest.mark.parametrize("start", KINDS, ids=lambda start: start.__name__)
+def test_workers_after_kill_9_of_their_rank_are_gone(start: Callable[[], Any], tmp_path: Path) -> None:
+    end_with_test = end_with_this_process()
+    rank = os.fork()
+    if rank == 0:
+        try:
+            hold(start, tmp_path / "ready", end_with_test)
+        finally:
+            os._exit(1)
+    wait_until(lambda: (tmp_path / "ready").exists() and len(descendants(rank)) >= KINDS[start])
+    workers = descendants(rank)
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    try:
+        wait_until(lambda: all(map(is_gone, workers)), SECONDS)
+    finally:
+        for pid in workers:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_worker_of_a_thread_that_ended_lives_as_long_as_its_process() -> None:
+    """The kernel's signal would come at the end of the thread."""
+    batches = sample_loader_in_a_thread()
+    time.sleep(0.1)
+    assert len(list(itertools.islice(batches, 20))) == 20
+
+
+def test_worker_whose_rank_ended_before_it_looked_ends_at_once() -> None:
+    reader, writer = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        end = end_with_this_process()
+        if os.fork() == 0:
+            while os.getppid() == end.args[0]:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+            end()
+            os.write(writer, b"still there")
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(rank, 0)
+    assert os.read(reader, 100) == b""
