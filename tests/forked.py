@@ -159,6 +159,7 @@ def _run_module(
     os.chdir(folder)
     sys.path.insert(0, folder)
     watchdog.PARENT = os.getppid()
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type] # that of a process with no fork server
     save_time()
     gc.freeze()
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already

@@ -104,21 +104,24 @@ def end_with_this_process(
 
     A worker that writes to a full pipe or hangs in C code would not notice. It is called in the thread that starts the
     worker: the kernel sends the signal when that thread ends. `thread_lasts`: it lives as long as this process, as the
-    main thread does. For other threads the worker looks for its parent itself.
+    main thread does. For other threads, and with a fork server, the worker looks for this
+    process itself.
     """
     lasts = thread_lasts or threading.current_thread() is threading.main_thread()
     return functools.partial(_end_with, os.getpid(), lasts, number)
 
 
 def _end_with(parent: int, thread_lasts: bool, number: int) -> None:
-    if not thread_lasts or not _prctl(PR_SET_PDEATHSIG, number):
-        threading.Thread(target=_watch_parent, args=(parent, number), daemon=True).start()
-    elif os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), number)
+    # A process of a fork server is no child of the one that asked for it.
+    if thread_lasts and os.getppid() == parent and _prctl(PR_SET_PDEATHSIG, number):
+        if os.getppid() != parent:  # it ended meanwhile
+            os.kill(os.getpid(), number)
+        return
+    threading.Thread(target=_watch_parent, args=(parent, number), daemon=True).start()
 
 
 def _watch_parent(parent: int, number: int) -> None:
-    while os.getppid() == parent:
+    while _alive(parent):
         time.sleep(PARENT_POLL_SECONDS)
     os.kill(os.getpid(), number)
 

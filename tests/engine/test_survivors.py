@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,27 @@ def test_worker_of_a_thread_that_ended_lives_as_long_as_its_process() -> None:
     assert len(list(itertools.islice(batches, 20))) == 20
 
 
+def test_worker_of_a_fork_server_ends_with_the_process_that_asked_for_it() -> None:
+    """Its parent is the fork server, which lives on."""
+    reader, writer = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        signal.pause()
+    worker = os.fork()
+    if worker == 0:
+        end = end_with_this_process()
+        partial(end.func, rank, *end.args[1:])()  # type: ignore[attr-defined]
+        os.write(writer, b"runs")
+        time.sleep(600)
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 100) == b"runs"
+    assert not is_gone(worker)
+    os.kill(rank, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+    os.waitpid(rank, 0)
+
+
 def test_worker_whose_rank_ended_before_it_looked_ends_at_once() -> None:
     reader, writer = os.pipe()
     rank = os.fork()
@@ -148,6 +170,7 @@ def test_worker_whose_rank_ended_before_it_looked_ends_at_once() -> None:
             while os.getppid() == end.args[0]:  # type: ignore[attr-defined]
                 time.sleep(0.01)
             end()
+            time.sleep(60)
             os.write(writer, b"still there")
         os._exit(0)
     os.close(writer)
