@@ -5,7 +5,6 @@ check.py [FILE.py:NAME]        # NAME is a subclass of ActionDataKit; see SKILL.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import numpy as np
 from transformers import PI0Config
 
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import ActionData, ActionDataKit, MLLMData
 from mvp_engine.kit.actions.write import LeRobotWriter
 from mvp_engine.kit.tiny_processors import train_tokenizer
+from mvp_engine.tools.skill_check import given, run_check
 
 LENGTHS = (9, 14)
 CHUNK = 4
@@ -96,10 +95,4 @@ def _problems(kit: Any, name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    checked: Any = ActionDataKit
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the data kit")
-        checked = getattr(module, name or "Kit")
-    sentences = problems(checked)
-    print("\n".join(sentences) or "ok")
-    sys.exit(bool(sentences))
+    run_check(lambda: problems(given(ActionDataKit, "the data kit", "Kit")))

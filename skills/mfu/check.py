@@ -5,7 +5,6 @@ check.py                       # exit code 1 and a list of problems if it fails;
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoConfig
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MFUKit
+from mvp_engine.tools.skill_check import run_check
 
 SHAPE = {
     "vocab_size": 200,
@@ -73,6 +73,4 @@ def problems(kit: Any = MFUKit) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = problems()
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    run_check(problems)

@@ -6,7 +6,6 @@ check.py [FILE.py:NAME]        # see SKILL.md
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.tools.skill_check import given, run_check
 
 Make = Callable[[dict[str, Any], Any, int, int, Path], Any]
 ROWS = 60
@@ -201,15 +200,5 @@ def _rows_of(packs: list[list[int]]) -> set[int]:
     return {row for pack in packs for row in pack}
 
 
-def main(words: list[str]) -> int:
-    checked: Make = with_kit
-    if words:
-        module, name = load_spec(words[0], Path.cwd(), "the loader")
-        checked = getattr(module, name or "loader")
-    found = problems(checked)
-    print("\n".join(found) or "ok")
-    return int(bool(found))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_check(lambda: problems(given(with_kit, "the loader", "loader")))

@@ -18,6 +18,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.hf.lora import adapted_layers
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
+from mvp_engine.tools.skill_check import run_check
 
 ENCODERS = ("vision", "audio")
 
@@ -74,9 +75,11 @@ def start(model: Any) -> LanguageModelEngine:
     return engine
 
 
-if __name__ == "__main__":
+def main() -> list[str]:
     folder = Path(sys.argv[1])
     lora = Lora(rank=4, targets=sys.argv[2:] or ["llm"])
-    found = problems(folder, MLLMModelKit(lora).build(ModelSource(str(folder))))
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    return problems(folder, MLLMModelKit(lora).build(ModelSource(str(folder))))
+
+
+if __name__ == "__main__":
+    run_check(main)

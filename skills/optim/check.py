@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import mvp_engine.config
 from mvp_engine.distributed import Layout, World
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.model_engine import FSDPEngine
+from mvp_engine.tools.skill_check import given, run_check
 
 Make = Callable[[nn.Module], Any]
 SETTINGS: list[dict[str, Any]] = [
@@ -136,13 +136,12 @@ def kit_optimizer(**settings: Any) -> Make:
     return OptimKit(OptimSettings(**{**optim, "lr": 0.03, **settings})).build_optimizer
 
 
-if __name__ == "__main__":
+def main() -> list[str]:
     optimizers = {str(settings): kit_optimizer(**settings) for settings in SETTINGS}
     if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the optimizer")
-        optimizers = {sys.argv[1]: getattr(module, name or "optimizer")}
-    found = []
-    for label, make in optimizers.items():
-        found += [f"{label}: {problem}" for problem in problems(make)]
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+        optimizers = {sys.argv[1]: given(None, "the optimizer", "optimizer")}
+    return [f"{label}: {problem}" for label, make in optimizers.items() for problem in problems(make)]
+
+
+if __name__ == "__main__":
+    run_check(main)

@@ -30,6 +30,7 @@ from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import Run
 from mvp_engine.tools.check.micro_batches import split_micro_batch
+from mvp_engine.tools.skill_check import run_check
 
 STEPS = 4
 OVERRIDES = [
@@ -218,14 +219,11 @@ def _template(processor: Any) -> Any:
     return getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
 
 
-def main(words: list[str]) -> int:
-    if not words:
-        print("usage: check.py CONFIG [key=value ...]")
-        return 2
-    found = problems(words[0], words[1:])
-    print("\n".join(found) or "ok")
-    return int(bool(found))
+def main() -> list[str]:
+    if len(sys.argv) < 2:
+        raise UserError("a config is missing: check.py CONFIG [key=value ...]")
+    return problems(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_check(main)

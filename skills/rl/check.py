@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from mvp_engine.config import compose
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.resume import choose_start
-from mvp_engine.rl import Answer, Prompt, Sample
-from mvp_engine.tools.skill_check import user_errors
+from mvp_engine.rl import Prompt, RLEngine, Sample
+from mvp_engine.rl.rewards import Rewards
+from mvp_engine.tools.skill_check import run_check
 
 COLUMNS = ("answer", "solution", "completion")
 MAX_GAP = 0.05
@@ -104,21 +106,28 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
         if columns == COLUMNS:
             return []  # nothing to compare with
         return [f"the rows have no column {columns[0]} of text"]
+    if type(engine).reward is RLEngine.reward:
+        return []  # a reward model alone
     right = wrong = 0.0
-    for i, prompt in enumerate(prompts):
-        others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}
-        right += _total(engine, prompt.row, prompt.row[found])
-        wrong += max(_total(engine, prompt.row, text) for text in ["", *sorted(others)[:3]])
-    if not right > wrong:  # or one is NaN
+    # In processes, also where a training has none: a reward that hangs is named with its row.
+    settings = engine.config.reward
+    settings = settings.model_copy(update={"workers": max(1, settings.workers), "on_error": "raise"})
+    with closing(Rewards(engine.reward, engine.tokenizer, settings)) as rewards:
+        for i, prompt in enumerate(prompts):
+            others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}
+            texts = [prompt.row[found], "", *sorted(others)[:3]]
+            own, *values = rewards([prompt], [_sample(engine, text) for text in texts])
+            right += own.value or 0.0
+            wrong += max(reward.value or 0.0 for reward in values)
+    if right <= wrong:
         means = f"{right / len(prompts):.3f} and {wrong / len(prompts):.3f}"
         return [f"the reward does not prefer a row's own {found} to another answer: the means are {means}"]
     return []
 
 
-def _total(engine: Any, row: dict[str, Any], text: str) -> float:
-    tokens = engine.tokenizer.encode(text)
-    value = engine.reward(row, Answer(text, tokens, "stop", [0.0] * len(tokens), 0))
-    return float(sum(value.values()) if isinstance(value, dict) else value)
+def _sample(engine: Any, text: str) -> Sample:
+    tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+    return Sample(0, tokens, [0.0] * len(tokens), 0, "stop")
 
 
 def batch_problems(step: OneStep) -> list[str]:
@@ -146,17 +155,14 @@ def batch_problems(step: OneStep) -> list[str]:
     return list(found)
 
 
-@user_errors()
-def main() -> int:
+def main() -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--answer", metavar="COLUMN", help="the column with the right answer")
     args = parser.parse_intermixed_args()
-    found = problems(args.config, args.overrides, args.answer)
-    print("\n".join(found) or "ok")
-    return bool(found)
+    return problems(args.config, args.overrides, args.answer)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_check(main)

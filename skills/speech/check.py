@@ -5,9 +5,7 @@ check.py [FILE.py:NAME]        # see SKILL.md
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.speech_protocol import SpeechProtocol, SpokenTurn
-from mvp_engine.imports import load_spec
+from mvp_engine.tools.skill_check import given, run_check
 
 IM_START, IM_END, USER, ASSISTANT, NEWLINE, PAD, BOS, EOS = range(1, 9)
 FIRST_WORD, VOCABULARY = 10, 60
@@ -143,10 +141,4 @@ def problems(plan: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    chosen = kit_plan
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the plan")
-        chosen = getattr(module, name or "plan")
-    errors = problems(chosen)
-    print("\n".join(errors) or "ok")
-    sys.exit(bool(errors))
+    run_check(lambda: problems(given(kit_plan, "the plan", "plan")))

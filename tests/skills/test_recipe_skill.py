@@ -66,7 +66,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.slow
 def test_check_of_a_correct_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert CHECK.main([CONFIG, *small]) == 0
+    assert CHECK.problems(CONFIG, small) == []
     assert capsys.readouterr().out.endswith("ok\n")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, is_gone, wait_until
 
+from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
+from mvp_engine.tools.skill_check import run_check
 
 CHECK: Any = import_file(ROOT / "skills" / "rl" / "check.py")
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
@@ -23,6 +27,13 @@ from reverse_rl.engine import ReverseEngine
 class Right(ReverseEngine):
     def reward(self, row, answer):  # random weights have some of it
         return len(set(answer.text) & set(row["answer"])) / len(set(row["answer"]))
+
+
+class HangsOnNothing(Right):
+    def reward(self, row, answer):
+        while not answer.tokens:  # the check asks for an empty answer, which the policy does not give
+            pass
+        return super().reward(row, answer)
 
 
 class WrongSign(Right):
@@ -93,9 +104,41 @@ def engine(words: list[str], name: str) -> str:
     return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
 
 
-def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("sys.argv", ["check.py", str(CONFIGS / "grpo.yaml"), "rl.group=1"])
-    with pytest.raises(SystemExit) as exited:
-        CHECK.main()
-    assert exited.value.code == 2
-    assert capsys.readouterr().err.startswith("check.py: error: rl.algorithm=grpo compares the completions")
+def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words: list[str]) -> None:
+    limited = [*words, "reward.timeout=3", engine(words, "HangsOnNothing")]
+    with pytest.raises(UserError, match=r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"):
+        CHECK.problems(str(CONFIGS / "grpo.yaml"), limited)
+
+
+def run(check: Any, *words: str) -> int:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["check.py", *words])
+        with pytest.raises(SystemExit) as exited:
+            run_check(check)
+    return int(exited.value.code or 0)
+
+
+def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd: Any) -> None:
+    assert run(CHECK.main, str(CONFIGS / "grpo.yaml"), "rl.group=1") == 2
+    assert capfd.readouterr().err.startswith("check.py: error: rl.algorithm=grpo compares the completions")
+
+
+def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_path: Path, capfd: Any) -> None:
+    def hang_in_my_loss() -> list[str]:
+        shell = "setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 0"
+        subprocess.run(["sh", "-c", shell], cwd=tmp_path, check=True)
+        wait_until(lambda: (tmp_path / "pid").exists())
+        re.match(r"(a+)+$", 60 * "a" + "b")  # holds the GIL
+        return []
+
+    assert run(hang_in_my_loss, "--timeout", "3") == 2
+    error = capfd.readouterr().err
+    assert "in hang_in_my_loss" in error
+    assert error.splitlines()[-1] == "check.py: error: no result after 3 s: it hangs, or raise --timeout"
+    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
+def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(problems: list[str], code: int, capfd: Any) -> None:
+    assert run(lambda: problems) == code
+    assert capfd.readouterr().out == ("one\n" if problems else "ok\n")
