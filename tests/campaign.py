@@ -1,19 +1,22 @@
 """The fault campaign: trainings under kill -9, stop signals and bad disks, each compared with an undisturbed one.
 
-    python tests/campaign.py [--kills 200] [--storms 30] [--disks 12] [--seed 0] [--out FILE]
+    python tests/campaign.py [--kills 200] [--storms 30] [--disks 12] [--seed 0] [--minutes M] [--out FILE]
 
-Each launch of a training gets one fault at a random moment and is then launched again with resume=auto, until the
-training ends. After every launch the metrics of all steps so far are compared with those of the undisturbed training,
-and at its end all weights and optimizer states, too. Counted are launches that could not continue (lost), processes
-that were still alive `HUNG_SECONDS` after a fault (hung), and launches or trainings that differ in any bit (unequal).
-Ranks are forked from a server that has imported everything, and watch each other and are stopped as under torchrun.
-`--minutes` ends the campaign earlier, each kind of fault after its share of the time.
+Each launch of a training gets one fault at a random moment and is then launched again with resume=auto. After
+`FAULTS_PER_TRAINING` of them the training is left alone until it ends. After every launch the metrics of all steps so
+far are compared with those of the undisturbed training, and at its end all weights and optimizer states, too. Counted
+are launches that could not continue (lost), those that did nothing for `HUNG_SECONDS` after a fault (hung), launches or
+trainings that differ in any bit (unequal), and processes that are alive `SURVIVOR_SECONDS` after the last rank.
+Ranks are forked from a server that has imported everything, and watch each other and are stopped as under torchrun;
+spawned workers of RL start from nothing. The kinds of faults take turns, and the table in FILE is written after every
+launch, so that a campaign that is ended early, by `--minutes` or Ctrl-C, has figures of all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -24,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +36,17 @@ from conftest import ROOT, TINY, spawn
 from ranks import free_port
 
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.files import atomic_path
+from mvp_engine.process.watchdog import adopt_orphans, descendants
 from mvp_engine.runs import list_runs
 
-HUNG_SECONDS = 60.0
+HUNG_SECONDS = 120.0
+SURVIVOR_SECONDS = 15.0
+FAULTS_PER_TRAINING = 5
 EVAL_INTERVAL = 20
-SETTINGS = [
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
+LOGS = ["log.interval=1", "log.backends=[file,jsonl]"]
+TINY_SETTINGS = [
+    *LOGS,
     f"loop.eval_interval={EVAL_INTERVAL}",
     "checkpoint.interval=3",
     "data.micro_batch_size=4",
@@ -49,13 +57,81 @@ SETTINGS = [
 ]
 # (ranks, settings): data parallel, sharded, and other kinds of loaders.
 JOBS = [
-    (1, ["tiny.loader=torch"]),
+    (1, ["tiny.loader=torch", "data.num_workers=2"]),
     (1, ["tiny.loader=iterable"]),
-    (2, []),
+    (2, ["data.num_workers=2"]),
     (2, ["parallel.shard=2"]),
     (3, ["data.global_batch_size=9", "data.micro_batch_size=3"]),
+    (4, ["parallel.shard=2", "data.micro_batch_size=2"]),
 ]
 MOMENTS = ["start", "first steps", "save", "evaluation", "epoch end", "any"]
+VLM_SETTINGS = [
+    *LOGS,
+    "loop.eval_interval=20",
+    "checkpoint.interval=3",
+    "checkpoint.keep_n=2",
+    "digits.count=100",
+    "digits.drawings=1",
+    "data.num_workers=2",
+    "data.global_batch_size=4",
+    "model.config.text_config.num_hidden_layers=2",
+    "model.config.vision_config.depth=2",
+    "model.config.vision_config.deepstack_visual_indexes=[0]",
+]
+RL_SETTINGS = [
+    *LOGS,
+    "loop.eval_interval=null",
+    "checkpoint.interval=2",
+    "checkpoint.keep_n=2",
+    "export=null",
+    "workers.where=spawn",
+    "reward.workers=2",
+    "rl.prompts=4",
+    "rl.group=4",
+    "made.rows=40",
+]
+
+
+@dataclass
+class Recipe:
+    """A training, and the jobs that run it: (ranks, settings)."""
+
+    name: str
+    config: Path
+    settings: list[str]
+    jobs: list[tuple[int, list[str]]]
+    steps: int
+    moments: list[str] = field(default_factory=lambda: MOMENTS)
+    workers: Callable[[int], bool] | None = None  # which processes of a rank may be killed, too
+
+
+def tiny(steps: int = 120) -> Recipe:
+    return Recipe("text", TINY, TINY_SETTINGS, JOBS, steps)
+
+
+def vision_language() -> Recipe:
+    config = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
+    jobs: list[tuple[int, list[str]]] = [(1, []), (2, []), (4, ["parallel.shard=2"])]
+    return Recipe("vision-language", config, VLM_SETTINGS, jobs, 40, workers=lambda _: True)
+
+
+def reinforcement_learning(folder: Path) -> Recipe:
+    """GRPO from a short SFT in `folder`, by a controller with two ranks that it spawns."""
+    configs = ROOT / "recipes" / "reverse_rl" / "configs"
+    base = Recipe("", configs / "sft.yaml", [*LOGS, "made.rows=40", "optim.warmup_steps=0", "resume=null"], [], 16)
+    job = Job(base, 1, [*base.settings, f"project.dir={folder}", "loop.total_steps=16"], folder / "output.txt")
+    assert job.wait(600), (folder / "output.txt").read_text()
+    settings = [*RL_SETTINGS, f"made.folder={folder}/reverse_data", f"model.path={folder}/reverse_base"]
+    jobs = [(1, ["groups.actor={ranks: 2, parallel: {shard: 2}}"])]
+    moments = ["start", "first steps", "save", "any"]
+    # A reward whose worker is killed is lost, which changes the step.
+    return Recipe("RL", configs / "grpo.yaml", settings, jobs, 16, moments, workers=is_spawned)
+
+
+def is_spawned(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 @dataclass
@@ -70,6 +146,7 @@ class Tally:
     lost: int = 0
     hung: int = 0
     unequal: int = 0
+    survivors: int = 0  # processes
     slowest: float = 0.0  # seconds from a fault that ended the training to the end of all ranks
     notes: list[str] = field(default_factory=list)
 
@@ -77,11 +154,18 @@ class Tally:
 class Job:
     """The ranks of one launch."""
 
-    def __init__(self, nproc: int, words: list[str], log: Path, module: str = "mvp_engine.launch", **env: str) -> None:
-        shared = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "campaign"}
+    def __init__(
+        self, recipe: Recipe, nproc: int, words: list[str], log: Path, module: str = "mvp_engine.launch", **env: str
+    ) -> None:
+        shared = {
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "TORCHELASTIC_RUN_ID": "campaign",
+        }
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
         command = ["-m", module] if not module.endswith(".py") else [module]
-        command += ["--config", str(TINY), *words]
+        command += ["--config", str(recipe.config), *words]
         self.ranks = []
         for rank in range(nproc):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -100,15 +184,19 @@ class Job:
     def is_running(self) -> bool:
         return any(rank.poll() is None for rank in self.ranks)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of all ranks; False if some still run after that, which are then killed.
+    def wait(self, seconds: float, progress: Callable[[], Any] = lambda: None) -> bool:
+        """Wait for the end of all ranks; False if some run and `progress` is the same for so long. Those are killed.
 
         As torchrun does, it sends SIGTERM to the others when a rank has failed.
         """
         deadline = time.monotonic() + seconds
+        reached = progress()
         stopped = False
         while self.is_running and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.02)
+            if (now := progress()) != reached:
+                reached = now
+                deadline = time.monotonic() + seconds
             if not stopped and any(rank.poll() for rank in self.ranks):
                 stopped = True
                 time.sleep(0.1)
@@ -127,24 +215,26 @@ class Job:
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, steps: int) -> None:
+    def __init__(self, folder: Path, seed: int, report: Callable[[str, Tally], None]) -> None:
         self.folder = folder
         self.dice = random.Random(seed)
-        self.steps = steps
+        self.report = report  # called after every launch
         self.log = folder / "output.txt"
         self.log.touch()
-        self.deadline = float("inf")  # of the kind of fault that is tried
+        self.deadline = float("inf")
         self._straight: dict[str, Path] = {}
+        adopt_orphans()  # survivors of a launch become children of this process
 
-    def words(self, extra: list[str], runs: Path) -> list[str]:
-        return [*SETTINGS, *extra, f"loop.total_steps={self.steps}", f"project.dir={runs}", "resume=auto"]
+    def words(self, recipe: Recipe, extra: list[str], runs: Path) -> list[str]:
+        last = [f"loop.total_steps={recipe.steps}", "loop.epochs=null", f"project.dir={runs}", "resume=auto"]
+        return [*recipe.settings, *extra, *last]
 
-    def straight(self, nproc: int, extra: list[str]) -> Path:
+    def straight(self, recipe: Recipe, nproc: int, extra: list[str]) -> Path:
         """The runs folder of an undisturbed training."""
-        key = f"{nproc} {extra}"
+        key = f"{recipe.name} {nproc} {extra}"
         if key not in self._straight:
             runs = self.folder / f"straight-{len(self._straight)}"
-            job = Job(nproc, self.words(extra, runs), self.log)
+            job = Job(recipe, nproc, self.words(recipe, extra, runs), self.log)
             assert job.wait(600), self.tail()
             assert set(job.codes) == {0}, self.tail()
             self._straight[key] = runs
@@ -155,55 +245,76 @@ class Campaign:
 
     # ---- Faults ---------------------------------------------------------------------------------------------------
 
-    def disturb(self, tally: Tally, fault: Callable[[Job, Path], str | None], wanted: int, **options: Any) -> None:
-        """Train under faults, one for each launch, until `wanted` of them have happened."""
-        while not self._has_enough(tally, wanted) and not tally.lost + tally.hung > 20:
-            nproc, extra = self.dice.choice(options.get("jobs", JOBS))
-            expected = self.straight(nproc, extra)
-            runs = Path(tempfile.mkdtemp(prefix="run-", dir=options.get("folder", self.folder)))
-            self._train(tally, fault, wanted, nproc, extra, runs, options)
-            tally.ended += 1
-            problem = difference(expected, runs, all_records=options.get("all_records", True))
-            if problem:
-                tally.unequal += 1
-                tally.notes.append(f"{nproc} ranks, {extra}: {problem} ({runs})")
-            else:
-                shutil.rmtree(runs)
+    def disturb(self, fault: Fault) -> None:
+        """One training under faults, one for each of its launches."""
+        tally, recipe = fault.tally, fault.recipe
+        nproc, extra = self.dice.choice(recipe.jobs)
+        expected = self.straight(recipe, nproc, extra)
+        runs = Path(tempfile.mkdtemp(prefix="run-", dir=fault.folder or self.folder))
+        if not self._train(fault, nproc, extra, runs):
+            return
+        tally.ended += 1
+        problem = difference(expected, runs, all_records=fault.all_records)
+        if problem:
+            tally.unequal += 1
+            tally.notes.append(f"{recipe.name}, {nproc} ranks, {extra}: {problem} ({runs})")
+        else:
+            shutil.rmtree(runs)
+        self.report(fault.name, tally)
 
-    def _train(
-        self, tally: Tally, fault: Any, wanted: int, nproc: int, extra: list[str], runs: Path, options: dict[str, Any]
-    ) -> None:
-        words = self.words(extra, runs)
-        for _ in range(1000):
+    def _train(self, fault: Fault, nproc: int, extra: list[str], runs: Path) -> bool:
+        """Launch a training until it ends; False if it cannot continue."""
+        tally, recipe = fault.tally, fault.recipe
+        words = self.words(recipe, extra, runs)
+        faults = 0
+        while True:
             tally.runs += 1
-            job = Job(nproc, words, self.log, options.get("module", "mvp_engine.launch"), **options.get("env", {}))
-            kind = None if self._has_enough(tally, wanted) else fault(job, runs)
-            began = time.monotonic()
-            if not job.wait(HUNG_SECONDS if kind else 600.0):
-                tally.hung += 1
-                tally.notes.append(f"hung after {kind}: {self.tail()}")
-            self._compare(tally, nproc, extra, runs)
+            job = Job(recipe, nproc, words, self.log, fault.module, **fault.env)
+            enough = faults == FAULTS_PER_TRAINING or fault.is_done or time.monotonic() > self.deadline
+            try:
+                kind = None if enough else fault.inject(self, fault, job, runs)
+                began = time.monotonic()
+                if not job.wait(HUNG_SECONDS if kind else 600.0, lambda: size_of(runs, "metrics.jsonl")):
+                    tally.hung += 1
+                    tally.notes.append(f"hung after {kind}: {self.tail()}")
+                seconds = time.monotonic() - began
+                self._count_survivors(tally, kind)
+            finally:
+                job.wait(0.0)
+            self._compare(tally, recipe, nproc, extra, runs)
             if kind:
+                faults += 1
                 tally.faults[kind] += 1
                 if set(job.codes) != {0}:
-                    tally.slowest = max(tally.slowest, time.monotonic() - began)
-            if set(job.codes) == {0}:
-                return
-            allowed = options.get("allowed", lambda _: True) if kind else (lambda _: False)
-            if not all(allowed(code) for code in job.codes):
+                    tally.slowest = max(tally.slowest, seconds)
+            allowed = fault.allowed if kind else (lambda _: False)
+            is_lost = set(job.codes) != {0} and not all(allowed(code) for code in job.codes)
+            if is_lost:
                 tally.lost += 1
                 tally.notes.append(f"exit codes {job.codes} after {kind}: {self.tail()}")
-                return
+            self.report(fault.name, tally)
+            if is_lost or set(job.codes) == {0}:
+                return not is_lost
 
-    def _has_enough(self, tally: Tally, wanted: int) -> bool:
-        return sum(tally.faults.values()) >= wanted or time.monotonic() > self.deadline
+    def _count_survivors(self, tally: Tally, kind: str | None) -> None:
+        """Count the processes that a launch has left, and kill them."""
+        ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+        deadline = time.monotonic() + SURVIVOR_SECONDS
+        while (left := descendants(os.getpid()) - ours) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            name = Path(f"/proc/{pid}/cmdline")
+            with contextlib.suppress(OSError):
+                tally.notes.append(f"process {pid} survived {kind}: {name.read_text()[:200]!r}")
+                os.kill(pid, signal.SIGKILL)
+                tally.survivors += 1
 
-    def _compare(self, tally: Tally, nproc: int, extra: list[str], runs: Path) -> None:
+    def _compare(self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path) -> None:
         """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
         if not list_runs(runs):
             return  # it was ended before it had a run
         tally.compared += 1
-        want = records(list_runs(self.straight(nproc, extra))[-1])
+        want = records(list_runs(self.straight(recipe, nproc, extra))[-1])
         for run in list_runs(runs):
             try:
                 have = records(run, cut_short=True)
@@ -213,21 +324,26 @@ class Campaign:
             tally.steps += len(have)
             if wrong:
                 tally.unequal += 1
-                tally.notes.append(f"{nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})")
+                tally.notes.append(f"{recipe.name}, {nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})")
 
-    def kill_rank(self, job: Job, runs: Path) -> str | None:
-        """Kill -9 of one random rank, or of all of them."""
-        moment = self.dice.choice(MOMENTS)
+    def kill(self, fault: Fault, job: Job, runs: Path) -> str | None:
+        """Kill -9 of one random rank, of a worker, or of all ranks."""
+        moment = self.dice.choice(fault.recipe.moments)
         if not self.wait_for(moment, job, runs):
             return None
-        everyone = self.dice.random() < 0.15
-        for rank in job.ranks if everyone else [self.dice.choice(job.ranks)]:
-            rank.kill()
+        victims = [rank.pid for rank in job.ranks]
+        draw = self.dice.random()
+        if draw < 0.25 and fault.recipe.workers:
+            below = sorted(set().union(*map(descendants, victims)))
+            victims = [pid for pid in below if fault.recipe.workers(pid)] or victims
+        for pid in victims if draw > 0.85 else [self.dice.choice(victims)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return moment
 
-    def storm(self, job: Job, runs: Path) -> str | None:
+    def storm(self, fault: Fault, job: Job, runs: Path) -> str | None:
         """Several SIGTERM within a second, to single ranks and to all."""
-        moment = self.dice.choice(MOMENTS)
+        moment = self.dice.choice(fault.recipe.moments)
         if not self.wait_for(moment, job, runs):
             return None
         for _ in range(self.dice.randint(1, 8)):
@@ -237,7 +353,7 @@ class Campaign:
             time.sleep(self.dice.uniform(0.0, 0.1))
         return moment
 
-    def full_disk(self, job: Job, runs: Path) -> str | None:
+    def full_disk(self, fault: Fault, job: Job, runs: Path) -> str | None:
         """Fill the disk for a while, at a random moment."""
         if not self.wait_for(self.dice.choice(["first steps", "save", "any"]), job, runs):
             return None
@@ -249,7 +365,7 @@ class Campaign:
         filler.unlink()
         return "full"
 
-    def read_only(self, job: Job, runs: Path) -> str | None:
+    def read_only(self, fault: Fault, job: Job, runs: Path) -> str | None:
         """Make the folder of the checkpoints read-only for a while."""
         if not self.wait_for(self.dice.choice(["first steps", "save", "any"]), job, runs):
             return None
@@ -305,50 +421,100 @@ def small_disk(parent: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@dataclass
+class Fault:
+    """A row of the table: what is done to which training, and what may come of it."""
+
+    name: str
+    inject: Callable[[Campaign, Fault, Job, Path], str | None]
+    recipe: Recipe
+    wanted: int
+    allowed: Callable[[int], bool] = lambda _: True  # exit codes of a launch with a fault
+    module: str = "mvp_engine.launch"
+    env: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    all_records: bool = True
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def done(self) -> int:
+        return sum(self.tally.faults.values())
+
+    @property
+    def is_done(self) -> bool:
+        return self.done >= self.wanted or self.tally.lost + self.tally.hung > 5
+
+
 def run(
     folder: Path,
     kills: int,
     storms: int,
     disks: int,
     seed: int = 0,
-    steps: int = 120,
     minutes: float = float("inf"),
+    out: Path | None = None,
+    recipes: Callable[[Path], list[tuple[Recipe, float]]] | None = None,
 ) -> dict[str, Tally]:
-    table: dict[str, Tally] = {}
-    campaign = Campaign(folder, seed, steps)
-    total = kills + storms + 3 * disks
+    began = time.monotonic()
+    faults: list[Fault] = []
 
-    def add(name: str, fault: Any, wanted: int, **options: Any) -> None:
-        if wanted:
-            table[name] = Tally()
-            campaign.deadline = time.monotonic() + 60 * minutes * wanted / total
-            campaign.disturb(table[name], fault, wanted, **options)
-            print(row(name, table[name]), flush=True)
-            print("\n".join(table[name].notes), flush=True)
+    def report(name: str, tally: Tally) -> None:
+        """Print a line, and write the table."""
+        clock = f"{(time.monotonic() - began) / 60:.1f} min"
+        all_faults = sum(fault.done for fault in faults)
+        bad = f"lost {tally.lost}, hung {tally.hung}, unequal {tally.unequal}, survivors {tally.survivors}"
+        wanted = sum(fault.wanted for fault in faults)
+        print(f"[{clock}, {all_faults}/{wanted}] {name}: {tally.ended} trainings compared, {bad}", flush=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(out) as file:
+                file.write_text(table(faults, began))
 
-    add("kill -9 of a random rank", campaign.kill_rank, kills)
-    stopped = (EXIT_INTERRUPTED, -signal.SIGTERM, 0, 1)
-    add("SIGTERM storm", campaign.storm, storms, allowed=lambda code: code in stopped)
-    slow = {"module": str(ROOT / "tests" / "slow_disk.py"), "env": {"MVP_FSYNC_SECONDS": "0.05"}}
-    add("kill -9 on a slow disk", campaign.kill_rank, disks, **slow)
+    campaign = Campaign(folder, seed, report)
+    campaign.deadline = began + 60 * minutes
     with small_disk(folder) as disk:
-        if disk is not None and disks:
-            limits = {"allowed": lambda code: code in (0, EXIT_USER_ERROR), "all_records": False, "folder": disk}
-            add("full disk", campaign.full_disk, disks, **limits)
-            add("read-only disk", campaign.read_only, disks, **{**limits, "folder": folder})
-    return table
+        for recipe, share in (recipes or all_recipes)(folder):
+            faults.append(Fault(f"kill -9, {recipe.name}", Campaign.kill, recipe, round(share * kills)))
+        stopped = (EXIT_INTERRUPTED, -signal.SIGTERM, 0, 1)
+        faults.append(Fault("SIGTERM storm", Campaign.storm, tiny(), storms, lambda code: code in stopped))
+        slow = {"module": str(ROOT / "tests" / "slow_disk.py"), "env": {"MVP_FSYNC_SECONDS": "0.05"}}
+        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))  # type: ignore[arg-type]
+        for name, inject, place in (
+            ("full disk", Campaign.full_disk, disk),
+            ("read-only disk", Campaign.read_only, folder),
+        ):
+            if disk is not None:
+                fault = Fault(name, inject, tiny(), disks, folder=place, all_records=False)
+                fault.allowed = lambda code: code in (0, EXIT_USER_ERROR)
+                faults.append(fault)
+        faults[:] = [fault for fault in faults if fault.wanted]
+        while time.monotonic() < campaign.deadline and (left := [fault for fault in faults if not fault.is_done]):
+            campaign.disturb(min(left, key=lambda fault: fault.done / fault.wanted))
+    return {fault.name: fault.tally for fault in faults}
 
 
-def row(name: str, tally: Tally) -> str:
-    faults = sum(tally.faults.values())
+def all_recipes(folder: Path) -> list[tuple[Recipe, float]]:
+    """The recipes whose ranks are killed, and their shares of the kills."""
+    return [(tiny(), 0.5), (vision_language(), 0.35), (reinforcement_learning(folder), 0.15)]
+
+
+def table(faults: list[Fault], began: float) -> str:
+    head = ["fault", "runs", "faults", "runs compared", "steps compared", "trainings", "lost", "hung", "unequal"]
+    head += ["survivors", "slowest end", "moments"]
+    lines = [head, ["---"] * len(head), *([fault.name, *cells(fault.tally)] for fault in faults)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = "\n".join(note for fault in faults for note in fault.tally.notes)
+    kills = [fault for fault in faults if fault.name.startswith("kill -9")]
+    trainings = sum(fault.tally.ended for fault in kills)
+    minutes = (time.monotonic() - began) / 60
+    total = f"{sum(fault.done for fault in kills)} kills, {trainings} trainings of them compared, {minutes:.1f} minutes"
+    return f"{text}\n\n{total}\n{notes}\n"
+
+
+def cells(tally: Tally) -> list[str]:
     moments = ", ".join(f"{kind} {number}" for kind, number in sorted(tally.faults.items()))
-    numbers = [tally.runs, faults, tally.compared, tally.steps, tally.ended, tally.lost, tally.hung, tally.unequal]
-    numbers += [f"{tally.slowest:.1f} s"]
-    return " | ".join(["", name, *map(str, numbers), moments, ""]).strip()
-
-
-HEADER = "| fault | runs | faults | runs compared | steps compared | trainings | lost | hung | unequal | slowest end "
-HEADER += "| moments |\n| --- |" + " --- |" * 10
+    numbers = [tally.runs, sum(tally.faults.values()), tally.compared, tally.steps, tally.ended, tally.lost, tally.hung]
+    return [*map(str, [*numbers, tally.unequal, tally.survivors]), f"{tally.slowest:.1f} s", moments]
 
 
 def main() -> int:
@@ -356,18 +522,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--storms", type=int, default=30)
     parser.add_argument("--disks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "fault_campaign.md")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
-    table = run(folder, args.kills, args.storms, args.disks, args.seed, args.steps, args.minutes)
-    text = "\n".join([HEADER, *(row(name, tally) for name, tally in table.items())])
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    failed = any(tally.lost or tally.hung or tally.unequal for tally in table.values())
+    try:
+        found = run(folder, args.kills, args.storms, args.disks, args.seed, args.minutes, args.out)
+    finally:
+        print(args.out.read_text() if args.out.exists() else "no launch was compared", flush=True)
+        print(f"The table is in {args.out}")
+    failed = any(tally.lost or tally.hung or tally.unequal or tally.survivors for tally in found.values())
     if not failed:
         shutil.rmtree(folder, ignore_errors=True)
     return int(failed)

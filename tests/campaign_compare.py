@@ -61,11 +61,20 @@ def difference(expected: Path, found: Path, all_records: bool) -> str | None:
             return f"{place}: {record} instead of {want.get(place)}"
     last = [list_runs(runs)[-1].checkpoint_list()[-1] for runs in (expected, found)]
     for folder in list_runs(found)[-1].checkpoint_list():
-        verify(folder)
-    readers = [Reader(folder) for folder in last]
-    if last[0].name != last[1].name or readers[0].entries.keys() != readers[1].entries.keys():
-        return f"last checkpoints {last[0].name} and {last[1].name}, or their contents, differ"
-    for name in readers[0].entries:
-        if name.startswith(("model.", "optim.")) and not torch.equal(*(reader.read(name) for reader in readers)):
-            return f"{name} differs"
+        for model in models(folder):
+            verify(folder / model)
+    if last[0].name != last[1].name or not models(last[0]) or models(last[0]) != models(last[1]):
+        return f"last checkpoints {last[0].name} and {last[1].name}, or their models, differ"
+    for model in models(last[0]):
+        readers = [Reader(folder / model) for folder in last]
+        if readers[0].entries.keys() != readers[1].entries.keys():
+            return f"the contents of {last[0].name}/{model} differ"
+        for name in readers[0].entries:
+            if name.startswith(("model.", "optim.")) and not torch.equal(*(reader.read(name) for reader in readers)):
+                return f"{model}/{name} differs"
     return None
+
+
+def models(checkpoint: Path) -> list[str]:
+    """The folders of a checkpoint with weights: its own, or in reinforcement learning those of several models."""
+    return sorted(str(file.parent.relative_to(checkpoint)) for file in checkpoint.rglob("rank_00000.safetensors"))
