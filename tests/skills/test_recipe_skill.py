@@ -65,9 +65,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
-def test_check_of_a_correct_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_correct_recipe_passes(small: list[str]) -> None:
     assert CHECK.problems(CONFIG, small) == []
-    assert capsys.readouterr().out.endswith("ok\n")
 
 
 MEAN = """
