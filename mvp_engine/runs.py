@@ -4,6 +4,7 @@ outputs/<run_id>/
   run.json         name, creation time, status, launch command, git commit, setup (device, what trains, versions)
   config.yaml      the resolved config; can be launched again
   metrics.jsonl    one record per log interval and evaluation
+  slow_steps.jsonl the slowest steps, with what their time went to
   log.txt  loss.png  report.html  tensorboard/  checkpoints/  skipped_steps.jsonl
 """
 
@@ -29,6 +30,8 @@ from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
 DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resumes from them
+SLOW_STEPS = "slow_steps.jsonl"
+REASON = 0.25  # of what a slow step took more than usual: the share of a phase that is a reason
 CORRUPT_PREFIX = "corrupt-"  # checkpoints with a wrong checksum: neither
 LOCK_TIMEOUT = 5.0  # seconds: ranks need a moment to exit after their launcher was killed
 

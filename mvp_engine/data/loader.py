@@ -28,7 +28,7 @@ from mvp_engine.data.rng import (
     set_rng_state,
 )
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
-from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
+from mvp_engine.data.worker_memory import ROW_TIMER, KeepLastBatches, SlowRow, start_worker
 from mvp_engine.errors import UserError
 from mvp_engine.process.watchdog import end_with_this_process
 
@@ -39,6 +39,7 @@ class SampleLoader:
     """Iterating yields this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
 
     global_cursor = True  # the state of rank 0 is right for all ranks, and on any number of them
+    slow_row: SlowRow | None = None  # of the last micro-batch
 
     def __init__(
         self,
@@ -134,11 +135,13 @@ class SampleLoader:
             # A step takes all its micro-batches at once. Without workers, reading ahead would delay the first one.
             prefetch = max(2, min(self.accumulation, MOST_PINNED)) if self._num_workers else 2
             items = pinned(items, prefetch)
-        for micro_batch in items:
+        for micro_batch, slow_row in items:
             self._yielded += 1
+            self.slow_row = slow_row
             yield micro_batch
 
     def _items(self) -> Iterator[Any]:
+        """The micro-batches as `LoadedBatch`."""
         loader: DataLoader[Any] = DataLoader(
             _SeededDataset(self.dataset, self.seed, self.epoch),
             batch_sampler=self._micro_batches(),
@@ -208,6 +211,7 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
             # Batched reading: the dataset itself must be a function of the indices.
+            ROW_TIMER.begin(indices)
             return _RaiseStopIteration(self.dataset.__getitems__)(indices)
         outside = None if get_worker_info() else rng_state()
         try:
@@ -217,6 +221,7 @@ class _SeededDataset(Dataset[Any]):
                 set_rng_state(outside)
 
     def _item(self, index: int) -> Any:
+        ROW_TIMER.begin(index)
         seed_everything(derived_seed(self.seed, "sample", self.epoch, index), cuda=False)
         try:
             return _RaiseStopIteration(self.dataset.__getitem__)(index)

@@ -127,10 +127,10 @@ class Engine(EngineHooks):
             # Here a stop signal ends the measuring of rows at once, and errors come before hours of training.
             self._eval_loader = self._loader("eval")
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
-        self.meter = Meter(self.world)
         seed_everything(derived_seed(config.seed, "rank", self.layout.dropout_rank))
         if self.checkpoint:
             restore_state(self, self.checkpoint)
+        self.meter = Meter(self.world, self.run.dir, self.step)
         if self.done:
             refuse_beyond_the_end(self.run, self.step, self.total_steps)
         self._open_log()
@@ -143,6 +143,7 @@ class Engine(EngineHooks):
     def do_train(self) -> None:
         while not self.done:
             self.hang.beat(self.step + 1)
+            self.meter.begin(self.step + 1)
             plan = self.feed.next_plan()
             micro_batches = self.feed.take()
             # A plan says without communication whether any rank has data for this step.
@@ -154,19 +155,27 @@ class Engine(EngineHooks):
                 continue
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches, plan)
             self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
-            self.meter.step((plan and plan.num_samples) or self.global_batch_size)
+            num_samples = (plan and plan.num_samples) or self.global_batch_size
+            self.meter.step(num_samples, self.feed.longest_wait)
             self.metrics.begin_step()
             with self.guard.recorded_errors(self.feed):
+                mark = self.meter.mark
+                mark("train_pre_step")
                 self.train_pre_step(ctx)
+                mark("forward")
                 forward = partial(self._forward_step, ctx)
-                ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, forward, ctx.plan)
+                ctx.numbers = self.model_engine.train_batch(
+                    ctx.micro_batches, forward, ctx.plan, mark
+                )
             ctx.is_dummy = False
             self.step = ctx.step
+            mark("train_post_step")
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
 
     def after_train(self) -> None:
         self._read_status()
+        self.meter.end()
         # Left over only if the end was not foreseen, with a loader of unknown length. A checkpoint of this step would
         # not have it, and is written again.
         if any(self.world.any(not self.metrics.empty)):
@@ -207,6 +216,7 @@ class Engine(EngineHooks):
         """Write a checkpoint of this step in the background, unless it exists already."""
         if self.saved_at != self.step:
             self._read_status()
+            self.meter.keep_slowest()
             self.saved_at = self.step
             self._save_due = False
             meta = {"epoch": self.epoch, "best": self.best}
@@ -231,10 +241,14 @@ class Engine(EngineHooks):
 
     def _forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         ctx.is_dummy = self.model_engine.is_dummy
-        return self.forward_step(ctx, micro_batch)
+        self.meter.mark("forward")
+        result = self.forward_step(ctx, micro_batch)
+        self.meter.mark("backward")
+        return result
 
     def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
         config = self.config
+        self.meter.mark("other ranks")
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
         if self.layout.is_metrics_rank:  # the norm is the same on all ranks, and counts once
             for name, value in {"grad_norm": numbers.grad_norm, **numbers.metrics}.items():
@@ -248,6 +262,7 @@ class Engine(EngineHooks):
         self.hub.progress(self.step)
         # Intervals are numbers by now, also those that were `auto`.
         if self.step == 1 or self.step % int(config.log.interval) == 0 or last:
+            self.meter.mark("logging")
             self._log_interval()
         best = False
         eval_interval = config.loop.eval_interval
@@ -256,7 +271,7 @@ class Engine(EngineHooks):
         if config.checkpoint.interval and self.step % int(config.checkpoint.interval) == 0:
             self._save_due = True
         if best or self._save_due:
-            with self.meter.paused():
+            with self.meter.paused("checkpoint"):
                 self._read_status()
                 # After a skipped step, the next one that is not skipped saves.
                 if best or not self.guard.consecutive:

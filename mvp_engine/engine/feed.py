@@ -46,6 +46,8 @@ class Feed:
         self.used = 0  # micro-batches of this rank since the epoch, or the loader's cursor, began
         self._steps_since_cursor = 0
         self._waited = 0.0
+        # Of the micro-batch of the last step that was waited for longest: seconds, its number, its slowest row.
+        self.longest_wait: dict[str, Any] = {}
         self._iterator: Iterator[Any] | None = None
         self._epoch_rng: dict[str, Any] | None = None
         self._stateful = loader if implements(loader, StatefulLoader) else None
@@ -95,10 +97,22 @@ class Feed:
 
     def take(self) -> list[Any]:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""
-        started = time.perf_counter()
+        began = started = time.perf_counter()
+        longest = -1.0
         if self._iterator is None:
             self._iterator = self._open()
-        micro_batches = list(islice(self._iterator, self.accumulation))
+        micro_batches = []
+        for micro_batch in islice(self._iterator, self.accumulation):
+            micro_batches.append(micro_batch)
+            seconds = time.perf_counter() - began
+            began += seconds
+            if seconds > longest:
+                longest = seconds
+                row = getattr(self.loader, "slow_row", None)
+                self.longest_wait = {
+                    "micro_batch": len(micro_batches),
+                    **(row._asdict() if row else {}),
+                }
         self._waited += time.perf_counter() - started
         return micro_batches
 

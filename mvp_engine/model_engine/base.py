@@ -230,11 +230,20 @@ class ModelEngine(abc.ABC):
     def lr_scheduler_step(self) -> None: ...
 
     def train_batch(
-        self, micro_batches: list[Any], forward_step: ForwardStep, plan: StepPlan | None = None
+        self,
+        micro_batches: list[Any],
+        forward_step: ForwardStep,
+        plan: StepPlan | None = None,
+        mark: Callable[[str], None] | None = None,
     ) -> StepNumbers:
-        """One optimizer step over this rank's micro-batches (a rank may have none)."""
+        """One optimizer step over this rank's micro-batches (a rank may have none).
+
+        `mark` is called with "optimizer" after the last backward, by those who time it.
+        """
         self.optimizer_zero_grad()
         self.forward_backward_batch(micro_batches, forward_step, plan)
+        if mark:
+            mark("optimizer")
         return self.optimizer_step()
 
     @abc.abstractmethod

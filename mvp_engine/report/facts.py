@@ -15,12 +15,17 @@ from typing import Any
 import yaml
 
 from mvp_engine.log.format import duration, is_learning_rate, is_share, number, rate
-from mvp_engine.runs import Run
+from mvp_engine.runs import REASON, SLOW_STEPS, Run
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 Record = dict[str, Any]
 Rows = list[list[str]]  # of a table, the first with the column names
 LEFT_OUT = ("bad_rows.jsonl", "overlong_rows.jsonl")  # lists of rows, with source and reason
+OUTLIER = 2.0  # times the usual seconds of such a step, above which a step is slow,
+LEAST_LOST = 0.05  # if it took so many seconds more: steps of milliseconds vary
+SLOW_STEPS_SHOWN = 5  # on the terminal
+# The phases of a step that are not called by the name of their hook.
+PHASES = {"data": "the wait for data", "other ranks": "the wait for other ranks"}
 _NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
 
 
@@ -84,6 +89,19 @@ class RunFacts:
                 counts[record["source"], record["reason"]] += 1
         return counts
 
+    @cached_property
+    def slowest(self) -> list[Record]:
+        """The slowest steps, slowest first."""
+        file = self.run.dir / SLOW_STEPS
+        return (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        )
+
+    @property
+    def slow_steps(self) -> list[Record]:
+        """Those of them that took far longer than usual."""
+        return [one for one in self.slowest if _is_slow(one["seconds"], one["usual_seconds"])]
+
     @property
     def sources(self) -> list[str]:
         names = {name: None for record in self.records for name in record}
@@ -140,6 +158,23 @@ class RunFacts:
     def left_out_rows(self) -> Rows:
         rows = [[source, reason, f"{n:,}"] for (source, reason), n in self.left_out.most_common()]
         return [["source", "reason", "rows"], *rows] if rows else []
+
+    def slow_step_rows(self) -> Rows:
+        """Slow steps, the phase that took most more than usual, and how to find its line."""
+        rows = []
+        for one in self.slow_steps:
+            seconds = [number(one["seconds"]), number(one["usual_seconds"])]
+            rows.append([str(one["step"]), str(one["rank"]), *seconds, slow_phases(one)])
+        return [["step", "rank", "seconds", "usually", "of which"], *rows] if rows else []
+
+    def slow_step_lines(self) -> list[tuple[str, str]]:
+        """The slowest of them for the terminal: the first line with a name, columns of equal width."""
+        lines = []
+        for row in self.slow_step_rows()[: 1 + SLOW_STEPS_SHOWN]:
+            *figures, what = row
+            cells = "".join(f"{text:<9}" for text in figures)
+            lines.append(("" if lines else "slow steps", f"{cells}{what}"))
+        return lines
 
     def part_rows(self) -> Rows:
         """What trains: parts of the model with their parameters and learning rates."""
@@ -205,6 +240,10 @@ class RunFacts:
         config_file = self.run.dir / "config.yaml"
         config = yaml.load(config_file.read_text(), LOADER) if config_file.is_file() else {}
         steps = {}
+        if self.slow_steps:
+            steps["Find the slow line"] = (
+                f"mvp profile {folder} --step {self.slow_steps[0]['step']}"
+            )
         if (self.run.dir / "processor").is_dir():
             exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
             if writes_text(self.run):
@@ -236,6 +275,25 @@ def writes_text(run: Run) -> bool:
     if described.is_file() and json.loads(described.read_text()).get("model_type") == "csm":
         return False
     return config.get("model", {}).get("type") not in ("action_model", "value_model")
+
+
+def _is_slow(seconds: float, usual: float) -> bool:
+    return seconds > OUTLIER * usual and seconds > usual + LEAST_LOST
+
+
+def slow_phases(record: Record) -> str:
+    """What made a step slow: the phases that took more than usual, and the row that it waited for."""
+    lost = {name: took - record["usual_split"][name] for name, took in record["split"].items()}
+    texts = []
+    for name in sorted(lost, key=lambda name: -lost[name]):
+        if lost[name] < REASON * (record["seconds"] - record["usual_seconds"]):
+            continue
+        text = f"{number(record['split'][name])} in {PHASES.get(name, name)}"
+        if name == "data" and "row" in record:
+            place = "" if record["worker"] is None else f" in worker {record['worker']}"
+            text += f": row {record['row']} took {number(record['row_seconds'])} s{place}"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def percent(value: float | None) -> str:

@@ -78,6 +78,7 @@ def write_report(
         parts += rollouts_html(name, prompts)
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
+    parts += _table("Slow steps", facts.slow_step_rows())
     parts += _table("What trains", facts.part_rows())
     parts += _table("Device and throughput", facts.machine_rows())
     parts += _next_steps(facts.next_steps() if next_steps is None else next_steps)

@@ -92,6 +92,7 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
     if facts.left_out:
         reasons = ", ".join(f"{s}: {n:,} {r}" for (s, r), n in facts.left_out.most_common())
         lines.append(_line("left out", f"{facts.left_out.total():,} rows ({reasons})"))
+    lines += [_line(name, text) for name, text in facts.slow_step_lines()]
     lines.append(_line("files", _files(run)))
     lines.append("next:")
     steps = facts.next_steps()

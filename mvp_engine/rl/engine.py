@@ -181,7 +181,7 @@ class RLEngine(MLLMEngine):
         self._open_rewards()
         super().before_train()
         self._connect_reward_model()
-        self.meter = RLMeter(self.world)
+        self.meter = RLMeter(self.world, self.run.dir, self.step)
         self.rollout_log.rewind(self.step)
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
         apart = self.config.rollout.backend != "packed" or self.model_engine.samples_apart
@@ -197,6 +197,7 @@ class RLEngine(MLLMEngine):
     def do_train(self) -> None:
         while not self.done:
             self.hang.beat(self.step + 1)
+            self.meter.begin(self.step + 1, "rollouts")
             is_last = self.total_steps is not None and self.step + 1 >= self.total_steps
             experience = self.collector.next(self._sync_weights, is_last)
             if experience is None:
@@ -213,6 +214,7 @@ class RLEngine(MLLMEngine):
             )
             _log_all(ctx, experience.metrics)
             self._watch_signal(experience)
+            self.meter.mark("update")
             with self._phase("update"):
                 updates = self._learn(ctx, experience)
             peaks = [one.peak_memory for one in updates.actor + updates.critic]
@@ -221,6 +223,7 @@ class RLEngine(MLLMEngine):
             _log_all(ctx, updates.metrics())
             ctx.numbers = _step_numbers(updates)
             self.step = ctx.step
+            self.meter.mark("train_post_step")
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
 
@@ -259,7 +262,9 @@ class RLEngine(MLLMEngine):
             _log_all(ctx, gap.metrics())
         ctx.micro_batches = [batch]
         ctx.count("tokens", batch.num_tokens)
+        self.meter.mark("train_pre_step")
         self.train_pre_step(ctx)
+        self.meter.mark("update")
         updates = self.learner.update(ctx.micro_batches[0], on_policy, ctx.step)
         if on_policy and "old_log_probs" not in batch.token_fields:
             check_mean_gap(updates.metrics().get("gap"), self.config.rollout.max_gap)

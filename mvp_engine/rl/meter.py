@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import Meter
 
 
 class RLMeter(Meter):
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, folder: Path, step: int) -> None:
+        super().__init__(world, folder, step)
         self.seconds: dict[str, float] = {}
         # Bytes of the rank that has most: the controller itself holds no model.
         self.peak_memory = 0

@@ -14,6 +14,7 @@ import yaml
 
 from mvp_engine.errors import UserError
 from mvp_engine.log.format import shown
+from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, flat_keys, list_runs, open_run
 
 SPLITS = ("train", "eval")
@@ -65,6 +66,12 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
     best = summary["best"]
     if best:
         print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
+    for name, text in RunFacts(run).slow_step_lines():
+        print(f"  {name:<12}{text}")
+    if summary["slow_steps"]:
+        print(
+            f"  {'':<12}the line: mvp profile {run.dir} --step {summary['slow_steps'][0]['step']}"
+        )
     if summary["hub"]:
         print(f"  hub         {' '.join(dict.fromkeys(summary['hub'].values()))}")
     print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
@@ -184,6 +191,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
         "hub": run.info.get("hub", {}),  # commits by what the config named
         "checkpoints": [path.name for path in run.checkpoint_list()],
+        "slow_steps": RunFacts(run).slow_steps,
         "best": json.loads(best.read_text())["best"] if best.is_file() else None,
         **last,
     }

@@ -27,6 +27,8 @@ class Tiny(Section):
     fault_rank: int = 0
     step_seconds: float = 0.0
     load_seconds: float = 0.0  # of a sample
+    slow_row: int | None = None  # takes `slow_seconds` to load
+    slow_seconds: float = 0.0  # of that row, and of the hook with fault=slow_hook
     bad_rows: list[int] = Field(default=[])  # samples with a fault of their own:
     bad_kind: Literal["weight", "huge", "log", "label"] = "weight"
 
@@ -40,6 +42,7 @@ class Lines(Dataset[Any]):
 
     def __init__(self, size: int, noise: float, seconds: float = 0.0) -> None:
         self.seconds = seconds
+        self.slow_row: tuple[int | None, float] = (None, 0.0)
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(size, 4, generator=generator)
         self.y = self.x @ torch.tensor([1.0, -2.0, 0.5, 3.0])
@@ -51,6 +54,8 @@ class Lines(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(self.seconds)
+        if index == self.slow_row[0]:
+            time.sleep(self.slow_row[1])  # the slow row
         x = self.x[index]
         if self.noise:
             x = x + self.noise * torch.randn(4) + self.noise * float(np.random.rand())
@@ -83,6 +88,8 @@ class TinyEngine(Engine):
         data = Lines(
             tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0, tiny.load_seconds
         )
+        if split == "train":
+            data.slow_row = tiny.slow_row, tiny.slow_seconds
         if tiny.fault == "hang_before_training":
             print("preparing", flush=True)
             time.sleep(60)
@@ -157,6 +164,8 @@ class TinyEngine(Engine):
             return
         if tiny.fault == "stop":
             ctx.stop = True
+        if tiny.fault == "slow_hook":
+            time.sleep(tiny.slow_seconds)  # the slow hook
         if tiny.fault == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         if tiny.fault == "hang":

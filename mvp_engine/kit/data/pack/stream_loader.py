@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_convert
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import accumulation_steps, pinned
 from mvp_engine.data.rng import keep_rng_state
-from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
+from mvp_engine.data.worker_memory import KeepLastBatches, LoadedBatch, SlowRow, start_worker
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_lanes import Cursor, move_lanes
 from mvp_engine.kit.data.pack.stream_packs import LaneOutput, StreamPackDataset
@@ -28,6 +28,8 @@ LOGGER = logging.getLogger("mvp_engine")
 class StreamLoader:
     """This rank's micro-batches of one pack each. The cursor is the rank's own; those of all ranks can be moved to
     another number of them."""
+
+    slow_row: SlowRow | None = None  # of the last micro-batch
 
     def __init__(
         self,
@@ -151,9 +153,10 @@ class StreamLoader:
             self.set_epoch(self.epoch)  # each evaluation reads the same packs
         self._set_cursors(self.cursors, self.turn)
         outputs = self.dataset.watchdog.iterate(self._start, self.stall_seconds)
-        for output in pinned(outputs) if self.pin_memory else outputs:
+        for output, slow_row in pinned(outputs) if self.pin_memory else outputs:
             if output is None:
                 continue
+            self.slow_row = slow_row
             self._record(output)
             if output.batch is not None:
                 self.num_packs += 1
@@ -187,7 +190,7 @@ class StreamLoader:
     def end_report(self) -> str | None:
         return self.bad_rows.report()
 
-    def _start(self) -> Iterator[LaneOutput | None]:
+    def _start(self) -> Iterator[LoadedBatch]:
         with keep_rng_state():
             loader = DataLoader(
                 self.dataset,

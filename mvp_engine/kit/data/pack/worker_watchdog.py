@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from mvp_engine.data.worker_memory import ROW_TIMER
 from mvp_engine.errors import UserError
 
 MAX_WORKERS = 256
@@ -36,7 +37,8 @@ class WorkerWatchdog:
         self.positions_WB = torch.zeros(shape, dtype=torch.uint8).share_memory_()
 
     def set_position(self, where: str) -> None:
-        """Record that this worker starts to read the row at `where`; in the main process, do nothing."""
+        """Record that this process starts to read the row at `where`, and when; the main process reads the places."""
+        ROW_TIMER.begin(where)
         info = get_worker_info()
         if info is None:
             return
