@@ -63,6 +63,10 @@ def check(args: argparse.Namespace) -> int:
 def profile(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
+    if args.step is not None:
+        return launcher.profile_run(
+            args.config, args.overrides, args.nproc, out=args.out, step=args.step
+        )
     device = config.read_config(args.config, args.overrides).device
     return launcher.profile(
         args.config,

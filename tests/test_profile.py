@@ -15,10 +15,13 @@ from conftest import ROOT
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.runs import list_runs
 from mvp_engine.tools.gpu_clock import sampled_clock
 from mvp_engine.tools.profile_kernels import MARK, Events, Kernel, busy_time, gaps, mark, read_events, summary
 from mvp_engine.tools.profile_page import page
 
+PLAIN = {"first_step": 6, "in_run": {}, "phases": [], "slow_row": None}  # facts of a profile that `summary` has not
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
@@ -65,12 +68,14 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)
     assert facts["kinds"][0] == {"name": "GEMM", "ms": 0.01, "calls": 1}
-    assert "| GEMM | 0.01 | 40.0% | 1 |" in (text := page({**facts, "step_ms_alone": 0.02}, "a title"))
+    assert "| GEMM | 0.01 | 40.0% | 1 |" in (text := page({**facts, **PLAIN, "step_ms_alone": 0.02}, "a title"))
     assert "with 2 kernels and copies per step" in text
     assert "Communication" not in text
     assert " W at " not in text
     clock = {"power_w": 691.5, "sm_clock_mhz": 1530.0}
-    often, seldom = (page({**facts, "step_ms_alone": 0.02, **clock, "at_power_limit": x}, "") for x in (1.0, 0.1))
+    often, seldom = (
+        page({**facts, **PLAIN, "step_ms_alone": 0.02, **clock, "at_power_limit": x}, "") for x in (1.0, 0.1)
+    )
     assert "The GPU drew 692 W at 1,530 MHz: at its power limit" in often
     assert "The GPU drew 692 W at 1,530 MHz. " in seldom
 
@@ -114,7 +119,62 @@ def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path
     facts = json.loads((tmp_path / "profile.json").read_text())
     assert facts["data_wait_ms"] > 0.5 * facts["step_ms"]  # 0.99 on a machine with nothing else to do
     assert facts["idle"] > 0.5
-    assert "for data. More data.num_workers" in (tmp_path / "profile.md").read_text()
+    text = (tmp_path / "profile.md").read_text()
+    assert "More data.num_workers, smaller media or faster storage would help." in text
+    assert "engine.py" in text.partition("for data.")[2].partition("More data.num_workers")[0]
+
+
+SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
+
+
+@pytest.mark.slow
+def test_profile_traces_exactly_the_named_steps(tmp_path: Path, capsys) -> None:
+    """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
+    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
+    slow = ["tiny.fault=slow_hook", "tiny.fault_step=5", "tiny.slow_seconds=0.3", f"project.dir={tmp_path}"]
+    for first, steps, is_in in ((5, 1, True), (3, 2, False), (6, 1, False), (4, 2, True)):
+        words = ["profile", str(config), "--out", str(tmp_path), "--steps", str(steps), "--first", str(first)]
+        assert main([*words, *slow]) == 0
+        page = (tmp_path / "profile.md").read_text()
+        assert (SLOW_HOOK in page) == is_in, (first, page)
+        assert ("The hook train_post_step takes" in page) == is_in
+        assert not is_in or "larger packs" not in page
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum(one["name"] == "mvp_engine: wait for data" for one in events) == steps
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path: Path, capsys) -> None:
+    words = ["tiny.fault=slow_hook", "tiny.fault_step=11", "tiny.slow_seconds=0.4", "tiny.slow_row=17"]
+    assert train(*words, "loop.total_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
+    run = list_runs(tmp_path)[-1]
+    records = {one["step"]: one for one in RunFacts(run).slowest}
+    [step] = [step for step, one in records.items() if one.get("row") == 17]
+    capsys.readouterr()
+    assert main(["profile", str(run.dir), "--step", "11", "--out", str(tmp_path / "hook")]) == 0
+    assert SLOW_HOOK in capsys.readouterr().out
+    assert main(["profile", str(run.dir), "--step", str(step), "--out", str(tmp_path / "row")]) == 0
+    text = capsys.readouterr().out
+    assert "time.sleep(self.slow_row[1])  # the slow row" in text
+    assert "The slowest row, 17, took" in text
+    assert "data.num_workers" not in text
+    names = [one["name"] for one in json.loads((tmp_path / "row" / "trace.json").read_text())["traceEvents"]]
+    assert any(name.endswith(": train_post_step") for name in names)  # Python frames
+    assert main(["profile", str(run.dir), "--step", "30", "--out", str(tmp_path / "late")]) == 2
+    assert "ended before step 30: name an earlier one" in capsys.readouterr().err
+    assert len(list_runs(tmp_path)) == 1
+
+
+def test_page_of_slow_hook_names_its_line_and_not_larger_packs() -> None:
+    facts = summary(Events(1.0, [Kernel("gemm", 0, 100_000)], [], []), 1, {})
+    hook = {"name": "train_post_step", "ms": 800.0, "lines": [{"line": "engine.py:9 f: x.cpu()", "ms": 790.0}]}
+    idle = page({**facts, **PLAIN}, "a title")
+    assert "larger packs" in idle
+    text = page({**facts, **PLAIN, "phases": [hook]}, "a title")
+    assert "The hook train_post_step takes 800.0 ms (80.0%) of a step; 790.0 ms in `engine.py:9 f: x.cpu()`." in text
+    assert "| train_post_step | 800.00 | 80.0% | engine.py:9 f: x.cpu() |" in text
+    assert "larger packs" not in text
 
 
 def test_windows_of_gpu_and_host_are_apart() -> None:
@@ -140,7 +200,7 @@ def test_windows_of_gpu_and_host_are_apart() -> None:
     no_kernels = [one for one in listed if one.device_type == "DeviceType.CPU"]
     facts = summary(read_events(SimpleNamespace(events=lambda: no_kernels), "cuda"), 2, {"peak": 1.0})
     assert (facts["idle"], facts["launches"], facts["data_wait_ms"]) == (None, 0, pytest.approx(0.01))
-    assert "The profiler recorded no kernels" in page({**facts, "step_ms_alone": 1.0}, "a title")
+    assert "The profiler recorded no kernels" in page({**facts, **PLAIN, "step_ms_alone": 1.0}, "a title")
 
 
 def test_summary_separates_exposed_communication() -> None:
@@ -148,7 +208,7 @@ def test_summary_separates_exposed_communication() -> None:
     kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # a copy hides no communication
     facts = summary(Events(10e-3, kernels, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)], []), 1, {})
     assert (facts["comm_ms"], facts["exposed_comm_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
-    text = page({**facts, "step_ms_alone": 9.0}, "a title")
+    text = page({**facts, **PLAIN, "step_ms_alone": 9.0}, "a title")
     assert "Communication takes 4.0 ms per step; 2.5 ms of it (62%) is exposed: no kernel computes meanwhile." in text
 
 

@@ -79,8 +79,9 @@ examples:
   mvp doctor
   mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk""",
     "mvp profile": """\
-example:
-  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json""",
+examples:
+  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
+  mvp profile outputs/my-run --step 740             # the line that made this step slow""",
     "mvp tune": """\
 examples:
   mvp tune my/configs/train.yaml

@@ -30,6 +30,7 @@ from mvp_engine.errors import (
 )
 from mvp_engine.process.garbage import without_collections
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.runs import open_run
 from mvp_engine.tools.cuda_context import created_meanwhile
 from mvp_engine.tools.nodes import Nodes, use_interface_to
 
@@ -80,6 +81,19 @@ def profile(
         raise UserError("--steps and --first: at least 1")
     arguments = ["--config", config, "--out", out, "--steps", str(steps), "--first", str(first)]
     return run_module("mvp_engine.tools.profile", nodes, [*arguments, *overrides], device)
+
+
+def profile_run(name: str, overrides: list[str], nproc: int | None, *, out: str, step: int) -> int:
+    """Profile one step of a run, on as many ranks as it had."""
+    from mvp_engine.tools.replay import config_of
+
+    run = open_run(name, Path("outputs"))
+    if step < 1:
+        raise UserError("--step: at least 1")
+    arguments = ["--config", str(config_of(run, step)), "--replayed", str(run.dir), "--out", out]
+    arguments += ["--steps", "1", "--first", str(step), *overrides]
+    ranks = nproc or run.info.get("setup", {}).get("ranks", 1)
+    return run_module("mvp_engine.tools.profile", Nodes(ranks), arguments)
 
 
 def run_module(module: str, nodes: Nodes, arguments: list[str], device: str = "cpu") -> int:

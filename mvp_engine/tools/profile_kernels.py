@@ -65,6 +65,8 @@ def kernels_of(profiler: Any, device: str) -> list[Kernel]:
     for event in profiler.events():
         if on_gpu and event.is_user_annotation:
             continue  # a labelled time range, such as Optimizer.step, is no kernel
+        if getattr(event, "is_python_function", False):  # of a trace with Python frames
+            continue
         start = event.time_range.start
         if any(wait.start <= start < wait.end for wait in waits):
             continue

@@ -35,16 +35,18 @@ def add_training_commands(commands: Any) -> None:
     add_json_option(check)
     check.set_defaults(run="check")
 
-    text = "profile training steps: where their time and memory go, as a page and a trace"
+    text = "profile steps of a config, or of a run: where their time and memory go, as a page and a trace"
     profile = add_config_command(commands, "profile", text)
     profile.add_argument(
         "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
     )
     profile.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="number of steps to profile (default: 3)"
+        "--steps", type=int, default=3, metavar="N", help="number of traced steps (default: 3)"
     )
-    text = "first measured step; the ones before it warm up (default: 6)"
+    text = "first traced step; the ones before it warm up (default: 6)"
     profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
+    text = "trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or id, or latest"
+    profile.add_argument("--step", type=int, metavar="N", help=text)
     profile.set_defaults(run="profile")
 
     for command in (train, evaluate, check, profile):
