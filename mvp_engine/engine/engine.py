@@ -146,9 +146,11 @@ class Engine(EngineHooks):
             self.meter.begin(self.step + 1)
             plan = self.feed.next_plan()
             micro_batches = self.feed.take()
+            self.meter.mark("other ranks")
             # A plan says without communication whether any rank has data for this step.
             has_data = plan.num_micro_batches if plan else self.world.any(bool(micro_batches))[0]
             if not has_data:
+                self.meter.mark("data")
                 self._read_status()
                 self.feed.next_epoch()
                 self.epoch = self.feed.epoch
@@ -175,7 +177,7 @@ class Engine(EngineHooks):
 
     def after_train(self) -> None:
         self._read_status()
-        self.meter.end()
+        self.meter.end(self.step)
         # Left over only if the end was not foreseen, with a loader of unknown length. A checkpoint of this step would
         # not have it, and is written again.
         if any(self.world.any(not self.metrics.empty)):

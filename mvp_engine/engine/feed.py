@@ -99,6 +99,7 @@ class Feed:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""
         began = started = time.perf_counter()
         longest = -1.0
+        self.longest_wait = {}
         if self._iterator is None:
             self._iterator = self._open()
         micro_batches = []

@@ -137,9 +137,10 @@ class Meter:
         self._num_graphs = graphs
         self.now = StepTimes(following)
 
-    def end(self) -> None:
-        """The last step has ended. All ranks call it together."""
-        self._end_step(self.now.step)
+    def end(self, step: int) -> None:
+        """The last step was this one; another one may have begun, for which there was no data. All ranks call it."""
+        if self.now.step == step:
+            self._end_step(step)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.keep_slowest(at_end=True)

@@ -108,7 +108,9 @@ def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path: Path) -> N
         meter.begin(step)
         clock.sleep(1.0 + step if step % 25 == 0 or step == 2 else 1.0)  # step 2 warms up
         assert len(meter._ended) <= 50
-    meter.end()
+    meter.begin(1001)  # for which there is no data
+    clock.sleep(10_000.0)
+    meter.end(1000)
     assert [one["step"] for one in meter.slowest] == list(range(1000, 750, -25))
     assert len((tmp_path / "slow_steps.jsonl").read_text().splitlines()) == 10
 
