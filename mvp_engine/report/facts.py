@@ -169,7 +169,7 @@ class RunFacts:
 
     def slow_step_lines(self) -> list[tuple[str, str]]:
         """The slowest of them for the terminal: the first line with a name, columns of equal width."""
-        lines = []
+        lines: list[tuple[str, str]] = []
         for row in self.slow_step_rows()[: 1 + SLOW_STEPS_SHOWN]:
             *figures, what = row
             cells = "".join(f"{text:<9}" for text in figures)
