@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from mvp_engine.config import Composed
 from mvp_engine.distributed import World
@@ -157,7 +157,7 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
     out = window.out
 
     class Profiled(engine_class):  # type: ignore[misc, valid-type]
-        profiler: _KinetoProfile | None = None
+        profiler: profile | None = None
         _clock: ClockSamples | None = None
 
         def before_train(self) -> None:
@@ -198,7 +198,7 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
                 if self.device.type == "cuda":
                     activities.append(ProfilerActivity.CUDA)
                 with_stack = window.replayed is not None
-                self.profiler = _KinetoProfile(activities=activities, with_stack=with_stack)
+                self.profiler = profile(activities=activities, with_stack=with_stack)
                 self.profiler.prepare_trace()
             if window.first < step <= window.end:
                 self._steps.append(ended)
