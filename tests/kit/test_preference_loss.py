@@ -177,6 +177,7 @@ def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
     """The engine's own step methods, without a run: a policy, its reference, and the settings that they read."""
     engine: Any = object.__new__(PreferenceEngine)
     engine.layout, engine.world, engine.device = layout, layout.world, layout.world.device
+    engine.meter = SimpleNamespace(mark=str)  # nothing is timed
     model = LanguageModel.on_meta(None, overrides_of("qwen3"))
     engine.model_engine = LanguageModelEngine(model, layout, Settings(seed=POLICY))
     engine.model_engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
