@@ -231,25 +231,26 @@ def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog) -> 
     assert "Voodoo 2" in said[0]
 
 
-def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch) -> None:
+def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
     figures = {}
     for size in (1, 4):
-        meter = Meter(World(0, size, 0, size, torch.device("cpu")))
+        meter = Meter(World(0, size, 0, size, torch.device("cpu")), tmp_path, 0)
         meter.steps, meter._started = 1, meter._started - 2.0
         figures[size] = meter.read({"flops": 1e12, "tokens": 10.0}, 0.0, None)
     assert figures[1]["mfu"] == pytest.approx(0.1, rel=1e-2)
     assert figures[4]["mfu"] == pytest.approx(0.025, rel=1e-2)
-    assert "mfu" not in Meter(World(0, 1, 0, 1, torch.device("cpu"))).read({"tokens": 1.0}, 0.0, None)
+    alone = Meter(World(0, 1, 0, 1, torch.device("cpu")), tmp_path, 0)
+    assert "mfu" not in alone.read({"tokens": 1.0}, 0.0, None)
 
 
-def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch) -> None:
+def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_path) -> None:
     now = [0.0]
     said: list[str] = []
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(meter_module.LOGGER, "warning", lambda text, *values: said.append(text % values))
     for seconds, warnings in ((1.0, 0), (2.0, 1)):
-        meter = Meter(World(0, 1, 0, 1, torch.device("cpu")))
+        meter = Meter(World(0, 1, 0, 1, torch.device("cpu")), tmp_path, 0)
         for _ in range(5):
             now[0] += 10.0
             with meter.evaluating():
