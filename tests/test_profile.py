@@ -137,8 +137,7 @@ def test_profile_traces_exactly_the_named_steps(tmp_path: Path, capsys) -> None:
         assert main([*words, *slow]) == 0
         page = (tmp_path / "profile.md").read_text()
         assert (SLOW_HOOK in page) == is_in, (first, page)
-        assert ("The hook train_post_step takes" in page) == is_in
-        assert not is_in or "larger packs" not in page
+        assert not is_in or ("The hook train_post_step takes" in page and "larger packs" not in page)
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert sum(one["name"] == "mvp_engine: wait for data" for one in events) == steps
     capsys.readouterr()

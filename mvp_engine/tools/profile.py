@@ -206,6 +206,9 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
                 assert self.profiler is not None
                 self.profiler.start_trace()
                 mark(self.device)
+                self.meter.mark(
+                    self.meter.now.marks.pop()[0]
+                )  # the start is none of the step's time
                 self._lines.start()
             if step == window.end:
                 assert self.profiler is not None
