@@ -88,7 +88,7 @@ def launch(
         world.close()
         return code
     except KeyboardInterrupt as stop:
-        if world is None or world.is_main:
+        if world is None or (world.is_main and not world.has_failed()):
             over_echo = "\r" if sys.stderr.isatty() else ""  # of `^C`
             print(f"{over_echo}mvp_engine: {stop or 'interrupted'}", file=sys.stderr, flush=True)
         code = EXIT_INTERRUPTED if stop.args else 130
@@ -110,7 +110,7 @@ def _run(composed: Composed, world: World) -> int:
             text = str(again)
         # Here the error, and with it the frames that hold the engine's tensors, is gone.
         if world.size > 1:
-            _end_ranks(text)
+            _end_ranks(world, text)
         print(f"mvp_engine: {text}", file=sys.stderr, flush=True)
         gc.collect()
         if torch.cuda.is_available():
@@ -119,7 +119,7 @@ def _run(composed: Composed, world: World) -> int:
         start.run.rewind_metrics(0)
 
 
-def _end_ranks(text: str) -> None:
+def _end_ranks(world: World, text: str) -> None:
     """Of several ranks, the others may wait in a collective: all end, and `mvp train --nproc` starts them again."""
     file = os.environ.get(EXIT_CODE_FILE)
     launcher = launcher_id()
@@ -129,6 +129,7 @@ def _end_ranks(text: str) -> None:
         text += " Launch it again with resume=auto"
     _show(f"mvp_engine: {text}")
     sys.stderr.flush()
+    world.said_why(EXIT_TRY_AGAIN)
     os._exit(leave(EXIT_TRY_AGAIN))
 
 
@@ -137,7 +138,7 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
     engine: Engine | None = None
     status: str | None = "failed"  # None: `run.json` stays as it is
     reason: str | None = None
-    first = 0  # the rank that failed first: it may outlive rank 0
+    first = 0  # the rank that notes how the run ended: the one that failed first
     started = time.time()
     try:
         with EarlyMessages(config.log.backends, world.rank):
@@ -157,8 +158,8 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
         if world.is_main:
             print(f"mvp_engine: {stop}", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
-    except KeyboardInterrupt:
-        status = "interrupted"
+    except KeyboardInterrupt:  # torchrun sends SIGTERM to the other ranks when one has failed
+        status = None if world.has_failed() else "interrupted"
         raise
     except Exception as error:
         first, reason = world.failed_first(error)
@@ -168,12 +169,12 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
         trained = engine is not None and engine.step > start.step
         if start.before and isinstance(error, UserError) and not trained:
             status = None  # the launch failed, not the run
-            if world.is_main:
+            if world.rank in (0, first):
                 with contextlib.suppress(OSError):
                     start.run.note(**start.before)
         raise
     finally:
-        if start.owned and status is not None and world.rank in (0, first):
+        if start.owned and status is not None and world.rank == first:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())
@@ -236,11 +237,14 @@ def _make_deterministic(wanted: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _show(text: str) -> None:
-    """Print why this rank failed, or leave it to `mvp train --nproc`, which prints it after the last rank has ended."""
+def _show(text: str, mode: str = "a") -> None:
+    """Print why this rank failed, or leave it to `mvp train --nproc`, which prints it after the last rank has ended.
+
+    `mode` of its file: with "x" the first rank alone writes to it.
+    """
     file = os.environ.get(EXIT_CODE_FILE)
     if file is not None:
-        with contextlib.suppress(OSError), open(Path(file).with_name(ERROR_FILE), "a") as out:
+        with contextlib.suppress(OSError), open(Path(file).with_name(ERROR_FILE), mode) as out:
             out.write(f"{text}\n")
             return
     print(text, file=sys.stderr)
@@ -249,8 +253,10 @@ def _show(text: str) -> None:
 def _failed(error: BaseException, world: World | None) -> int:
     """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed.
 
-    Ranks on other machines say so.
+    They exit after it, with its exit code. Ranks on other machines say that they follow.
     """
+    if world and world.watch:
+        world.watch.end()  # no collective follows
     if isinstance(error, torch.OutOfMemoryError):
         error = UserError(f"{error} `mvp estimate CONFIG` prints settings that fit")
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
@@ -259,20 +265,26 @@ def _failed(error: BaseException, world: World | None) -> int:
     if world:
         first, why = world.failed_first(error)
     else:  # all ranks found the error in the config: one of each machine prints it
-        first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
+        speaks = EXIT_CODE_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+        first = rank if code == EXIT_BUG or speaks else -1
+    mode = "a" if world else "x"
     sys.stdout.flush()  # the error comes last
     elsewhere = world is not None and first // world.local_size != rank // world.local_size
     is_speaker = first == rank or (elsewhere and os.environ.get("LOCAL_RANK") == "0")
     if is_speaker and code == EXIT_USER_ERROR:
-        _show(f"mvp_engine: error: {error}")
+        _show(f"mvp_engine: error: {error}", mode)
     elif is_speaker and elsewhere:
         _show(f"mvp_engine: rank {rank} stops because rank {first} failed: {why}")
     elif is_speaker:
         where = f"rank {rank} " if world and world.size > 1 else ""
-        _show(f"mvp_engine: {where}failed\n{traceback.format_exc().rstrip()}")
+        _show(f"mvp_engine: {where}failed\n{traceback.format_exc().rstrip()}", mode)
     sys.stderr.flush()
     if world and world.size > 1:
-        os._exit(code)  # a clean exit would wait for collectives that can never complete
+        if first == rank:
+            world.said_why(code)
+        else:
+            code = world.wait_for_first(code)
+        os._exit(leave(code))  # a clean exit would wait for collectives that can never complete
     return code
 
 

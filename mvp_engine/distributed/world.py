@@ -23,7 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.errors import ELASTIC, JOB_ID, UserError, reason_of
-from mvp_engine.process.watchdog import FIRST_FAILURE, RankWatchdog
+from mvp_engine.process.watchdog import FIRST_FAILURE, SAID_WHY, RankWatchdog
+
+REPORT_SECONDS = 30.0  # that the other ranks wait until the one that failed first has said why
 
 
 @dataclass
@@ -238,7 +240,10 @@ class World:
 
     def has_failed(self) -> bool:
         """Whether a rank has failed."""
-        return self.store is not None and self.store.check([FIRST_FAILURE])
+        try:
+            return self.store is not None and self.store.check([FIRST_FAILURE])
+        except RuntimeError:  # the store is gone with its host
+            return True
 
     def failed_first(self, error: BaseException) -> tuple[int, str]:
         """Called by a rank that fails; returns the rank that failed first, and why. Later failures follow from it."""
@@ -248,6 +253,25 @@ class World:
                 first = self.store.compare_set(FIRST_FAILURE, "", first).decode()
         rank, _, reason = first.partition(" ")
         return int(rank), reason
+
+    def said_why(self, code: int) -> None:
+        """Called by the rank that failed first, before it exits with this code and after it has said why."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(SAID_WHY, str(code))
+
+    def wait_for_first(self, code: int) -> int:
+        """Called by other ranks that fail: torchrun would end the first one if they exited before it has said why.
+
+        Returns the exit code of the first one, else `code`.
+        """
+        deadline = time.monotonic() + REPORT_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while self.store is not None and time.monotonic() < deadline:
+                if self.store.check([SAID_WHY]):
+                    return int(self.store.get(SAID_WHY))
+                time.sleep(0.02)
+        return code
 
 
 def _set_job_id() -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 from mvp_engine import PARENT
 
-FIRST_FAILURE = "first_failure"  # key of the store: the rank that failed first, a space, and why
+# Keys of the store: the rank that failed first, a space, and why; its exit code, once it has said why.
+FIRST_FAILURE = "first_failure"
+SAID_WHY = "said_why"
 
 # Options of Linux's prctl.
 PR_SET_PDEATHSIG = 1
@@ -79,7 +81,14 @@ class RankWatchdog:
     def _record_failure(self, who: str) -> None:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
-                self.store.compare_set(FIRST_FAILURE, "", f"{self.rank} {who} died")
+                record_death(self.store, self.rank, f"{who} died", 1)
+
+
+def record_death(store: Any, rank: int, why: str, code: int) -> None:
+    """Record a rank that ends without a message of its own, unless another one has failed before."""
+    failure = f"{rank} {why}"
+    if store.compare_set(FIRST_FAILURE, "", failure).decode() == failure:
+        store.set(SAID_WHY, str(code))
 
 
 def _alive(pid: int) -> bool:

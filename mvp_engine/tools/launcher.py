@@ -177,12 +177,12 @@ def _record_failure(nodes: Nodes, rank: int) -> None:
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from mvp_engine.process.watchdog import FIRST_FAILURE
+    from mvp_engine.process.watchdog import record_death
 
     wait = timedelta(seconds=10)
     with contextlib.suppress(DistError):
         store = TCPStore(nodes.address, nodes.port, is_master=False, timeout=wait)
-        PrefixStore(STORE_PREFIX, store).compare_set(FIRST_FAILURE, "", f"{rank} the rank died")
+        record_death(PrefixStore(STORE_PREFIX, store), rank, "the rank died", EXIT_BUG)
 
 
 def _silence_torchrun() -> None:
