@@ -64,7 +64,8 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, c
     assert train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path) == EXIT_BUG
     text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
-    assert f"step {found['step']} failed. Find the row with: mvp replay {newest(tmp_path).dir}" in text
+    hint = "If a row caused it, this finds the row"
+    assert f"step {found['step']} failed. {hint}: mvp replay {newest(tmp_path).dir}" in text
     [entry] = found["rows"]
     assert (entry["rows"], entry["error"]) == ([17], "IndexError: Target 7 is out of bounds.")
 

@@ -117,7 +117,7 @@ class HangWatch:
 
 def describe(found: dict[int, dict[str, Any]], size: int, seconds: float) -> str:
     """Which ranks did not arrive, where they are, and where the others wait for them."""
-    waiting = [rank for rank, answer in found.items() if _waits(answer["stack"])]
+    waiting = [rank for rank, answer in found.items() if waits(answer["stack"])]
     missing = [rank for rank in found if rank not in waiting]
     silent = [rank for rank in range(size) if rank not in found]
     first = min(found.values(), key=lambda answer: answer["step"])
@@ -149,7 +149,8 @@ def _ranks(ranks: list[int]) -> str:
     return f"{count(len(ranks), 'rank')} ({names}{', ...' if len(ranks) > 8 else ''})"
 
 
-def _waits(stack: list[str]) -> bool:
+def waits(stack: list[str]) -> bool:
+    """Whether the innermost frames are those of a collective."""
     return any(place in frame for frame in stack[-2:] for place in COLLECTIVES)
 
 

@@ -160,7 +160,7 @@ class Engine(EngineHooks):
             num_samples = (plan and plan.num_samples) or self.global_batch_size
             self.meter.step(num_samples, self.feed.longest_wait)
             self.metrics.begin_step()
-            with self.guard.recorded_errors(self.feed):
+            with self.guard.recorded_errors(self.feed, self.meter):
                 mark = self.meter.mark
                 mark("train_pre_step")
                 self.train_pre_step(ctx)

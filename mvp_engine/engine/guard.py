@@ -9,9 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import format_tb
 from typing import TYPE_CHECKING, Any
 
+from torch import OutOfMemoryError
+
 from mvp_engine.config.schema import Guard
+from mvp_engine.distributed.hang import waits
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.model_engine import StepStatus
@@ -19,6 +23,7 @@ from mvp_engine.model_engine import StepStatus
 if TYPE_CHECKING:
     from mvp_engine.engine.engine import Engine
     from mvp_engine.engine.feed import Feed
+    from mvp_engine.engine.meter import Meter
 
 DIVERGED = 3  # skipped steps in a row, from which on the weights are suspected
 LOGGER = logging.getLogger("mvp_engine")
@@ -126,16 +131,23 @@ class SkipGuard:
             )
 
     @contextmanager
-    def recorded_errors(self, feed: Feed) -> Iterator[None]:
-        """A context that records a step that fails with an error, so that `mvp replay` finds its row."""
+    def recorded_errors(self, feed: Feed, meter: Meter) -> Iterator[None]:
+        """A context for a step: it records one whose error a row may have caused, for `mvp replay`.
+
+        No row causes an error outside of forward and backward, that of a collective whose other ranks have died, or
+        that of too little memory.
+        """
         try:
             yield
         except Exception as error:
-            if feed.world.failed_first(error)[0] == self.rank:  # the others only follow
+            is_first = feed.world.failed_first(error)[0] == self.rank  # the others only follow
+            no_row = meter.phase not in ("forward", "backward")
+            no_row |= isinstance(error, OutOfMemoryError) or waits(format_tb(error.__traceback__))
+            if is_first and not no_row:
                 entry = self._steps[-1]
                 self._record(entry, f"{type(error).__name__}: {error}", (), feed)
-                text = f"step {entry['step']} failed. Find the row with: {self.replay_command}"
-                LOGGER.error(text)
+                text = f"step {entry['step']} failed. If a row caused it, this finds the row: "
+                LOGGER.error(text + self.replay_command)
             raise
 
     def _record(

@@ -119,6 +119,11 @@ class Meter:
                 self.keep_slowest()
         self.mark(phase)
 
+    @property
+    def phase(self) -> str:
+        """The phase of the step that runs."""
+        return self.now.marks[-1][0]
+
     def mark(self, phase: str) -> None:
         """The time from here on is that of `phase`; on a GPU, from where it has done what it was given so far."""
         event = None
