@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,29 @@ def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch
     words[5] = "no.such.host.invalid"
     assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
     assert "--master-addr no.such.host.invalid: " in capsys.readouterr().err
+
+
+def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
+    def failures(*ends: tuple[int, int]) -> dict[int, Any]:
+        return {rank: SimpleNamespace(timestamp=at, exitcode=code) for rank, (at, code) in enumerate(ends)}
+
+    assert launcher.first_failure(failures((7, 1), (7, -signal.SIGKILL))) == (1, -signal.SIGKILL)
+    assert launcher.first_failure(failures((7, 1), (607, -signal.SIGKILL))) == (0, 1)  # by torchrun, after ten minutes
+    assert launcher.first_failure(failures((7, 2), (7, -signal.SIGTERM))) == (0, 2)
+    assert launcher.first_failure(failures((7, 1), (7, -signal.SIGABRT))) == (0, 1)  # NCCL, after rank 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(tmp_path: Path, port: int, rank: int) -> None:
+    words = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    node = spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, f"project.dir={tmp_path}")
+    assert node.stdout is not None
+    assert "the nodes meet at" in node.stdout.readline()
+    node.send_signal(signal.SIGTERM)
+    output = node.communicate(timeout=120)[0]  # the others are waited for ten minutes
+    assert node.returncode == EXIT_INTERRUPTED, output
+    assert output == f"mvp: SIGTERM: {launcher.NOT_STARTED}\n"
 
 
 @pytest.mark.slow

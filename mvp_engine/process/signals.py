@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mvp_engine.errors import EXIT_INTERRUPTED
+
 EXIT_AT_ONCE = 130
 
 # torchrun forwards a Ctrl-C that the terminal has also sent to the workers: within this time it is the same one.
@@ -35,13 +37,16 @@ class StopSignals:
         message: str = "",
         leave: Callable[[], None] | None = None,
         failed: Callable[[], bool] = lambda: False,
+        idle: str = "",
     ) -> None:
         """`message` is printed at the first signal, unless torchrun sends it since a rank has `failed`.
-        `leave` is called before a second Ctrl-C exits."""
+        `leave` is called before a second Ctrl-C exits. `idle`: a launcher waits, possibly in C code, until torchrun
+        sets handlers of its own and starts ranks; before that the first signal prints this and exits."""
         self.requested: str | None = None
         self._message = message
         self._leave = leave
         self._failed = failed
+        self._idle = idle
         self.early = False  # True: a signal raises KeyboardInterrupt, as there is no step to finish
         self._handlers_before: dict[int, object] = {}
 
@@ -91,6 +96,9 @@ class StopSignals:
                 if first is None:
                     first = now
                     self._request_stop(number)
+                    if self._idle and signal.getsignal(number) == self._handle:
+                        print(f"mvp: {self.requested}: {self._idle}", file=sys.stderr, flush=True)
+                        self._exit_at_once(EXIT_INTERRUPTED)
                     if self._message and not self.early and not self._failed():
                         # Through sys.stderr, which a live panel redirects: it prints above itself.
                         print(f"{self.requested}: {self._message}", file=sys.stderr, flush=True)
@@ -98,12 +106,12 @@ class StopSignals:
                     self._exit_at_once()
         self._read.close()
 
-    def _exit_at_once(self) -> None:
+    def _exit_at_once(self, code: int = EXIT_AT_ONCE) -> None:
         if self._leave:
             self._leave()
         if os.isatty(2):
             os.write(2, b"\n" + SHOW_CURSOR)  # below the live panel, which hides the cursor
-        os._exit(EXIT_AT_ONCE)
+        os._exit(code)
 
 
 def _is_echo(seconds: float) -> bool:

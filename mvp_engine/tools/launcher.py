@@ -10,11 +10,14 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mvp_engine.errors import (
     ELASTIC,
@@ -34,14 +37,21 @@ from mvp_engine.runs import open_run
 from mvp_engine.tools.cuda_context import created_meanwhile
 from mvp_engine.tools.nodes import Nodes, use_interface_to
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 # Seconds that torchrun waits for its workers after a stop signal: a long step and a large checkpoint.
 SHUTDOWN_SECONDS = 600
 # Seconds that a node waits for the others to start.
 JOIN_SECONDS = 600
+NOT_STARTED = "stopped before the ranks started; launch the same command again."
 # Where the ranks of the first and only attempt keep their keys (`World.join`).
 STORE_PREFIX = "mvp_engine/0"
 # A rank that ends with one of these exit codes has printed why.
 SAID_WHY = (EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED)
+SIGNALLED = 128  # plus the signal's number: the exit code of a job with a killed rank, as in shells
+# Signals that no rank gets since another one has failed.
+KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 
 def train(config: str, overrides: list[str], nodes: Nodes, *, device: str) -> int:
@@ -127,15 +137,15 @@ def _torchrun_once(module: str, nodes: Nodes, arguments: list[str]) -> int:
 
     _silence_torchrun()
     words = [*nodes.torchrun_options(JOIN_SECONDS), "-m", module, *arguments]
-    if nodes.count > 1:
-        where = f"{nodes.address}:{nodes.port}"
-        print(f"mvp: {nodes}; the nodes meet at {where}", file=sys.stderr, flush=True)
-        nodes.wait_for_node_0(JOIN_SECONDS)
-        use_interface_to(nodes.address)
     with tempfile.TemporaryDirectory(prefix="mvp-") as folder, contextlib.ExitStack() as stack:
         errors = Path(folder) / ERROR_FILE
         stack.callback(_print_errors, errors)
-        stack.enter_context(StopSignals(leave=lambda: _leave(errors)))
+        stack.enter_context(StopSignals(leave=lambda: _leave(errors), idle=NOT_STARTED))
+        if nodes.count > 1:
+            where = f"{nodes.address}:{nodes.port}"
+            print(f"mvp: {nodes}; the nodes meet at {where}", file=sys.stderr, flush=True)
+            nodes.wait_for_node_0(JOIN_SECONDS)
+            use_interface_to(nodes.address)
         # torchrun does not report the exit code of a worker that a signal stopped; its first rank writes it here.
         exit_code_file = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(exit_code_file)
@@ -150,13 +160,13 @@ def _torchrun_once(module: str, nodes: Nodes, arguments: list[str]) -> int:
             if (again := errors.with_name(TRY_AGAIN_FILE)).is_file():
                 os.environ[JOB_ID] = again.read_text()  # they find their run by it
                 return EXIT_TRY_AGAIN
-            rank, failure = error.get_first_failure()
+            rank, ended = first_failure(error.failures)
             if nodes.rank > 0 and nodes.least is None:
                 _record_failure(nodes, rank)
-            if failure.exitcode not in SAID_WHY:
+            if ended not in SAID_WHY:
                 with open(errors, "a") as out:
-                    out.write(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}\n")
-            return failure.exitcode or EXIT_BUG
+                    out.write(f"mvp: error: {_how_it_ended(rank, ended)}\n")
+            return (ended if ended >= 0 else SIGNALLED - ended) or EXIT_BUG
         except RendezvousError as error:
             with open(errors, "a") as out:
                 out.write(f"mvp: error: {nodes.lost_rendezvous(str(error))}\n")
@@ -164,9 +174,21 @@ def _torchrun_once(module: str, nodes: Nodes, arguments: list[str]) -> int:
         except DistError as error:
             raise UserError(nodes.no_meeting(JOIN_SECONDS, str(error))) from None
         except SignalException:
-            return int(exit_code_file.read_text()) if exit_code_file.is_file() else EXIT_BUG
+            if exit_code_file.is_file():
+                return int(exit_code_file.read_text())
+            return EXIT_BUG if errors.is_file() else EXIT_INTERRUPTED
         errors.unlink(missing_ok=True)  # of ranks that torchrun has restarted
     return 0
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
+    """The rank that failed first, and its exit code or, negative, the signal that ended it.
+
+    Of ranks that ended in the same second, that is the killed one: the others ended since it was.
+    """
+    exits = {rank: failure.exitcode for rank, failure in failures.items()}
+    rank = min(exits, key=lambda one: (failures[one].timestamp, exits[one] not in KILLS))
+    return rank, exits[rank]
 
 
 def _record_failure(nodes: Nodes, rank: int) -> None:
@@ -204,12 +226,13 @@ def _how_it_ended(rank: int, exitcode: int) -> str:
 
 
 def _leave(errors: Path) -> None:
-    """Kill the ranks, and print why some of them had failed by then."""
+    """Kill the ranks, print why some of them had failed by then, and remove the files of this job."""
     process = os.getpid()
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         with contextlib.suppress(ProcessLookupError):  # torchrun has read its exit code since
             os.kill(int(child), signal.SIGKILL)
     _print_errors(errors)
+    shutil.rmtree(errors.parent, ignore_errors=True)
 
 
 def _print_errors(file: Path) -> None:

@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 from conftest import TINY, read_metrics, run_process, spawn
 from kill_resume import ForkedJob, child_pids, compare, settings_for
+from ranks import RankPool
 from rich.console import Console
 from rich.live import Live
 
-from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine import launch
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import list_runs
 
@@ -143,6 +146,58 @@ def test_exception_on_one_rank_ends_the_job_with_one_traceback(tmp_path: Path) -
     assert output.splitlines()[-1] == "KeyError: 'the bug of a user'"
     [run] = list_runs(tmp_path)
     assert (run.status(), run.info["error"]) == ("failed", "KeyError: 'the bug of a user'")
+
+
+def test_exception_on_every_rank_ends_the_job_with_one_traceback(tmp_path: Path) -> None:
+    """torchrun ends the rank that has failed first, and is about to say why, when another one exits before it."""
+    words = ["tiny.fault=raise_everywhere", *LONG, f"project.dir={tmp_path}"]
+    code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
+    assert code == 1
+    assert output.count("Traceback") == 1, output
+    assert output.splitlines()[-1] == "KeyError: 'the bug of a user'"
+    [run] = list_runs(tmp_path)
+    assert (run.info["status"], run.info["error"]) == ("failed", "KeyError: 'the bug of a user'")
+
+
+def test_killed_rank_is_named_and_the_job_exits_137(tmp_path: Path) -> None:
+    words = ["tiny.fault=kill", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
+    code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
+    assert code == 128 + signal.SIGKILL
+    assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
+    assert "mvp replay" not in output
+    [run] = list_runs(tmp_path)
+    assert run.status() == "killed"
+
+
+def report_of_rank_0(folder: str) -> tuple[float, int]:
+    """Fail as a rank, rank 0 first and slowly; returns when this rank ended, and its exit code."""
+    world = World.join("cpu")
+    exits: list[tuple[float, int]] = []
+
+    def show(text: str, mode: str) -> None:
+        time.sleep(1.0)  # the other rank has failed by then
+        Path(folder, "said.txt").write_text(str(time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_show", show)
+        patch.setattr(os, "_exit", lambda code: exits.append((time.monotonic(), code)))
+        error = UserError("the first") if world.is_main else RuntimeError("a broken collective")
+        if world.is_main:
+            world.failed_first(error)
+        world.barrier()
+        launch._failed(error, world)
+    world.barrier()
+    world.close()
+    return exits[0]
+
+
+def test_rank_that_follows_exits_after_the_first_one_has_said_why_with_its_code(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    exits = ranks2.run(report_of_rank_0, str(tmp_path))
+    assert [code for _, code in exits] == [EXIT_USER_ERROR] * 2
+    said = float((tmp_path / "said.txt").read_text())
+    assert all(time > said for time, _ in exits)
 
 
 def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class TinyEngine(Engine):
     def inject_fault(self, ctx: StepContext, loss: Tensor) -> Tensor:
         tiny = self.config.tiny
         time.sleep(tiny.step_seconds)
+        if tiny.fault == "raise_everywhere" and ctx.step == tiny.fault_step:
+            raise KeyError("the bug of a user")
         if tiny.fault == "raise" and self.world.rank != tiny.fault_rank and ctx.step == tiny.fault_step:
             for _ in range(100):  # a rank that still prints while another one fails
                 print("still printing", flush=True)
@@ -154,6 +156,8 @@ class TinyEngine(Engine):
             raise KeyError("the bug of a user")
         if tiny.fault == "exit":
             os._exit(9)
+        if tiny.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if tiny.fault == "crash_once" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
             raise RuntimeError("only the first time")
         return loss
