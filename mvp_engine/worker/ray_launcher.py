@@ -7,6 +7,7 @@ the receiver reads without a copy.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ except ImportError as error:
     raise UserError(
         "workers.where=ray needs the package ray: pip install 'mvp-engine[ray]'"
     ) from error
+
+LOGGER = logging.getLogger("mvp_engine")
 
 # Tensors of a message are views of Ray's object store. Each message has one reader, so it may write to them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -144,6 +147,8 @@ class RayLauncher:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.bundles, bundle),
             )
             self.actors.append(options.remote(sys.path))
+        where = f"Ray to start the processes of {count(ranks, 'rank')}"
+        LOGGER.info(f"waiting for {where}, at most {timeout:g} s (parallel.timeout)")
         try:
             return self._place(on_gpus, timeout)
         except ray.exceptions.GetTimeoutError as error:
@@ -193,17 +198,33 @@ class RayLauncher:
         # 10 s are too short for a raylet on a busy machine.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        LOGGER.info(
+            "waiting for Ray: the cluster of RAY_ADDRESS or of this machine, else an instance that starts here, which "
+            "takes minutes on a loaded machine"
+        )
         with _own_signal_handlers():
             try:
-                # Ranks may be more than cores, as with other launchers: nobody else uses an instance of our own.
-                cpus = max(os.cpu_count() or 1, 256)
-                started: Any = ray.init(
-                    num_cpus=cpus, include_dashboard=False, logging_level="WARNING"
-                )
-                self.users.add(self)
-                RayLauncher.guard = ray_guard.start(started.address_info["session_dir"])
-            except ValueError:  # a cluster has its own number of CPUs
-                ray.init(logging_level="WARNING")
+                self._connect_or_start()
+            except Exception as error:
+                # Ray raises a bare Exception when its processes were not up in time.
+                if type(error) is not Exception and not isinstance(error, RuntimeError | OSError):
+                    raise
+                raise UserError(
+                    f"workers.where=ray: Ray did not start or connect: {_reason(error)} On a loaded machine it "
+                    "starts too slowly: launch again, as a second start is faster, or run `ray start --head` before "
+                    "the training, which then uses that instance. With RAY_ADDRESS, `ray status` must print the "
+                    "cluster's nodes. Ray's own messages are in /tmp/ray/session_latest/logs"
+                ) from error
+
+    def _connect_or_start(self) -> None:
+        try:
+            # Ranks may be more than cores, as with other launchers: nobody else uses an instance of our own.
+            cpus = max(os.cpu_count() or 1, 256)
+            started: Any = ray.init(num_cpus=cpus, include_dashboard=False, logging_level="WARNING")
+            self.users.add(self)
+            RayLauncher.guard = ray_guard.start(started.address_info["session_dir"])
+        except ValueError:  # a cluster has its own number of CPUs
+            ray.init(logging_level="WARNING")
 
     def _on_gpus(self, device: str) -> bool:
         gpus = ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
@@ -215,7 +236,11 @@ class RayLauncher:
         each = {"CPU": self.cpus, "GPU": self.gpus if on_gpus else 0}
         each = {name: amount for name, amount in each.items() if amount}
         bundles = placement_group([each] * ranks, self.strategy)
-        if not bundles.wait(1.0 if self in self.users else self.wait):
+        seconds = 1.0 if self in self.users else self.wait
+        LOGGER.info(
+            f"waiting for resources of {count(ranks, 'rank')} in Ray, at most {seconds:g} s"
+        )
+        if not bundles.wait(seconds):
             remove_placement_group(bundles)
             free = ray.available_resources()
             wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())

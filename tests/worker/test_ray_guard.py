@@ -1,14 +1,19 @@
-"""The guard of a Ray instance: what the instance's processes have started ends with a controller that is killed."""
+"""The start of a Ray instance; and its guard: what its processes have started ends with a controller that is killed."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import is_gone, spawn
 from fault_cases import wait_until_gone
+
+from mvp_engine.errors import UserError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -42,3 +47,27 @@ def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone() -
     wait_until_gone([raylet, agent, guard])
     assert not is_gone(other)
     os.kill(other, signal.SIGKILL)
+
+
+def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for Ray, which need not be installed."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    name = "mvp_engine.worker.ray_launcher"
+    for module in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, module, MagicMock())
+    sys.modules["ray"].is_initialized.return_value = False
+    sys.modules["ray"].init = init
+    sys.modules["ray"].cloudpickle.CloudPickler = object
+    monkeypatch.setitem(sys.modules, name, sys)  # is removed again, also if it is not imported yet
+    del sys.modules[name]
+    launcher = importlib.import_module(name)
+    said: list[str] = []
+    monkeypatch.setattr(launcher.LOGGER, "info", said.append)
+    with pytest.raises(UserError, match=r"node timed out during startup.*run `ray start --head` before"):
+        launcher.RayLauncher().start(2, "cpu", 9.0)
+    assert said[0].startswith("waiting for Ray: the cluster of RAY_ADDRESS or of this machine")
