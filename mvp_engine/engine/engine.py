@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
-from mvp_engine.config.schema import Config
+from mvp_engine.config.schema import Config, Parallel
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.protocols import LimitsBatches, implements
 from mvp_engine.distributed import Layout, World
@@ -189,6 +189,11 @@ class Engine(EngineHooks):
         self._save_and_wait()
         self.logger.info("finished at step %d; everything is in %s", self.step, self.run.dir)
         self.guard.report_end(self.step)
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout of the model that is trained, for logs; in RL that of the actor."""
+        return self.config.parallel
 
     @property
     def done(self) -> bool:

@@ -4,6 +4,7 @@ for its report."""
 from __future__ import annotations
 
 import logging
+import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from mvp_engine.errors import count
 from mvp_engine.hf.parts import table, trained_parts
 
 if TYPE_CHECKING:
+    from mvp_engine.config.schema import Parallel
     from mvp_engine.engine.engine import Engine
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -45,10 +47,12 @@ def with_intervals(config: Config, total_steps: int | None) -> Config:
 def record_setup(engine: Engine, accumulation: int) -> None:
     """Log the setup and note it in the run folder. `accumulation`: micro-batches of a rank in one step."""
     world = engine.model_engine.world  # in RL not the controller's own
+    layout = layout_text(engine.parallel, world.size)
     parts = trained_parts(engine.model, engine.model_engine.param_groups)
     setup = {
         "device": _device_name(world.device),
         "ranks": world.size,
+        "layout": layout,
         "precision": engine.model_engine.settings.precision,
         "total_steps": engine.total_steps,
         "global_batch": count(engine.global_batch_size, engine.batch_unit),
@@ -62,11 +66,21 @@ def record_setup(engine: Engine, accumulation: int) -> None:
     )
     engine.logger.info(
         f"run {engine.run.dir}: {parts[-1]['trained']:,} of {parts[-1]['parameters']:,} parameters train, "
-        f"{setup['precision']} on {world.size} x {world.device.type}; steps {engine.step} to "
+        f"{setup['precision']} on {world.size} x {world.device.type} ({layout}); steps {engine.step} to "
         f"{engine.total_steps or '?'}; global batch of {setup['global_batch']} {division}"
     )
     if text := table(parts):
         engine.logger.info(f"what trains:\n{text}")
+
+
+def layout_text(parallel: Parallel, ranks: int) -> str:
+    """The ranks and the dimensions of `parallel` that are not 1: `8 ranks: replicate=2, shard=4`."""
+    names = ("replicate", "shard", "tensor", "context", "pipeline", "ulysses", "expert")
+    sizes = {name: getattr(parallel, name) for name in names}
+    if sizes["replicate"] == -1:
+        sizes["replicate"] = ranks // math.prod(sizes[name] for name in names[1:-1])
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+    return f"{count(ranks, 'rank')}: {shown}" if shown else count(ranks, "rank")
 
 
 def _device_name(device: torch.device) -> str:

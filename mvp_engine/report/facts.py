@@ -195,6 +195,8 @@ class RunFacts:
         rows = [["", ""]]
         if setup:
             rows.append(["device", f"{setup['ranks']} x {setup['device']}, {setup['precision']}"])
+            if "layout" in setup:
+                rows.append(["layout", setup["layout"]])
             rows.append(["global batch", setup["global_batch"]])
         rows.append(["time of the training steps", duration(self.seconds)])
         rows += [[name, text] for name, text in self.speed().items()]

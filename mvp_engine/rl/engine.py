@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mvp_engine.checkpoint.manager import recover
-from mvp_engine.config.schema import Config
+from mvp_engine.config.schema import Config, Parallel
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
@@ -84,6 +84,10 @@ class RLEngine(MLLMEngine):
         An engine that does not define it has the scores of `reward.model` alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define reward(row, answer)")
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.config.groups.actor.parallel.with_timeout(self.config.parallel.timeout)
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ import torch
 from conftest import MAGIC, ROOT, TINY, losses, read_metrics
 
 from mvp_engine.checkpoint import format as storage
+from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed import Layout, World
+from mvp_engine.engine.run_setup import layout_text
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError
 from mvp_engine.runs import list_runs
 
@@ -94,6 +96,7 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Pa
     words = ["loop.total_steps=2", "parallel.shard=2", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
+    assert "fp32 on 2 x cpu (2 ranks: shard=2); steps 0 to" in (run.dir / "log.txt").read_text()
     checkpoint = run.checkpoint_list()[-1]
     reader = storage.Reader(checkpoint)
     assert len(reader.shards("model.0.weight")) == 2
@@ -101,12 +104,18 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Pa
     assert bool(reader.read("model.0.weight").isfinite().all())
 
 
+def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1() -> None:
+    base = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    assert layout_text(Parallel(**base), 1) == "1 rank"
+    many = Parallel(**{**base, "shard": 2, "tensor": 2, "context": 2, "ulysses": 2, "pipeline": 2, "expert": 4})
+    sizes = "replicate=2, shard=2, tensor=2, context=2, pipeline=2, ulysses=2, expert=4"
+    assert layout_text(many, 64) == f"64 ranks: {sizes}"
+
+
 @pytest.mark.parametrize(
     "words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}]
 )
 def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[str, int]) -> None:
-    from mvp_engine.config.schema import Parallel
-
     four = World(0, 4, 0, 4, torch.device("cpu"))
     config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words})
     with pytest.raises(UserError, match="do not multiply to the 4 processes of this job: use --nproc"):
