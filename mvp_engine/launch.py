@@ -138,6 +138,7 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
     engine: Engine | None = None
     status: str | None = "failed"  # None: `run.json` stays as it is
     reason: str | None = None
+    trained = True  # steps, before an error
     first = 0  # the rank that notes how the run ended: the one that failed first
     started = time.time()
     try:
@@ -178,6 +179,8 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())
+                if status == "failed" and start.is_new and not trained:
+                    start.run.remove_failed_start()
             if config.workflow == "train" and engine and engine.step and status != "failed":
                 end_of_run(
                     start.run,
@@ -200,6 +203,8 @@ def _agree_on_start(config: Config, world: World) -> Start:
     start: Start = world.broadcast(unlocked)
     folder = start.run.dir.absolute()
     if world.any(not folder.is_dir())[0]:
+        if chosen and chosen.is_new:
+            chosen.run.remove_failed_start()
         raise UserError(
             f"the run folder {folder}, which rank 0 created, does not exist on another node: set project.dir to a "
             "folder that all nodes share"

@@ -33,6 +33,8 @@ DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resum
 SLOW_STEPS = "slow_steps.jsonl"
 REASON = 0.25  # of what a slow step took more than usual: the share of a phase that is a reason
 CORRUPT_PREFIX = "corrupt-"  # checkpoints with a wrong checksum: neither
+# What a launch writes before its first step; other files, unless they are empty, are worth keeping.
+SETUP_FILES = {"run.json", ".lock", "config.yaml", "log.txt", "tensorboard", "hf", "processor"}
 LOCK_TIMEOUT = 5.0  # seconds: ranks need a moment to exit after their launcher was killed
 
 
@@ -101,6 +103,13 @@ class Run:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._lock.flush()
+
+    def remove_failed_start(self) -> None:
+        """Remove the folder of a launch that failed before its first step, if there is nothing else in it."""
+        copied = {"metrics.jsonl"} if "parent" in self.info else set()
+        kept = [file for file in self.dir.iterdir() if file.name not in SETUP_FILES | copied]
+        if not any(os.listdir(file) if file.is_dir() else file.stat().st_size for file in kept):
+            shutil.rmtree(self.dir, ignore_errors=True)
 
     def is_live(self) -> bool:
         """Whether a process holds the lock now, on this machine or on one that shares its locks."""

@@ -37,6 +37,11 @@ class Start:
     before: dict[str, Any] | None = None  # `run.json` of a resumed run, as this launch found it
 
     @property
+    def is_new(self) -> bool:
+        """Whether this launch has made the run folder."""
+        return self.owned and self.before is None
+
+    @property
     def step(self) -> int:
         """The step that this launch starts from."""
         return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint) or 0

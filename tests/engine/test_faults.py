@@ -12,6 +12,7 @@ from conftest import TINY, losses, read_metrics
 
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.runs import Run, list_runs
 
 
@@ -166,6 +167,22 @@ def test_exception_in_a_hook_is_raised_with_its_traceback(train, tmp_path: Path,
     assert sign in (newest(tmp_path).dir / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("step", ["train_pre_step", "optimizer_step"])
+def test_error_outside_of_forward_and_backward_has_no_hint_to_find_its_row(
+    train, tmp_path: Path, monkeypatch, capsys, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no row caused it")
+
+    owner = compose(TINY).engine_class if step == "train_pre_step" else FSDPEngine
+    monkeypatch.setattr(owner, step, fail)
+    assert train(dir=tmp_path) == EXIT_BUG
+    text = "".join(capsys.readouterr())
+    assert "ValueError: no row caused it" in text
+    assert "mvp replay" not in text
+    assert not list(newest(tmp_path).dir.glob("skipped_steps*"))
+
+
 def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path: Path, monkeypatch, capsys) -> None:
     engine_class = compose(TINY).engine_class
     monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
@@ -222,6 +239,43 @@ def test_sigterm_saves_and_exits_with_the_documented_code(train, tmp_path: Path)
     assert train("tiny.fault=sigterm", dir=tmp_path) == EXIT_INTERRUPTED == 75
     assert newest(tmp_path).status() == "interrupted"
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000003"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tiny.loader=none"],
+        ["tiny.loader=empty"],  # found in the first step, with the log open
+        ["parallel.replicate=2"],
+    ],
+)
+def test_failed_start_leaves_no_run_folder(train, tmp_path: Path, words: list[str]) -> None:
+    assert train(*words, dir=tmp_path) == EXIT_USER_ERROR
+    assert not list(tmp_path.iterdir())
+
+
+def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_keeping(
+    train, tmp_path: Path, monkeypatch
+) -> None:
+    def fail(self, split):  # type: ignore[no-untyped-def]
+        (self.run.dir / "bad_rows.jsonl").write_text(self.config.project.name * (self.config.seed == 1))
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(compose(TINY).engine_class, "prepare_dataloader", fail)
+    assert train("seed=2", dir=tmp_path) == EXIT_BUG
+    assert not list(tmp_path.iterdir())
+    assert train("seed=1", dir=tmp_path) == EXIT_BUG
+    assert newest(tmp_path).status() == "failed"
+
+
+def test_failed_resume_leaves_the_run_and_a_failed_copy_leaves_none(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    before = sorted(path.name for path in run.dir.iterdir())
+    for source in ("auto", run.checkpoint_list()[-1]):
+        assert train(f"resume={source}", "tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
+        assert [one.status() for one in list_runs(tmp_path)] == ["finished"]
+    assert sorted(path.name for path in run.dir.iterdir()) == before
 
 
 def test_finished_run_resumed_prints_a_message_and_changes_nothing(train, tmp_path: Path) -> None:
