@@ -39,6 +39,7 @@ class SampleLoader:
     """Iterating yields this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
 
     global_cursor = True  # the state of rank 0 is right for all ranks, and on any number of them
+    size: int  # samples of the epoch
     slow_row: SlowRow | None = None  # of the last micro-batch
 
     def __init__(
@@ -126,7 +127,7 @@ class SampleLoader:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self.epoch = epoch
-        self.size: int = min(len(self.dataset), self._max_samples)
+        self.size = min(len(self.dataset), self._max_samples)
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0

@@ -183,8 +183,8 @@ def measure_costs(
         costs.tokens[long] = 0
         costs.encoder[long] = 0
         costs.media[long] = 0
-    for row, reason in unlike.items():
-        costs.bad[row] = reason
+    for row, why in unlike.items():
+        costs.bad[row] = why
         costs.tokens[row] = costs.encoder[row] = costs.media[row] = 0
     return costs
 
