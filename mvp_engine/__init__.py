@@ -2,11 +2,7 @@
 
 import os
 
-from mvp_engine import renamed
-
 __version__ = "0.1.0"
 
 # The process that started this one, read before the slow imports: a change of it later means that the launcher died.
 PARENT = os.getppid()
-
-renamed.install()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import io
 import re
 import subprocess
@@ -17,11 +16,10 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mvp_engine import renamed
 from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
-LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.schema", "log.format"}
+LEAVES = {"errors", "files", "imports", "runs", "process", "config.schema", "log.format"}
 ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
@@ -70,7 +68,7 @@ def imported(file: Path) -> set[str]:
             found |= {below} if below else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {a.name.removeprefix("mvp_engine.") for a in node.names if a.name.startswith("mvp_engine.")}
-    return found - {"__version__", "PARENT", "renamed"}
+    return found - {"__version__", "PARENT"}
 
 
 @pytest.mark.parametrize("first", sorted({file.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py")}))
@@ -176,8 +174,8 @@ def test_prose_of_package_holds_no_banned_word() -> None:
     banned = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
     found = []
     for file in sorted((ROOT / "mvp_engine").rglob("*.py")):
-        # Tokens take long: first whether the word is anywhere. renamed.py quotes the old names.
-        if file.name == "renamed.py" or not banned.search(file.read_text()):
+        # Tokens take long: first whether the word is anywhere.
+        if not banned.search(file.read_text()):
             continue
         for line, text in prose(file):
             found += [f"{file.relative_to(ROOT)}:{line}: {match[0]}" for match in banned.finditer(text)]
@@ -207,13 +205,6 @@ sys.exit(f"--help imports {heavy}" if heavy else 0)
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "train" in answer.stdout
-
-
-def test_renamed_module_import_names_the_new_module() -> None:
-    with pytest.raises(ImportError, match=r"mvp_engine\.batch was renamed to mvp_engine\.data\.batch"):
-        importlib.import_module("mvp_engine.batch")
-    for module in renamed.MODULES.values():
-        importlib.import_module(f"mvp_engine.{module}")
 
 
 def test_test_files_have_names_of_their_own() -> None:

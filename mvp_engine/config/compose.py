@@ -25,12 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from mvp_engine.config.engine_class import find_engine
-from mvp_engine.config.explain import explain_invalid, explain_uncomposed
+from mvp_engine.config.explain import explain_invalid
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_config, shipped_configs
 from mvp_engine.errors import UserError, did_you_mean, similar_path
-from mvp_engine.renamed import drop_removed_defaults
 from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
@@ -104,8 +103,6 @@ def read_draft(path: str | Path, overrides: list[str], incomplete: bool = False)
     values, missing = _compose_values(file, roots, files, overrides)
     if missing and ("engine" in missing or not incomplete):
         raise MissingKeys(file, missing)
-    if (file.parent / "run.json").is_file():
-        drop_removed_defaults(values)
     engine = values.get("engine")
     if engine is not None and not isinstance(engine, str):
         place = place_of("engine", files, overrides)
@@ -210,7 +207,9 @@ def _compose_values(
         missing = OmegaConf.missing_keys(composed) | _open_keys(files[1:], composed, overrides)
         values = OmegaConf.to_container(composed, resolve=not missing)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain_uncomposed(error, files, overrides)) from None
+        text = " ".join(line for line in str(error).splitlines() if line.strip())
+        text = text.split(" Config search")[0]
+        raise UserError(f"{short_path(files[-1].path)} does not compose: {text}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}, sorted(missing)
 

@@ -10,10 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
+from mvp_engine.config.places import ConfigFile, place_of, short_path
 from mvp_engine.config.schema import Config
-from mvp_engine.renamed import CONFIG_KEYS, REMOVED_KEYS, renamed_key
-from mvp_engine.runs import flat_keys
 
 OTHER_TRAINERS = Path(__file__).parent / "other_trainers.yaml"  # their names of keys, and ours
 
@@ -33,11 +31,7 @@ def explain_invalid(
         key = _key_of(problem["loc"], schema)
         place = place_of(key, files, overrides)
         if problem["type"] == "extra_forbidden":
-            old_keys = _old_keys(key, problem["input"])
-            for old in old_keys:
-                lines.append(_old_key(old, place_of(old, files, overrides), schema))
-            if not old_keys:
-                lines.append(f"{place}: unknown key '{key}'. {suggest_key(key, schema)}")
+            lines.append(f"{place}: unknown key '{key}'. {suggest_key(key, schema)}")
         elif problem["type"] == "missing":
             file = short_path(files[-1].path)
             lines.append(
@@ -53,43 +47,6 @@ def explain_invalid(
                 text = f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
             lines.append(text)
     return lines
-
-
-def explain_uncomposed(error: Exception, files: list[ConfigFile], overrides: list[str]) -> str:
-    """The message for files and overrides that Hydra cannot compose."""
-    text = " ".join(line for line in str(error).splitlines() if line.strip())
-    for named in re.findall(r"'([\w.]+)'", text):
-        new = renamed_key(named)
-        if new is None:
-            continue
-        deleted = any(word.startswith("~") and override_key(word) == named for word in overrides)
-        # An interpolation names the old key in the value of another one, which OmegaConf calls full_key.
-        user = named if deleted else str(getattr(error, "full_key", None) or named)
-        return f"{place_of(user, files, overrides)}: '{named}' was renamed to '{new}'"
-    return f"{short_path(files[-1].path)} does not compose: {text.split(' Config search')[0]}"
-
-
-def _old_keys(key: str, value: Any) -> list[str]:
-    """The renamed or removed keys among an unknown key and, if it is a section, the keys in it."""
-    found = [key] if renamed_key(key) or key in REMOVED_KEYS else []
-    if isinstance(value, dict):
-        inner = flat_keys(value, f"{key}.")
-        found += [one for one in inner if one in CONFIG_KEYS or one in REMOVED_KEYS]
-    return found
-
-
-def _old_key(old: str, place: str, schema: type[Config]) -> str:
-    """The message for an old key. Where the recipe lacks the new one, the key may also be a typo."""
-    if old in REMOVED_KEYS:
-        return f"{place}: '{old}' was removed. {REMOVED_KEYS[old]}"
-    new = renamed_key(old)
-    known = all_keys(schema)
-    message = f"{place}: '{old}' was renamed to '{new}'"
-    if new not in known:
-        near = difflib.get_close_matches(old, known, n=1, cutoff=0.85)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        message += f", which this recipe's config does not have.{hint}"
-    return message
 
 
 def _key_of(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
@@ -135,10 +92,7 @@ def suggest_key(key: str, schema: type[Config]) -> str:
         return f"Here it is {other_trainers[leaf]}"
     known = all_keys(schema)
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
-    old = [name for name, new in CONFIG_KEYS.items() if name != key and new in known]
-    near = difflib.get_close_matches(key, [*known, *old], n=1, cutoff=0.75)
-    if near and near[0] not in known:
-        return f"Did you mean '{CONFIG_KEYS[near[0]]}', the new name of '{near[0]}'?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [one for one in known if _leaf(one) == leaf]
     near = near or [
         one for one in known if difflib.get_close_matches(leaf, [_leaf(one)], cutoff=0.7)

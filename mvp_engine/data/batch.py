@@ -12,25 +12,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from mvp_engine.data.media import Media, concat_media
 from mvp_engine.data.split import Split, fit_groups, sharing_units
-from mvp_engine.renamed import renamed_attributes
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
 
 IGNORE = -100
 # Of media; what names end with.
 HOST_FIELDS = ("grid_thw", "merge_sizes", "_counts", "feature_attention_mask")
-RENAMED = {
-    "tokens": "token_fields",
-    "sequences": "sequence_fields",
-    "weight": "num_loss_tokens",
-}
 
 
 class _HostCopy(NamedTuple):
@@ -60,9 +54,6 @@ class PackedBatch:
         self._check_boundaries()
         self._check_tokens()
         self._check_sequences()
-
-    if not TYPE_CHECKING:
-        __getattr__ = renamed_attributes(RENAMED)
 
     @classmethod
     def from_sequences(

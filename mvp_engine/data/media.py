@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
-
-from mvp_engine.renamed import renamed_attributes
-
-RENAMED = {"rows": "row_counts", "owner": "sequence_ids"}
 
 
 @dataclass(eq=False)
@@ -47,9 +42,6 @@ class Media:
         shared = self.shared_with
         if shared is not None and not torch.equal(shared[self.sequence_ids], self.sequence_ids):
             raise ValueError("media items belong to a sequence that uses those of another one")
-
-    if not TYPE_CHECKING:
-        __getattr__ = renamed_attributes(RENAMED)
 
     def items_of(self, sequence: int) -> list[int]:
         """The items that a sequence uses."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.log.metrics import MetricStore
 from mvp_engine.model_engine.base import StepNumbers
-from mvp_engine.renamed import renamed_attributes
 
 
 @dataclass
@@ -28,9 +27,6 @@ class StepContext:
     numbers: StepNumbers | None = None  # set after the step
     is_dummy: bool = False  # a dummy forward that this rank runs for others: nothing of it counts
     stop: bool = False  # a hook sets it to end the training after this step (on any rank)
-
-    if not TYPE_CHECKING:
-        __getattr__ = renamed_attributes({"counts": "is_dummy"})
 
     def log(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add to a weighted mean: `value` is a sum over `weight` items. Averaged over the interval and all ranks."""

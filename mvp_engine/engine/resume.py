@@ -15,7 +15,6 @@ from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import JOB_ID, UserError
 from mvp_engine.files import atomic_write_text
-from mvp_engine.renamed import current_keys
 from mvp_engine.runs import (
     Run,
     best_checkpoint,
@@ -148,7 +147,7 @@ def record_config(run: Run, text: str, step: int) -> None:
     """Save the resolved config with the run. If a resumed run had another one, log the changes and keep the old."""
     file = run.dir / "config.yaml"
     if file.is_file() and (before := file.read_text()) != text:
-        old = current_keys(flat_keys(yaml.safe_load(before)))
+        old = flat_keys(yaml.safe_load(before))
         new = flat_keys(yaml.safe_load(text))
         keys = [key for key in {**old, **new} if key not in ("resume", "workflow")]
         changed = [

@@ -39,14 +39,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
     from mvp_engine.kit.speech_loss import SpeechLossKit
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
-    _export = lazy_exports(__name__)
-    _RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
-
-    def __getattr__(name):
-        if name in _RENAMED:
-            new = _RENAMED[name]
-            raise ImportError(f"mvp_engine.kit.{name} was renamed to mvp_engine.kit.{new}")
-        return _export(name)
+    __getattr__ = lazy_exports(__name__)
 
 
 __all__ = [

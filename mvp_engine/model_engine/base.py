@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
-from mvp_engine.renamed import renamed_attributes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RENAMED = {
-    "settle": "step_status",
-    "take_outcomes": "step_status",
-    "in_step": "infer_micro_batches",
-    "infer_step": "infer_micro_batches",
-    "rates": "learning_rates",
-}
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
 
 
@@ -154,9 +146,6 @@ class ModelEngine(abc.ABC):
         self.world = layout.world
         self.settings = settings or Settings()
         self.learning_rates: dict[str, float] = {}  # of the last update
-
-    if not TYPE_CHECKING:
-        __getattr__ = renamed_attributes(RENAMED)
 
     @staticmethod
     def check_packages() -> None:

@@ -271,7 +271,7 @@ def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, ca
 
 def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(config: str, capsys: Any) -> None:
     assert main(["train", config, "mllm.packs_per_step=2"]) == EXIT_USER_ERROR
-    assert "'mllm.packs_per_step' was renamed to 'data.global_batch_size'" in capsys.readouterr().err
+    assert "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size" in capsys.readouterr().err
 
 
 def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_raised_by_evaluate(

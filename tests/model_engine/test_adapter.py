@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import HFAdapter
-from mvp_engine.model_engine import FSDPEngine
 from mvp_engine.model_engine.adapter import ModelAdapter, adapter_of
 
 
@@ -37,11 +35,3 @@ def test_model_with_its_own_adapter_is_used_through_it() -> None:
             return "own"
 
     assert adapter_of(Model()) == "own"  # type: ignore[comparison-overlap]
-
-
-def test_engine_attribute_that_was_renamed_names_the_new_one() -> None:
-    engine = FSDPEngine(nn.Linear(2, 2), Layout(World(0, 1, 0, 1, torch.device("cpu"))))
-    with pytest.raises(AttributeError, match=r"FSDPEngine\.take_outcomes was renamed to FSDPEngine\.step_status"):
-        engine.take_outcomes()
-    with pytest.raises(AttributeError, match="'FSDPEngine' object has no attribute 'optimizer'"):
-        _ = engine.optimizer
