@@ -79,19 +79,6 @@ def profile(args: argparse.Namespace) -> int:
     )
 
 
-def tune(args: argparse.Namespace) -> int:
-    from mvp_engine.tools.tune import command
-
-    return command.tune(
-        args.config,
-        args.overrides,
-        minutes=args.minutes,
-        nproc=args.nproc,
-        out=args.out,
-        as_json=args.json,
-    )
-
-
 def launch_slurm(args: argparse.Namespace) -> None:
     from mvp_engine.tools import slurm
 

@@ -82,13 +82,6 @@ examples:
 examples:
   mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
   mvp profile outputs/my-run --step 740             # the line that made this step slow""",
-    "mvp tune": """\
-examples:
-  mvp tune my/configs/train.yaml
-  mvp tune my/configs/train.yaml optim.lr=1e-4 --minutes 5 --out tuned.yaml
-
-Each trial is a short training in a process of its own, on the same rows and with the same global batch in tokens.
-It saves nothing. Ctrl-C ends the search and prints what was measured by then.""",
     "mvp launch slurm": """\
 example:
   mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh""",

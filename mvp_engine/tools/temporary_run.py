@@ -1,4 +1,4 @@
-"""A run folder for commands that train for a while and leave nothing behind: profile, tune."""
+"""A run folder for a command that trains for a while and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -52,17 +52,6 @@ def add_training_commands(commands: Any) -> None:
     for command in (train, evaluate, check, profile):
         _add_node_options(command)
 
-    text = "train for some seconds with other pack sizes and activation checkpointing: prints the fastest"
-    tune = add_config_command(commands, "tune", text)
-    text = "how long to search; a trial that has begun is finished (default: 2)"
-    tune.add_argument("--minutes", type=float, default=2.0, metavar="M", help=text)
-    text = "write the config with the fastest settings, for mvp train"
-    tune.add_argument("--out", metavar="YAML", help=text)
-    text = "processes (ranks) of a trial, on this machine (default: 1)"
-    tune.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
-    add_json_option(tune)
-    tune.set_defaults(run="tune")
-
 
 def _add_node_options(
     command: argparse.ArgumentParser, ranks: str = "1; under srun, one per GPU"
