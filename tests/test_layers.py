@@ -116,6 +116,18 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
     assert {file: used for file, source in sources.items() if (used := transformers_internals(source))} == {}
 
 
+def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
+    page = (ROOT / "docs" / "model_engine.md").read_text().partition("## What changes on an instance")[2]
+    named = set(re.findall(r"`((?:hf|ops|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]))
+    changing = {"hf/mixers/namespace.py"}  # copies a function; packed_mixers.py sets it
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(target, ast.Attribute) and target.attr in ("forward", "__class__") for target in targets):
+                changing.add(file.relative_to(PACKAGE).as_posix())
+    assert named == changing
+
+
 def test_recipes_never_import_each_other() -> None:
     names = {folder.name for folder in (ROOT / "recipes").iterdir() if folder.is_dir()}
     for file in (ROOT / "recipes").rglob("*.py"):
