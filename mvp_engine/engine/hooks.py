@@ -103,8 +103,12 @@ class EngineHooks:
         dataset: Dataset[Any],
         split: str,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool | None = None,
     ) -> SampleLoader:
-        """A loader over a map-style dataset, with the batch sizes, ranks, workers and seed of the config."""
+        """A loader over a map-style dataset, with the batch sizes, ranks, workers and seed of the config.
+
+        `shuffle`: by default the "train" split is shuffled in each epoch, and other splits keep their order.
+        """
         is_training = split == "train"
         return SampleLoader(
             dataset,
@@ -113,7 +117,7 @@ class EngineHooks:
             rank=self.layout.data_rank,
             world_size=self.layout.data_size,
             seed=self.config.seed,
-            shuffle=is_training,
+            shuffle=is_training if shuffle is None else shuffle,
             collate_fn=collate_fn,
             num_workers=self.config.data.num_workers,
             pin_memory=self.device.type == "cuda",
