@@ -202,7 +202,7 @@ def _add_chat_command(commands: Any) -> None:
 
 
 def _add_merge_command(commands: Any) -> None:
-    text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
+    text = "convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU"
     merge = add_command(commands, "merge", text)
     text = "a checkpoint, or a run (its newest one): a folder, an id or latest"
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)

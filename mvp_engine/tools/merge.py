@@ -1,17 +1,22 @@
-"""`mvp merge`: write a checkpoint of any model type as a Hugging Face folder."""
+"""`mvp merge`: write a checkpoint of any model type as a Hugging Face folder, one of a plain module as a state dict."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from mvp_engine.checkpoint.format import Reader, verify
 from mvp_engine.checkpoint.manager import find_checkpoint
-from mvp_engine.checkpoint.state import HF
-from mvp_engine.errors import UserError
+from mvp_engine.checkpoint.safetensors_io import write_safetensors
+from mvp_engine.checkpoint.state import HF, ema_name, is_weight, read_shared
+from mvp_engine.errors import UserError, count
+from mvp_engine.files import publish, remove, temporary_path
 from mvp_engine.hf.merge import merge
-from mvp_engine.hf.model_info import read_model_info
+from mvp_engine.hf.model_info import NAME, read_model_info
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.weight_files import SINGLE
 from mvp_engine.imports import load_spec
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.registry import engine_class, is_registered
@@ -34,17 +39,56 @@ def merge_command(
     folder = model_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
     if not 0 < max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
+    target = Path(out).expanduser().resolve()
+    wanted_dtype = getattr(torch, dtype) if dtype else None
+    if not (folder / HF / NAME).is_file():
+        if adapter or base is not None:
+            raise UserError(
+                f"{folder} is of a plain module, not of a Hugging Face model: --adapter and --base are not for it. "
+                "MLLMModelKit.export_adapter writes the LoRA adapters of a plain module"
+            )
+        write_state_dict(folder, target, wanted_dtype, ema)
+        frozen = len(read_shared(folder).get("external") or ())
+        left_out = f", without {count(frozen, 'frozen tensor')} of prepare_model()" if frozen else ""
+        print(f"{folder} is now the state dict {target / SINGLE}{left_out}")
+        return
     merge(
         folder,
         build_model(folder, engine),
-        Path(out).expanduser().resolve(),
-        dtype=getattr(torch, dtype) if dtype else None,
+        target,
+        dtype=wanted_dtype,
         max_file_bytes=int(max_file_gb * 1e9),
         base=base,
         adapter_only=adapter,
         ema=ema,
     )
     print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
+
+
+def write_state_dict(checkpoint: Path, out: Path, dtype: torch.dtype | None, ema: bool) -> None:
+    """Write the weights of a plain module's checkpoint into one safetensors file, by their names in the module.
+
+    `dtype`: of floating-point tensors, by default their own. `ema`: averaged weights, where the checkpoint has them.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; choose another name, or remove it")
+    verify(checkpoint, names=is_weight)
+    reader = Reader(checkpoint)
+    if ema and not any(name.startswith("optim.") and is_weight(name) for name in reader.entries):
+        raise UserError(f"{checkpoint} has no averaged weights: set optim.ema in the training")
+    tensors: dict[str, Tensor] = {}
+    for entry in reader.entries:
+        kind, _, name = entry.partition(".")
+        if kind == "model":
+            averaged = ema_name(name)
+            value = reader.read(averaged if ema and averaged in reader.entries else entry)
+            is_cast = dtype is not None and value.is_floating_point()
+            tensors[name] = value.to(dtype) if is_cast else value
+    temporary = temporary_path(out)
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    write_safetensors(tensors, temporary / SINGLE, {"format": "pt"})
+    publish(temporary, out)
 
 
 def model_checkpoint(path: Path) -> Path:

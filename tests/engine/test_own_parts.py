@@ -1,0 +1,132 @@
+"""Parts of a plain PyTorch script in a recipe: its seed, its order of rows, its loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from mvp_engine.checkpoint.format import Reader
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.runs import list_runs
+
+ENGINE = """
+import itertools
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mvp_engine.engine import Engine
+
+
+class Rows:
+    def __init__(self, chosen, size):
+        self.chosen = chosen
+        self.size = size
+
+    def __iter__(self):
+        rows = torch.arange(64.0)
+        if self.chosen == "constant":
+            rows = torch.zeros(64)
+        if isinstance(self.chosen, slice):
+            rows = rows[self.chosen]
+        for part in rows.split(self.size):
+            yield part[:, None].repeat(1, 3), part
+
+
+class Plane(Engine):
+    def prepare_model(self):
+        torch.manual_seed(self.config.seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 1))
+
+    def prepare_dataloader(self, split):
+        return LOADER
+
+    def forward_step(self, ctx, micro_batch):
+        x, y = micro_batch
+        return (self.model(x / 64).squeeze(-1) - y).square().sum(), len(y)
+"""
+CONFIG = """
+project: {name: plane}
+loop: {total_steps: 2}
+data: {micro_batch_size: 4, global_batch_size: 8}
+optim: {lr: 0.01}
+log: {backends: [jsonl]}
+"""
+
+
+def recipe(folder: Path, loader: str = "Rows(None, 4)") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "engine.py").write_text(ENGINE.replace("LOADER", loader))
+    (folder / "train.yaml").write_text(CONFIG)
+    return folder / "train.yaml"
+
+
+def script_model() -> nn.Module:
+    """The model of a plain script that begins with `torch.manual_seed(7)`."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 1))
+
+
+def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(train, tmp_path: Path) -> None:
+    config = recipe(tmp_path / "plane")
+    assert train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs") == 0
+    saved = Reader(list_runs(tmp_path / "runs")[-1].checkpoint_list()[-1])
+    for name, weight in script_model().named_parameters():
+        assert torch.equal(saved.read(f"model.{name}"), weight), name
+
+
+def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(train, tmp_path: Path, capsys) -> None:
+    config = recipe(tmp_path / "plane")
+    assert train(config=config, dir=tmp_path / "runs") == 0
+    run = list_runs(tmp_path / "runs")[-1]
+    saved = Reader(run.checkpoint_list()[-1])
+    assert main(["merge", str(run.dir), str(tmp_path / "out")]) == 0
+    assert f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n" in capsys.readouterr().out
+    model = script_model()
+    load_model(model, str(tmp_path / "out" / "model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved.read(f"model.{name}")), name
+    assert int(model.state_dict()["1.num_batches_tracked"]) == 4
+
+    assert main(["merge", str(run.dir), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert half["0.weight"].dtype == torch.bfloat16
+    assert half["1.num_batches_tracked"].dtype == torch.int64
+    for words, text in [
+        ([str(tmp_path / "out")], "exists and is not empty"),
+        ([str(tmp_path / "new"), "--adapter"], "is of a plain module"),
+        ([str(tmp_path / "new"), "--ema"], "has no averaged weights"),
+    ]:
+        capsys.readouterr()
+        assert main(["merge", str(run.dir), *words]) == EXIT_USER_ERROR
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shuffle", "is_ordered"), [(None, False), (False, True), (True, False)])
+def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(
+    shuffle: bool | None, is_ordered: bool
+) -> None:
+    from types import SimpleNamespace
+
+    from mvp_engine.engine.hooks import EngineHooks
+
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(micro_batch_size=4, num_workers=0), seed=3),
+        global_batch_size=8,
+        layout=SimpleNamespace(data_rank=0, data_size=1),
+        device=torch.device("cpu"),
+    )
+    data: Any = torch.arange(32)
+    rows = torch.cat(list(EngineHooks.sample_loader(engine, data, "train", shuffle=shuffle)))
+    assert sorted(rows.tolist()) == data.tolist()
+    assert (rows.tolist() == data.tolist()) is is_ordered
+    of_eval = torch.cat(list(EngineHooks.sample_loader(engine, data, "eval", shuffle=shuffle)))
+    assert (of_eval.tolist() == data.tolist()) is (shuffle is not True)
