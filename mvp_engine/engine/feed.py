@@ -6,12 +6,16 @@ resumed by starting its epoch with the same random state and skipping what was u
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mvp_engine.config.schema import Loop
@@ -28,6 +32,9 @@ from mvp_engine.data.protocols import (
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError, count
+
+LOGGER = logging.getLogger("mvp_engine")
+COMPARED_STEPS = 2  # of a training, after which the data of the ranks are compared
 
 
 class Feed:
@@ -50,6 +57,10 @@ class Feed:
         self.longest_wait: dict[str, Any] = {}
         self._iterator: Iterator[Any] | None = None
         self._epoch_rng: dict[str, Any] | None = None
+        self.same_data: str | None = None  # which ranks train on the same rows, and the fix
+        # Fingerprints of the first steps' micro-batches, until they are compared; None: no need to.
+        divides_itself = self.data_size == 1 or _has_global_cursor(loader)
+        self._first_steps: list[list[int]] | None = None if divides_itself else []
         self._stateful = loader if implements(loader, StatefulLoader) else None
         # On the type: a wrapper that passes attributes on may change what is loaded.
         knows = implements(loader, KnowsPlan) and hasattr(type(loader), "step_plan")
@@ -115,7 +126,31 @@ class Feed:
                     **(row._asdict() if row else {}),
                 }
         self._waited += time.perf_counter() - started
+        if self._first_steps is not None:
+            self._first_steps.append([_fingerprint(one) for one in micro_batches])
+            if len(self._first_steps) == COMPARED_STEPS:
+                self._compare_ranks([*chain(*self._first_steps)])
         return micro_batches
+
+    def _compare_ranks(self, own: list[int]) -> None:
+        """Warn if data-parallel ranks have the same micro-batches. All ranks call it, once.
+
+        Ranks of one data-parallel rank share theirs. Micro-batches that are all equal say nothing: constant data.
+        """
+        self._first_steps = None
+        by_rank = dict(self.world.all_gather((self.data_rank, own)))
+        first_with: dict[tuple[int, ...], int] = {}
+        for rank, found in sorted(by_rank.items()):
+            first = first_with.setdefault(tuple(found), rank)
+            if first != rank and len(set(found)) > 1 and self.same_data is None:
+                self.same_data = (
+                    f"data-parallel ranks {first} and {rank} of {self.data_size} got the same micro-batches in the "
+                    f"first {COMPARED_STEPS} steps: {type(self.loader).__name__} ignores its rank, so rows are trained "
+                    "on several times in one step. Let it take every n-th row: islice(rows, layout.data_rank, None, "
+                    "layout.data_size), with the engine's self.layout; or return self.sample_loader(...)"
+                )
+                if self.world.is_main:
+                    LOGGER.warning("%s", self.same_data)
 
     def close(self) -> None:
         """End the loader's workers now.
@@ -258,6 +293,23 @@ class Feed:
         found = [getattr(part, "generator", None) for part in self._parts()]
         generators = [one for one in found if isinstance(one, torch.Generator)]
         return list({id(generator): generator for generator in generators}.values())
+
+
+def _fingerprint(value: Any) -> int:
+    """A checksum of the data in nested containers, equal in all processes; of other objects, that of their type."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return crc32(data, crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        return crc32(repr([_fingerprint(one) for one in value]).encode())
+    if hasattr(value, "tobytes"):  # numpy, PIL
+        return crc32(value.tobytes())
+    is_plain = isinstance(value, str | bytes | int | float | None)
+    return crc32(repr(value if is_plain else type(value)).encode())
 
 
 def _has_global_cursor(loader: Iterable[Any]) -> bool:

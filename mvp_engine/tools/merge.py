@@ -49,7 +49,9 @@ def merge_command(
             )
         write_state_dict(folder, target, wanted_dtype, ema)
         frozen = len(read_shared(folder).get("external") or ())
-        left_out = f", without {count(frozen, 'frozen tensor')} of prepare_model()" if frozen else ""
+        left_out = (
+            f", without {count(frozen, 'frozen tensor')} of prepare_model()" if frozen else ""
+        )
         print(f"{folder} is now the state dict {target / SINGLE}{left_out}")
         return
     merge(

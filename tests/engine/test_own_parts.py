@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
+from mvp_engine.distributed import World
+from mvp_engine.engine.feed import Feed
+from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
@@ -114,10 +118,6 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(trai
 def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(
     shuffle: bool | None, is_ordered: bool
 ) -> None:
-    from types import SimpleNamespace
-
-    from mvp_engine.engine.hooks import EngineHooks
-
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(data=SimpleNamespace(micro_batch_size=4, num_workers=0), seed=3),
         global_batch_size=8,
@@ -130,3 +130,58 @@ def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(
     assert (rows.tolist() == data.tolist()) is is_ordered
     of_eval = torch.cat(list(EngineHooks.sample_loader(engine, data, "eval", shuffle=shuffle)))
     assert (of_eval.tolist() == data.tolist()) is (shuffle is not True)
+
+
+# ---- Loaders that ignore their rank --------------------------------------------------------------------------------
+
+SAME = "data-parallel ranks 0 and 1 of 2 got the same micro-batches in the first 2 steps: Rows ignores its rank"
+
+
+def warnings_of(folder: Path) -> str:
+    return (list_runs(folder)[-1].dir / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "warns"),
+    [("None", True), ("slice(self.layout.data_rank, None, self.layout.data_size)", False), ("'constant'", False)],
+    ids=["ignores its rank", "divides", "constant data"],
+)
+def test_ranks_with_the_same_micro_batches_are_a_warning(ranks2, tmp_path: Path, rows: str, warns: bool) -> None:
+    config = recipe(tmp_path / "plane", f"Rows({rows}, 4)")
+    assert ranks2.launch(config, "log.backends=[file]", f"project.dir={tmp_path / 'runs'}") == [0, 0]
+    assert (SAME in warnings_of(tmp_path / "runs")) is warns
+
+
+@pytest.mark.parametrize("data_ranks", [[0, 0, 1, 1], [0, 1, 2, 3]], ids=["model parallel", "data parallel"])
+def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks: list[int]) -> None:
+    """Four ranks: the first two have the same micro-batches, and so have the other two."""
+
+    class FourRanks(World):
+        def all_gather(self, own: Any) -> list[Any]:
+            others = [(rank, [place // 2, 7]) for place, rank in enumerate(data_ranks)]
+            return [own if rank == 0 else (rank, found) for rank, found in others[1:]] + [(0, [0, 7])]
+
+    world = FourRanks(0, 4, 0, 4, torch.device("cpu"))
+    layout: Any = SimpleNamespace(data_rank=0, data_size=len(set(data_ranks)))
+    feed = Feed([torch.zeros(1), torch.ones(1)], 1, world, layout)
+    feed.take()
+    feed.take()
+    assert (feed.same_data is not None) is (len(set(data_ranks)) == 4)
+
+
+def check_rank(config: str, folder: str) -> int:
+    from mvp_engine.tools.check.stages import main
+
+    return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}"])
+
+
+def test_check_of_ranks_with_the_same_micro_batches_is_a_problem(ranks2, tmp_path: Path) -> None:
+    from mvp_engine.tools.check.record import read_facts
+
+    config = recipe(tmp_path / "plane", "Rows(None, 4)")
+    (tmp_path / "facts").mkdir()
+    assert ranks2.run(check_rank, str(config), str(tmp_path / "facts")) == [EXIT_USER_ERROR] * 2
+    facts = read_facts(tmp_path / "facts")
+    assert [text for text in facts["problems"] if text.startswith(SAME)] == facts["problems"]
+    assert "islice(rows, layout.data_rank, None, layout.data_size)" in facts["problems"][0]
+    assert not any(SAME in text for text in facts["warnings"])

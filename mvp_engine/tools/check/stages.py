@@ -243,6 +243,9 @@ class Check:
         for messages in engine.world.all_gather(engine.nonfinite_losses):
             nonfinite += messages
         record["problems"] += nonfinite or skipped_steps(engine.run.dir)
+        if same_data := engine.feed.same_data:  # of a training it is a warning only
+            record["warnings"][:] = [text for text in record["warnings"] if text != same_data]
+            record.problem(same_data)
         if not is_rl(engine):  # its gradients are in workers
             report_unused_parameters(record, engine)
         if engine.guard.overflows == engine.step:
