@@ -11,6 +11,10 @@ A recipe adds its own keys by subclassing `Config` and setting the subclass as i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
@@ -27,6 +31,36 @@ class Section(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,  # a string below a field describes it
     )
+
+
+@contextmanager
+def recorded_reads(section: Section) -> Iterator[set[str]]:
+    """A context that collects the names of a section's attributes that code inside of it reads."""
+    kind = type(section)
+    names: set[str] = set()
+
+    class Recorded(kind):  # type: ignore[valid-type, misc]
+        def __getattribute__(self, name: str) -> Any:
+            names.add(name)
+            return super().__getattribute__(name)
+
+    object.__setattr__(section, "__class__", Recorded)
+    try:
+        yield names
+    finally:
+        object.__setattr__(section, "__class__", kind)
+
+
+@cache
+def _default_yaml() -> dict[str, Any]:
+    text = (files("mvp_engine.config") / "default.yaml").read_text(encoding="utf-8")
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
+
+
+def default_values(section: str) -> dict[str, Any]:
+    """The values of a section in `default.yaml`."""
+    return dict(_default_yaml()[section])
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -76,6 +110,7 @@ class Optim(Section):
     warmup_ratio: Fraction | None
     decay_ratio: Fraction
     min_lr_ratio: Fraction
+    ema: float | None = Field(default=None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Optim:

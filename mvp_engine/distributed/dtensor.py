@@ -77,19 +77,25 @@ def shard_slices(offset: Sequence[int], shard: Tensor) -> Index:
     return tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))
 
 
-def empty_sharded_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor of another shape with the mesh and the placements of `tensor`."""
+def empty_sharded_like(
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    placements: Sequence[Placement] | None = None,
+) -> Tensor:
+    """An uninitialized tensor of another shape with the mesh of `tensor`, and its placements or others."""
     if not isinstance(tensor, DTensor):
         return torch.empty(*shape, dtype=dtype, device=tensor.device)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "only ranks of its mesh hold a tensor"
-    layout = (tensor.placements, mesh.shape, coordinate)
+    placements = placements or tensor.placements
+    layout = (placements, mesh.shape, coordinate)
     by_dim = [dim_slices(size, dim, *layout) for dim, size in enumerate(shape)]
     return DTensor.from_local(
         torch.empty(_shape_of(by_dim), dtype=dtype, device=tensor.device),
         mesh,
-        tensor.placements,
+        placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(torch.Size(shape), device="meta").stride(),

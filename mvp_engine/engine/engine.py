@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
-from mvp_engine.config.schema import Config, Parallel
+from mvp_engine.config.schema import Config, Parallel, recorded_reads
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.protocols import LimitsBatches, implements
 from mvp_engine.distributed import Layout, World
@@ -45,6 +45,7 @@ from mvp_engine.model_engine import (
     engine_class,
     precision_on,
 )
+from mvp_engine.model_engine.optim import ignored_keys
 from mvp_engine.process.garbage import settled
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run, checkpoint_step
@@ -426,7 +427,15 @@ class Engine(EngineHooks):
         """The optimizer; by now the model has its weights, and the schedule needs the number of steps."""
         if self.model_before_data:
             self._open_feed()
-        return self.prepare_optimizer(model)
+        with recorded_reads(self.config.optim) as read:
+            optimizer = self.prepare_optimizer(model)
+        if ignored := ignored_keys(self.config.optim, read):
+            keys = ", ".join(f"optim.{key}" for key in ignored)
+            self.logger.warning(
+                f"{keys}: set, but without effect: prepare_optimizer of {type(self).__name__} returns "
+                f"{type(optimizer).__name__} and does not read this. Pass it to the optimizer, or remove it"
+            )
+        return optimizer
 
     def _open_log(self) -> None:
         config = self.config

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import ModelSource, engine_class
+from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
+from mvp_engine.model_engine.ema import eval_weights
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 
 
@@ -25,6 +27,8 @@ class EngineHooks:
     config: Config
     device: torch.device
     layout: Layout
+    model_engine: ModelEngine
+    checkpoint: Path | None
     total_steps: int | None
     batch_unit = "sample"  # what `global_batch_size` counts
     # How a global batch is divided, for the log; by default among ranks and micro-batches.
@@ -78,8 +82,8 @@ class EngineHooks:
         """After the last micro-batch of an evaluation, on all ranks together: metrics that need all of them."""
 
     def eval_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has the weights to evaluate and to export, such as their EMA."""
-        return nullcontext()
+        """A context in which the model has the weights to evaluate and to export: with `optim.ema` their EMA."""
+        return eval_weights(self.model_engine, self.config.optim.ema, self.checkpoint)
 
     # ---- State ----------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class _SavedTensors:
             self._averaged = {n for n in names if state.ema_name(n) in self.entries}
             if not self._averaged:
                 raise UserError(
-                    f"{checkpoint} has no averaged weights: recipes with OptimKit keep them if optim.ema is set"
+                    f"{checkpoint} has no averaged weights: set optim.ema in the training"
                 )
 
     def fetch(self, name: str) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -246,9 +246,6 @@ class MLLMEngine(Engine):
                 self.write_page(self.eval_metrics, answers, export)
             except Exception:
                 self.logger.warning("report.html could not be written:", exc_info=True)
-
-    def eval_weights(self) -> AbstractContextManager[None]:
-        return self.optim.eval_weights(self.model_engine, self.checkpoint)
 
     def evaluate(self) -> dict[str, float | None]:
         self.generation_batches: list[PackedBatch] = []

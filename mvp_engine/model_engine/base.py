@@ -28,6 +28,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine.ema import WeightEMA
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
@@ -39,6 +40,7 @@ class Settings:
 
     precision: str = "fp32"  # of the computation; master weights and gradient sums stay float32
     clip_grad_norm: float | None = None
+    ema: float | None = None  # the decay of an EMA of the weights
     spike_sigmas: float | None = None  # skip a step with a loss so many deviations above the others
     seed: int = 0  # of randomly initialized weights
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names
@@ -89,6 +91,7 @@ class Settings:
             precision=precision,
             clip_grad_norm=config.loop.clip_grad_norm,
             spike_sigmas=config.guard.spike_sigmas,
+            ema=config.optim.ema,
             seed=config.seed,
             trainable_only=config.checkpoint.trainable_only,
             experts=config.experts,
@@ -138,6 +141,8 @@ class ModelEngine(abc.ABC):
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
+    ema: WeightEMA | None = None  # unless the optimizer keeps it itself
+    has_ema_weights = False  # True: those of the checkpoint, in an engine without an optimizer
     is_dummy = False  # True while `forward_step` runs on a dummy batch: its loss does not count
 
     def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
@@ -241,6 +246,17 @@ class ModelEngine(abc.ABC):
 
         With `wait` the last step is included, which waits for the GPU. Otherwise it may follow in a later call.
         """
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the model has the EMA of its weights, for an evaluation or an export."""
+        keeper: Any = self.ema or self.optimizer
+        if not hasattr(keeper, "averaged"):
+            raise UserError(
+                f"no EMA of the weights is kept: set optim.ema, such as 0.999, on a backend that keeps it; "
+                f"{type(self).__name__} with {type(keeper).__name__} does not"
+            )
+        context: AbstractContextManager[None] = keeper.averaged()
+        return context
 
     @abc.abstractmethod
     def infer_micro_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.config.schema import Optim
+from mvp_engine.config.schema import Optim, default_values
 from mvp_engine.errors import UserError
 from mvp_engine.hf.parts import matching
 
@@ -75,6 +76,26 @@ def _learning_rates_by_part(model: nn.Module, config: Optim) -> dict[str, tuple[
         for name in matching(model, pattern, "optim.lr_by_part"):
             found.setdefault(name, (pattern, lr))
     return found
+
+
+# Keys that an optimizer reads; the others of the section are of the schedule, the EMA and recipes.
+OPTIMIZER_KEYS = ["kind", "lr", "betas", "eps", "weight_decay", "lr_by_part"]
+OPTIMIZER_KEYS += ["state_dtype", "offload", "momentum", "adamw"]  # those of the optimizer kit
+
+
+def ignored_keys(config: Optim, read: Set[str]) -> list[str]:
+    """The keys with other values than their defaults that an optimizer was built without; `read`: attributes."""
+    if read & {"__dict__", "__pydantic_serializer__"}:
+        return []  # all were read: model_dump() and the like
+    defaults = default_values("optim")
+    ignored = []
+    for key in OPTIMIZER_KEYS:
+        field = type(config).model_fields.get(key)
+        if field is not None and key not in read:
+            default = defaults.get(key, field.get_default(call_default_factory=True))
+            if getattr(config, key) != default:
+                ignored.append(key)
+    return ignored
 
 
 # ---- Schedule ---------------------------------------------------------------------------------------------------

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
-from mvp_engine.config.schema import Config, Model, Parallel
+from mvp_engine.config.schema import Config, Model, Parallel, default_values
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.kit.optim.settings import OptimSettings
@@ -70,15 +66,15 @@ class WorkerSpec:
         `optim=None` is for inference only; `optim={}` is the default optimizer. `settings` replace those of `model`,
         `precision` and `seed`.
         """
-        keys = {**_defaults("model"), "type": "language_model", "path": path, **(model or {})}
+        keys = {**default_values("model"), "type": "language_model", "path": path, **(model or {})}
         section = Model(**keys)
         if settings is None:
             names = {field.name for field in dataclasses.fields(Settings)}
             of_model = {name: value for name, value in section if name in names}
             of_model["freeze"] = tuple(section.freeze)
             settings = Settings(**of_model, precision=precision, seed=seed)
-        layout = Parallel(**{**_defaults("parallel"), **(parallel or {})})
-        optimizer = None if optim is None else OptimSettings(**{**_defaults("optim"), **optim})
+        layout = Parallel(**{**default_values("parallel"), **(parallel or {})})
+        optimizer = None if optim is None else OptimSettings(**{**default_values("optim"), **optim})
         return cls(section, settings, layout, optimizer, seed=seed, **fields)
 
     @property
@@ -97,14 +93,3 @@ class WorkerSpec:
                 f"divide the {count(ranks, 'rank')} of the group: use {each * (ranks // each + 1)}, or change them"
             )
         return ranks // each
-
-
-@cache
-def _default_yaml() -> dict[str, Any]:
-    text = (files("mvp_engine.config") / "default.yaml").read_text(encoding="utf-8")
-    values: dict[str, Any] = yaml.safe_load(text)
-    return values
-
-
-def _defaults(section: str) -> dict[str, Any]:
-    return dict(_default_yaml()[section])

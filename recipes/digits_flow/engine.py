@@ -64,9 +64,6 @@ class FlowEngine(Engine):
         predicted = self.model(flow.noisy_sample(clean, noise, times), times, labels)
         return flow.velocity_losses(predicted, clean, noise).sum(), noise.numel()
 
-    def eval_weights(self) -> Any:
-        return self.optim.eval_weights(self.model_engine, self.checkpoint)
-
     def eval_end(self, ctx: StepContext) -> None:
         """Generate digits and judge them, on every rank alike: sharded ranks run each forward together."""
         self.images = self.generate(self.wanted.to(self.device)).cpu()

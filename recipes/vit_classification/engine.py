@@ -74,9 +74,6 @@ class VitEngine(Engine):
         loss = F.cross_entropy(logits_BC, labels_B, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
         return loss, weight
 
-    def eval_weights(self) -> Any:
-        return self.optim.eval_weights(self.model_engine, self.checkpoint)
-
     def evaluate(self) -> dict[str, float | None]:
         self.guesses: list[Tensor] = []  # rows of index, label, guess
         return super().evaluate()

@@ -16,7 +16,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim.chunks import chunks
 from mvp_engine.kit.optim.orthogonalize import orthogonalize
-from mvp_engine.model_engine import FSDPEngine
+from mvp_engine.model_engine import FSDPEngine, ema
 from mvp_engine.model_engine.optim import build_optimizer
 
 DEFAULTS = yaml.safe_load((ROOT / "mvp_engine" / "config" / "default.yaml").read_text())["optim"]
@@ -267,7 +267,7 @@ def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weig
 def test_eval_weights_without_an_optimizer_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = OptimKit(settings(ema=0.9))
     loaded: list[Any] = []
-    monkeypatch.setattr(kit, "load_averages", lambda *engine_and_checkpoint: loaded.append(engine_and_checkpoint))
+    monkeypatch.setattr(ema, "_load_ema_weights", lambda *engine_and_checkpoint: loaded.append(engine_and_checkpoint))
     evaluated = engine()
     for _ in range(3):
         with kit.eval_weights(evaluated, tmp_path):

@@ -1,10 +1,9 @@
-"""OptimKit: builds the optimizer and the schedule of a recipe, and serves its EMA weights."""
+"""OptimKit: builds the optimizer and the schedule of a recipe."""
 
 from __future__ import annotations
 
 import math
-import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.checkpoint.format import Reader
-from mvp_engine.checkpoint.state import ema_name
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.parts import matching
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.model_engine import ModelEngine
+from mvp_engine.model_engine.ema import eval_weights
 from mvp_engine.model_engine.optim import build_scheduler, parameter_groups, without_decay
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,9 +29,6 @@ class OptimKit:
     def __init__(self, settings: OptimSettings, seed: int = 0) -> None:
         self.settings = settings
         self.seed = seed
-        self.optimizer: KitOptimizer | None = None
-        # The model engine that has the EMA weights of its checkpoint; a kit does not keep a model alive.
-        self._ema_loaded_into: weakref.ref[ModelEngine] | None = None
 
     def build_optimizer(self, model: nn.Module) -> KitOptimizer:
         settings = self.settings
@@ -44,7 +38,7 @@ class OptimKit:
         names: dict[Tensor, str] = {}
         for name, param in model.named_parameters():
             names[param] = name
-        self.optimizer = KitOptimizer(
+        return KitOptimizer(
             groups,
             names,
             lr=settings.lr,
@@ -56,7 +50,6 @@ class OptimKit:
             seed=self.seed,
             offload=settings.offload,
         )
-        return self.optimizer
 
     def build_scheduler(
         self, optimizer: Optimizer, total_steps: int | None, tokens_per_step: int | None = None
@@ -71,45 +64,11 @@ class OptimKit:
             settings = settings.model_copy(update={"warmup_steps": steps})
         return build_scheduler(optimizer, settings, total_steps)
 
-    # ---- EMA weights ----------------------------------------------------------------------------------------------
-
     def eval_weights(
         self, model_engine: ModelEngine, checkpoint: Path | None
     ) -> AbstractContextManager[None]:
-        """A context in which the model has the weights to evaluate and to export; for `Engine.eval_weights`.
-
-        With `optim.ema` these are the EMA weights. In training they are swapped in for the context. A model engine
-        without an optimizer loads them from the checkpoint at the first call, and keeps them.
-        """
-        if hasattr(model_engine, "optimizer"):
-            return self.averaged()
-        loaded_into = self._ema_loaded_into and self._ema_loaded_into()
-        if loaded_into is not model_engine:
-            self.load_averages(model_engine, checkpoint)
-            self._ema_loaded_into = weakref.ref(model_engine)
-        return nullcontext()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model has the optimizer's EMA weights, if this process keeps any."""
-        if self.optimizer is None or self.settings.ema is None:
-            return nullcontext()
-        return self.optimizer.averaged()
-
-    def load_averages(self, model_engine: ModelEngine, checkpoint: Path | None) -> None:
-        """Load the EMA weights of a checkpoint into the model, for a process without an optimizer."""
-        if checkpoint is None or self.settings.ema is None:
-            return
-        with raise_on_all_ranks(model_engine.world.host_group):
-            reader = Reader(checkpoint)
-            averages: dict[str, Tensor] = {}
-            for name, param in model_engine.model.named_parameters():
-                if ema_name(name) in reader.entries:  # frozen parameters have none
-                    averages[ema_name(name)] = param.detach()
-            if not averages:
-                raise UserError(
-                    f"checkpoint {checkpoint} has no EMA weights: it was trained without optim.ema"
-                )
-            reader.fill(averages)
+        """What `Engine.eval_weights` returns, for a model engine without an engine around it."""
+        return eval_weights(model_engine, self.settings.ema, checkpoint)
 
     # ---- Muon -----------------------------------------------------------------------------------------------------
 

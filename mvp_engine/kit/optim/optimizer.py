@@ -23,13 +23,13 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.optim import state_stream
 from mvp_engine.kit.optim.adamw import AdamWParam, adamw_
 from mvp_engine.kit.optim.chunks import flat_offset, has_whole_blocks, rows_of
-from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
 from mvp_engine.kit.optim.host_states import check_host_memory, host_copy, host_zeros_like
 from mvp_engine.kit.optim.muon import MuonParam, muon_
 from mvp_engine.kit.optim.rounding import rounding_salt
 from mvp_engine.kit.optim.state_stream import Bucket, StagedSlice, StateStream, make_buckets
 from mvp_engine.kit.optim.state_tensor import SCALES, StateSpec, StateTensor, storage_dtype
 from mvp_engine.kit.optim.update import DeviceFlags
+from mvp_engine.model_engine.ema import swap_ema_, update_ema_
 from mvp_engine.ops.host_memory import GIB
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -139,7 +139,11 @@ class KitOptimizer(Optimizer):
             for state_tensor in self._state_tensors(param, group, state):
                 state_tensor.create(on_host=on_host)
         if self.ema is not None and EMA not in state:
-            create_ema(param, state, on_host=on_host)
+            if on_host:
+                state[EMA] = host_zeros_like(param, torch.float32)
+                local_tensor(state[EMA]).copy_(local_tensor(param.detach()))
+            else:
+                state[EMA] = param.detach().to(torch.float32, copy=True)
 
     def _all_rows(self, param: Tensor) -> _Updated:
         state = self.state[param]
@@ -249,7 +253,7 @@ class KitOptimizer(Optimizer):
             self._swap_ema()
 
     def _swap_ema(self) -> None:
-        swap_ema_(self.state)
+        swap_ema_({param: state[EMA] for param, state in self.state.items() if EMA in state})
         self._ema_is_swapped_in = not self._ema_is_swapped_in
 
     # ---- Checkpoints ----------------------------------------------------------------------------------------------

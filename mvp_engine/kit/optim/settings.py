@@ -23,8 +23,6 @@ class OptimSettings(Optim):
     """The momentum of muon."""
     adamw: list[str] = Field(default_factory=list)
     """Patterns of parameter names, or parts, that use AdamW under kind=muon."""
-    ema: float | None = Field(default=None, gt=0, lt=1)
-    """The decay of an EMA of the weights, such as 0.999; none is kept without it."""
     warmup_tokens: Count | None = None
     """Warm-up in tokens, instead of warmup_steps or warmup_ratio."""
 

@@ -28,12 +28,19 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.fp8_all_gather import gather_fp8
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
+from mvp_engine.model_engine.ema import WeightEMA
 from mvp_engine.model_engine.fsdp import schedule_state
 from mvp_engine.model_engine.fsdp.compile import RecompileWatch
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.loss_scale import LossScale
-from mvp_engine.model_engine.fsdp.offload import Offloader, Part, move_model, move_optimizer
+from mvp_engine.model_engine.fsdp.offload import (
+    Offloader,
+    Part,
+    move_averages,
+    move_model,
+    move_optimizer,
+)
 from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
 from mvp_engine.model_engine.fsdp.prefetch import to_device
 from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
@@ -52,6 +59,8 @@ class FSDPBaseEngine(ModelEngine):
         self.spike_detector: SpikeDetector | None = None
         self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
+        self.initial_groups: list[dict[str, Any]] = []  # options of the new optimizer
+        self._ranks_agree = False  # on the states of the optimizer, as far as they are saved once
         self.lockstep = LockstepScheduler(layout)
         self._recompiles = RecompileWatch()
         self._offloader = Offloader(self.settings.offload, self._move)
@@ -86,6 +95,12 @@ class FSDPBaseEngine(ModelEngine):
             self.optimizer = optimizer(self.model)
             scheduler = scheduler or partial(LambdaLR, lr_lambda=lambda _: 1.0)
             self.scheduler = scheduler(self.optimizer)
+            self.initial_groups = state.group_options(self.optimizer)
+            has_ema = getattr(self.optimizer, "ema", None) is not None
+            keeps_ema = has_ema and hasattr(self.optimizer, "averaged")
+            if self.settings.ema is not None and not keeps_ema:
+                params = [param for group in self.param_groups for param in group["params"]]
+                self.ema = WeightEMA(params, self.settings.ema, self.world.device)
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
@@ -211,6 +226,7 @@ class FSDPBaseEngine(ModelEngine):
         if part == "optimizer":
             if self.training:
                 move_optimizer(self.optimizer, target)
+                move_averages(self.ema, target)
             return
         if self.training and to_host:
             self.optimizer_zero_grad()  # gradients are not offloaded
@@ -241,8 +257,19 @@ class FSDPBaseEngine(ModelEngine):
         if self._link is not None:
             ranks = self.layout.stage_ranks
             place = state.StagePlace(ranks, self.adapter.stage_copies(), self._link.all_gather)
+        if optimizer is not None and self.world.size > 1 and not self._ranks_agree:
+            state.check_ranks_agree(self.model, optimizer, self.world)
+            self._ranks_agree = True
         return state.collect(
-            self.model, optimizer, shared, own, self.world.rank, without=without, stage=place
+            self.model,
+            optimizer,
+            shared,
+            own,
+            self.world.rank,
+            without=without,
+            stage=place,
+            initial_groups=self.initial_groups,
+            ema=self.ema.averages if self.ema else None,
         )
 
     def restore(self, folder: Path) -> state.SavedState:
@@ -257,10 +284,19 @@ class FSDPBaseEngine(ModelEngine):
         whole_groups = self.training and not isinstance(self.scheduler, LambdaLR)
         elsewhere = self.adapter.elsewhere()
         saved = state.restore(
-            folder, self.model, optimizer, group, whole_groups, without, elsewhere
+            folder,
+            self.model,
+            optimizer,
+            group,
+            whole_groups,
+            without,
+            elsewhere,
+            ema=self.ema.averages if self.ema else None,
         )
         if self.training:
             self.load_state_dict(saved.shared["model_engine"])
+        if self.ema:
+            self.ema.steps.fill_(self.scheduler.last_epoch)
         return saved
 
     def _saves_trainable_only(self) -> bool:

@@ -277,11 +277,15 @@ class FSDPEngine(FSDPBaseEngine):
 
     def _update(self, code: Tensor, loss: Tensor) -> None:
         skip = code > 0
-        if self._skips_on_device:
-            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        found_inf = skip.float() if self._skips_on_device else None
+        if found_inf is not None:
+            self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        if found_inf is not None or not bool(skip):
+            if self.ema is not None:
+                self.ema.before_step()
             self.optimizer.step()
-        elif not bool(skip):
-            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.after_step(found_inf)
         scale = self.loss_scale.value if self.loss_scale else torch.ones_like(code)
         is_finite = torch.stack([self._totals, *self._losses]).isfinite().all(1).double()
         values = torch.cat([torch.stack([code.double(), scale.double(), loss]), is_finite[1:]])

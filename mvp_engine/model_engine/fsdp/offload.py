@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mvp_engine.model_engine.ema import WeightEMA
+
 Part = Literal["model", "optimizer"]
 
 
@@ -63,6 +65,11 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def move_model(model: nn.Module, device: torch.device) -> None:
     model._apply(partial(_moved, device=device))  # what `model.to` calls; FSDP2 supports it
+
+
+def move_averages(ema: WeightEMA | None, device: torch.device) -> None:
+    for param, average in ema.averages.items() if ema else ():
+        ema.averages[param] = _moved(average, device)  # type: ignore[union-attr]
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
