@@ -175,6 +175,7 @@ def check_rank(config: str, folder: str) -> int:
     return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}"])
 
 
+@pytest.mark.slow
 def test_check_of_ranks_with_the_same_micro_batches_is_a_problem(ranks2, tmp_path: Path) -> None:
     from mvp_engine.tools.check.record import read_facts
 

@@ -41,6 +41,7 @@ from mvp_engine.tools.check.checked_engine import (
     skipped_steps,
 )
 from mvp_engine.tools.check.model_checks import (
+    check_optimizer_state,
     check_rare_media,
     report_unused_parameters,
     split_stage,
@@ -248,6 +249,7 @@ class Check:
             record.problem(same_data)
         if not is_rl(engine):  # its gradients are in workers
             report_unused_parameters(record, engine)
+            check_optimizer_state(record, engine)
         if engine.guard.overflows == engine.step:
             record.warning(f"all {engine.step} steps overflowed in fp16: try loop.precision=bf16")
         if not engine.world.is_main:

@@ -1,0 +1,208 @@
+"""A recipe with an optimizer of its own: `optim.ema`, keys without effect, the example of docs/optim.md, the check."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, TINY, read_metrics
+from safetensors.torch import load_file
+from test_optim import IDS, net, settings
+
+from mvp_engine.checkpoint.format import Reader
+from mvp_engine.cli import main
+from mvp_engine.distributed import Layout, World
+from mvp_engine.engine import Engine
+from mvp_engine.kit import OptimKit
+from mvp_engine.model_engine import FSDPEngine, Settings
+from mvp_engine.runs import list_runs
+
+ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
+
+
+def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None) -> None:
+    def forward(ids: Any) -> Any:
+        loss = torch.nn.functional.cross_entropy(made.model(ids), ids.flip(0), reduction="sum")
+        return loss * (float("nan") if step == bad_step else 1.0), float(len(ids))
+
+    for step in range(steps):  # noqa: B007 - forward reads it
+        made.train_batch([IDS], forward)
+    made.step_status()
+
+
+def averages(made: FSDPEngine) -> dict[str, torch.Tensor]:
+    with made.averaged():
+        return {name: param.detach().clone() for name, param in made.model.named_parameters()}
+
+
+def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path: Path) -> None:
+    kit = OptimKit(settings(ema=0.6))
+    of_kit = FSDPEngine(net(), ALONE, Settings(ema=0.6))
+    of_kit.initialize(kit.build_optimizer)
+    assert of_kit.ema is None
+    groups = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in of_kit.param_groups]
+    where = {param: name for name, param in of_kit.model.named_parameters()}
+
+    def adamw(model: Any) -> torch.optim.Optimizer:
+        own = [{**group, "params": [model.get_parameter(where[p]) for p in group["params"]]} for group in groups]
+        return torch.optim.AdamW(own, betas=(0.9, 0.95), fused=True)
+
+    def engine() -> FSDPEngine:
+        made = FSDPEngine(net(), ALONE, Settings(ema=0.6))
+        made.initialize(adamw)
+        return made
+
+    own = engine()
+    for made in (of_kit, own):
+        train_steps(made, 5, bad_step=2)
+    expected, found = averages(of_kit), averages(own)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not any("ema" in state for state in own.optimizer.state.values())
+    own.save_checkpoint(tmp_path / "own")
+    of_kit.save_checkpoint(tmp_path / "kit")
+    for saved in ("own", "kit"):
+        again = engine()
+        again.load_checkpoint(tmp_path / saved)
+        assert all(torch.equal(value, expected[name]) for name, value in averages(again).items())
+    train_steps(of_kit, 2)
+    train_steps(own, 2)
+    again = engine()
+    again.load_checkpoint(tmp_path / "own")
+    train_steps(again, 2)
+    assert all(torch.equal(value, averages(own)[name]) for name, value in averages(again).items())
+    with own.averaged(), pytest.raises(RuntimeError, match="the EMA weights are swapped in"):
+        train_steps(own, 1)
+
+
+def tiny_engine() -> type[Engine]:
+    from mvp_engine.config import compose
+
+    return compose(TINY).engine_class
+
+
+def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Engine, "prepare_optimizer", lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.1))
+    words = ["loop.total_steps=4", "loop.eval_interval=4", "log.backends=[jsonl,file]"]
+    assert train(*words, "optim.ema=0.9", "optim.weight_decay=0.2", dir=tmp_path / "ema") == 0
+    assert train(*words, dir=tmp_path / "plain") == 0
+    with_ema, plain = (read_metrics(tmp_path / name, "eval")[-1]["loss"] for name in ("ema", "plain"))
+    assert with_ema != pytest.approx(plain, rel=1e-3)
+    run = list_runs(tmp_path / "ema")[-1]
+    assert train("workflow=evaluate", f"resume={run.dir}", "optim.ema=0.9", dir=tmp_path / "ema") == 0
+    assert main(["merge", "--ema", str(run.dir), str(tmp_path / "out")]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    saved = Reader(run.checkpoint_list()[-1])
+    for name, value in merged.items():
+        assert torch.equal(value, saved.read(f"optim.{name}.ema")), name
+        assert not torch.equal(value, saved.read(f"model.{name}")), name
+    log = (run.dir / "log.txt").read_text()
+    (line,) = [line for line in log.splitlines() if "without effect" in line]
+    assert "optim.weight_decay" in line
+    assert "returns SGD and does not read this" in line
+    assert "optim.ema" not in line
+
+
+def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path: Path, monkeypatch) -> None:
+    def own(engine: Engine, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=engine.config.optim.lr)
+
+    words = ["loop.total_steps=1", "log.backends=[file]", "optim.lr=0.3", "optim.weight_decay=0.2", "optim.eps=1e-6"]
+    assert train(*words, dir=tmp_path / "default") == 0
+    monkeypatch.setattr(Engine, "prepare_optimizer", own)
+    assert train(*words, dir=tmp_path / "own") == 0
+    assert "without effect" not in (list_runs(tmp_path / "default")[-1].dir / "log.txt").read_text()
+    text = (list_runs(tmp_path / "own")[-1].dir / "log.txt").read_text()
+    assert "optim.eps, optim.weight_decay: set, but without effect" in text
+
+
+# ---- The example of docs/optim.md -----------------------------------------------------------------------------------
+
+CONFIG = """
+project: {name: plane}
+loop: {total_steps: 60}
+data: {micro_batch_size: 16, global_batch_size: 32}
+optim: {lr: 0.05, schedule: constant}
+checkpoint: {interval: 33, keep_n: null}
+log: {backends: [jsonl], interval: 1}
+"""
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    page = (ROOT / "docs" / "optim.md").read_text()
+    (code,) = re.findall(r"`plane/engine.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "engine.py").write_text(code)
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    return tmp_path / "train.yaml"
+
+
+@pytest.mark.slow
+def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
+    ranks2, train, example: Path, tmp_path: Path
+) -> None:
+    shard = ["parallel.shard=2", "optim.ema=0.9"]
+    assert ranks2.launch(example, *shard, f"project.dir={tmp_path / 'all'}") == [0, 0]
+    middle = list_runs(tmp_path / "all")[-1].checkpoint_list()[0]
+    assert ranks2.launch(example, *shard, f"resume={middle}", f"project.dir={tmp_path / 'resumed'}") == [0, 0]
+    assert train(config=example, dir=tmp_path / "one") == 0
+    for name in ("all", "one"):  # eigenvectors of close eigenvalues turn with rounding, so the losses differ later
+        losses = [record["loss"] for record in read_metrics(tmp_path / name)]
+        assert losses[0] == pytest.approx(read_metrics(tmp_path / "all")[0]["loss"], rel=1e-5)
+        assert losses[-1] < 0.5 * losses[0]
+    saved, again = (Reader(list_runs(tmp_path / name)[-1].checkpoint_list()[-1]) for name in ("all", "resumed"))
+    assert {"optim.0.weight.left_basis", "optim.0.weight.ema"} < saved.entries.keys()
+    for name in saved.entries:
+        if name.startswith(("model.", "optim.")):
+            assert torch.equal(saved.read(name), again.read(name)), name
+
+
+def check_rank(config: str, folder: str, *words: str) -> int:
+    from mvp_engine.tools.check.stages import main
+
+    return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}", *words])
+
+
+def checked(example: Path, folder: Path, ranks: Any = None, *words: str) -> dict[str, Any]:
+    from mvp_engine.tools.check.record import read_facts
+
+    folder.mkdir()
+    run = ranks.run if ranks else lambda function, *args: [function(*args)]
+    run(check_rank, str(example), str(folder), *words)
+    return read_facts(folder)
+
+
+@pytest.mark.slow
+def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(ranks2, example: Path, tmp_path: Path) -> None:
+    sound = checked(example, tmp_path / "sound", ranks2, "parallel.shard=2")
+    assert sound["problems"] == []
+    assert not any("attribute" in text for text in sound["warnings"])
+    code = example.with_name("engine.py").read_text()
+    doubles = """
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        for state in self.state.values():
+            state["mean"] = state["mean"] * 2
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+"""
+    broken = code.replace("    @torch.no_grad()\n    def step(self, closure=None):\n", doubles.lstrip("\n"))
+    example.with_name("engine.py").write_text(broken)
+    found = checked(example, tmp_path / "broken")
+    assert len(found["problems"]) == 1
+    assert found["problems"][0].startswith("Eigenbasis does not come back from a checkpoint as it was: ")
+    assert "has another state 'mean'" in found["problems"][0]
+    assert any("changes its 1 attribute calls in training" in text for text in found["warnings"])
+    local = code.replace(
+        'state["mean"].lerp_', 'state["mine"] = param.to_local().sum()[None]\n        state["mean"].lerp_'
+    )
+    other = tmp_path / "other" / "train.yaml"  # the ranks have imported the first one
+    other.parent.mkdir()
+    other.with_name("engine.py").write_text(local)
+    other.write_text(CONFIG)
+    found = checked(other, tmp_path / "local", ranks2, "parallel.shard=2")
+    assert any("the state 'mine' of 0." in text for text in found["problems"])
