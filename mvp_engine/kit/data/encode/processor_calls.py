@@ -68,7 +68,7 @@ def call_processor(
     arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
     placeholders = [placeholder] * len(items)
     arguments["text"] = placeholders if separator is None else [separator.join(placeholders)]
-    arguments["text_kwargs"]["return_mm_token_type_ids"] = False  # would be computed for nothing
+    arguments["return_mm_token_type_ids"] = False  # would be computed for nothing
     outputs = dict(copied(**arguments))
     for name in ("input_ids", "attention_mask", "video_metadata", *TOKEN_TYPE_NAMES):
         outputs.pop(name, None)
