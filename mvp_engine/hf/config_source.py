@@ -21,6 +21,7 @@ from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, local_folder
 from mvp_engine.hf.omni_config import add_undeclared_settings
 
+LOGGER = logging.getLogger("mvp_engine")
 # Settings that the action head of a vision-language model adds to its config.
 ACTION_SIZES = ("chunk_size", "max_action_dim", "max_state_dim")
 # What a policy of lerobot must be, to be transformers' pi0.
@@ -106,6 +107,7 @@ def _config_of_folder(path: str | Path) -> Any:
         raise UserError(
             f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {first_line}"
         ) from None
+    warn_of_custom_code(folder / "config.json")
     if getattr(known, "quantization_config", None) is not None:
         raise UserError(
             f"model.path={path} holds quantized weights, which cannot be trained; "
@@ -117,6 +119,21 @@ def _config_of_folder(path: str | Path) -> Any:
             "which is not supported"
         )
     return known
+
+
+@functools.cache  # one warning for each file
+def warn_of_custom_code(file: Path) -> None:
+    """Warn if a config of a folder names code of its own (`auto_map`), which is never run."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError):  # no such file, or one that transformers has not read
+        return
+    if isinstance(settings, dict) and settings.get("auto_map"):
+        LOGGER.warning(
+            "%s names code of its own (auto_map), which is not run: transformers' own classes are used, "
+            "and exports leave auto_map out",
+            file,
+        )
 
 
 def _lerobot_config(file: Path, settings: dict[str, Any]) -> Any:

@@ -34,6 +34,9 @@ SIDE_FILES = (
     "normalization.json", "act.py",
 )  # fmt: skip
 
+# Settings of the files above that mean nothing in another folder: code that the source folder brought along, which is
+# not copied, and where transformers read the tokenizer from.
+LOCAL_SETTINGS = ("auto_map", "is_local", "local_files_only")
 
 # How to read a folder of a model type that transformers has no class for.
 HEADS_README = """\
@@ -169,12 +172,16 @@ def write_side_files(target: Target, folder: Path) -> None:
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    if target.side_files is None:
-        return
+    if target.side_files is not None:
+        _copy_side_files(target.side_files, folder)
+    drop_local_settings(folder)
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
     for pattern in SIDE_FILES:
-        for found in target.side_files.glob(pattern):
+        for found in source.glob(pattern):
             for file in (found, *found.rglob("*")):
-                if leads_out(file, target.side_files):
+                if leads_out(file, source):
                     raise UserError(
                         f"{file} is a link to {file.resolve()}, which is not copied: replace it by the file itself, or "
                         "do not trust this model"
@@ -183,3 +190,27 @@ def write_side_files(target: Target, folder: Path) -> None:
                 shutil.copytree(found, folder / found.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(found, folder / found.name)
+
+
+def drop_local_settings(folder: Path) -> None:
+    """Remove LOCAL_SETTINGS from the configs of a model's folder, at any depth."""
+    for file in folder.glob("*config.json"):
+        try:
+            before = json.loads(file.read_bytes())
+        except ValueError:  # a file of the source folder that nothing has read
+            continue
+        after = _without_local_settings(before)
+        if after != before:
+            file.write_text(json.dumps(after, indent=2) + "\n")
+
+
+def _without_local_settings(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_local_settings(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, inner in value.items():
+        if key not in LOCAL_SETTINGS:
+            kept[key] = _without_local_settings(inner)
+    return kept

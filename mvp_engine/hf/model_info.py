@@ -15,7 +15,7 @@ import torch
 
 from mvp_engine.checkpoint.state import HF
 from mvp_engine.errors import UserError
-from mvp_engine.hf.export import write_side_files
+from mvp_engine.hf.export import drop_local_settings, write_side_files
 from mvp_engine.hf.hub import portable_name
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
@@ -67,6 +67,7 @@ def write_model_info(
     # An export may be read with another model class; a merge rebuilds the trained one, so its config is kept.
     config: Any = model.hf.config if model.whole is None else model.whole.config
     config.save_pretrained(folder)
+    drop_local_settings(folder)
     info: dict[str, Any] = {
         "model_type": model.model_type,
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -23,11 +23,13 @@ from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.config_source import _config_of_folder
 from mvp_engine.hf.export import write_side_files
 from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf import config_source
 from mvp_engine.hf.weight_files import weight_paths
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.read.row_types import BadRow
@@ -39,6 +41,7 @@ SECRET = "the private key"
 
 
 class Payload:
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource
     """Runs code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
@@ -172,6 +175,32 @@ def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder: Pat
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
     with pytest.raises(UserError, match="is outside of its folder"):
         load_processor(model_folder)
+
+def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
+    model_folder: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(config_source.LOGGER, "warning", lambda text, file: warned.append(text % file.name))
+    code = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    config = Qwen3Config(vocab_size=320, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8)
+    Qwen3ForCausalLM(config).save_pretrained(model_folder)
+    with_code(model_folder, "config.json", marker, code)
+    with_code(model_folder, "tokenizer_config.json", marker, code)
+    model = LanguageModelEngine.build_model(ModelSource(str(model_folder)))
+    kit = made(write(tmp_path / "rows.jsonl", [chat("hello", "world")]), load_processor(model_folder))
+    assert [text.partition(",")[0] for text in warned] == [
+        "config.json names code of its own (auto_map)",
+        "tokenizer_config.json names code of its own (auto_map)",
+    ]
+    kit.save_processor(tmp_path / "processor")
+    for side_files in (model_folder, tmp_path / "processor"):
+        model.side_files = side_files
+        write_side_files(model.export_target(), tmp_path / "out")
+        for file in (tmp_path / "out").glob("*.json"):
+            assert not any(key in file.read_text() for key in ("auto_map", "is_local", "local_files_only")), file
+    assert "evil" not in sys.modules
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello") == tokenizer("zephyr").encode("hello")
+
 
 
 def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder: Path, secret: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
+from mvp_engine.hf.export import drop_local_settings
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
@@ -257,6 +258,7 @@ class MLLMDataKit(MeasuredSources):
         """Save what belongs to a model in a Hugging Face folder: the processor with this kit's limits, and the
         generation config of the folder `model` with this kit's end-of-sequence tokens."""
         self.processor.save_pretrained(folder)
+        drop_local_settings(folder)
         pad = self.row_encoder.media.tokenizer.eos_token_id
         save_generation_config(folder, model, pad, self.eos_token_ids)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside, leads_out
+from mvp_engine.hf.config_source import warn_of_custom_code
 from mvp_engine.hf.hub import local_folder
 
 GENERATION_CONFIG = "generation_config.json"
@@ -38,6 +39,9 @@ def load_processor(folder: str | Path) -> Any:
             f"{folder} has no processor or tokenizer that transformers can read: {reason}. Set processor to a folder, "
             "or to a model of the Hub, that has it"
         ) from None
+    for name in ("tokenizer_config.json", "*processor_config.json"):
+        for file in sorted(path.glob(name)):
+            warn_of_custom_code(file)
     if type(found).__name__ == "CsmProcessor":  # it puts sounds into the text
         raise UserError(
             f"{folder} has a CsmProcessor, which is not supported: set processor to a folder with its tokenizer and a "
