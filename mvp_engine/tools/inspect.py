@@ -71,7 +71,9 @@ def inspect_kit(
         "missing": None if has_plan else NO_PLAN,
         "decoded": decode,
         "sources": sources,
-        "sample": sample_rows(mixture.sources, dataset.formats),
+        "sample": sample_rows(
+            mixture.sources, dataset.formats, kit.row_encoder.template.reasoning_left_out
+        ),
         "lengths": length_stats(lengths, "tokens"),
         "plan": _plan(dataset.plan) if has_plan else None,
         "overlong": {

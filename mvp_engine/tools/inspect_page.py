@@ -85,6 +85,10 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         unused = ", ".join(f"{name} {n:,}" for name, n in sample["unused_columns"].items())
         words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"
         _line(console, "unused", Text(words, ERROR))
+    if sample["reasoning_left_out"]:
+        turns = count(sample["reasoning_left_out"], "turn")
+        words = f"{turns}{sampled} without loss, as the chat template leaves out the reasoning of earlier turns"
+        _line(console, "reasoning", Text(words, ERROR))
     if plan is not None:
         packs = f"{count(plan['packs'], 'pack')} of {plan['micro_batch_tokens']:,} tokens"
         per_step = count(plan["packs_per_step"], "pack")

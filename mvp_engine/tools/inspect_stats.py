@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, Row
 from mvp_engine.kit.data.read.rows import read_row
 
 SAMPLE = 1000  # rows per source that are read for formats and media
@@ -31,17 +31,21 @@ class Rows(Protocol):
 
 
 def sample_rows(
-    sources: Sequence[Rows], formats: Sequence[RowFormat | str | None]
+    sources: Sequence[Rows],
+    formats: Sequence[RowFormat | str | None],
+    reasoning_left_out: Callable[[Row], int] | None = None,
 ) -> dict[str, Any]:
     """Counts of formats, media and unused columns over at most SAMPLE evenly spread rows of each source.
 
-    Of prompts for rollouts, the columns that the prompt does not use are those of the reward.
+    `reasoning_left_out` is that of the model's chat template. Of prompts for rollouts, the columns that the prompt does
+    not use are those of the reward.
     """
     rows = 0
     kinds = Counter[str]()
     media = Counter[str]()
     unused = Counter[str]()
     for_reward = Counter[str]()
+    left_out = 0
     for source, row_format in zip(sources, formats, strict=True):
         for index in _spread(len(source), SAMPLE):
             rows += 1
@@ -53,6 +57,7 @@ def sample_rows(
                 media.update({"spoken answers": spoken} if spoken else {})
                 is_prompt = isinstance(row_format, RowFormat) and row_format.drops_answers
                 (for_reward if is_prompt else unused).update(row.unused)
+                left_out += 0 if reasoning_left_out is None else reasoning_left_out(row)
             except BadRow:
                 kinds["bad"] += 1
     return {
@@ -61,6 +66,7 @@ def sample_rows(
         "media": dict(media.most_common()),
         "unused_columns": dict(unused.most_common()),
         "reward_columns": dict(for_reward.most_common()),
+        "reasoning_left_out": left_out,
     }
 
 

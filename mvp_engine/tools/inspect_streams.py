@@ -46,18 +46,22 @@ class _Counts:
         self.formats = Counter[str]()
         self.media = Counter[str]()
         self.unused = Counter[str]()
+        self.reasoning_left_out = 0
         self.lengths = list[int]()
         self.bad = list[dict[str, Any]]()
         self.overlong = list[str]()  # their places
         self.sources = list[dict[str, Any]]()
         self.shown = list[dict[str, Any]]()
 
-    def add_sample(self, row: _StreamRow, row_format: RowFormat | str | None) -> None:
-        found = sample_rows([row], [row_format])
+    def add_sample(
+        self, row: _StreamRow, row_format: RowFormat | str | None, kit: MLLMDataKit
+    ) -> None:
+        found = sample_rows([row], [row_format], kit.row_encoder.template.reasoning_left_out)
         self.rows += found["rows"]
         self.formats += Counter(found["formats"])
         self.media += Counter(found["media"])
         self.unused += Counter(found["unused_columns"])
+        self.reasoning_left_out += found["reasoning_left_out"]
 
 
 def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None) -> dict[str, Any]:
@@ -80,6 +84,7 @@ def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None
             "formats": counts.formats,
             "media": counts.media,
             "unused_columns": counts.unused,
+            "reasoning_left_out": counts.reasoning_left_out,
         },
         "lengths": length_stats(np.array(counts.lengths, np.int64), "tokens"),
         "plan": None,
@@ -113,7 +118,7 @@ def _inspect_stream(
             else:
                 bad.append({"source": stream.name, "where": place, **bad_reason(error)})
         index = counts.rows
-        counts.add_sample(row, stream.format)
+        counts.add_sample(row, stream.format, kit)
         is_shown = rows < limit if wanted is None else wanted in (str(index), place)
         if is_shown:
             facts = encoded_row(kit.row_encoder, row, 0, stream.format)

@@ -82,7 +82,7 @@ def test_render_tool_calls_carry_loss_and_results_do_not() -> None:
     assert texts_with_loss(template("qwen2_5"), *messages, tools=(TOOL,)) == turns
     assert texts_with_loss(template("qwen3"), *messages[:-1], message("assistant", "4"), tools=(TOOL,)) == [
         *turns[:2],
-        "<think>\n\n</think>\n\n4<|im_end|>",
+        "4<|im_end|>",
     ]
     llama = template("llama3")  # writes the first question outside of its loop, and dumps results as JSON
     call = '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'
@@ -109,9 +109,9 @@ def test_render_reasoning_that_the_template_keeps_carries_loss() -> None:
     older = message("assistant", "Four.", reasoning="hm, hm")
     for turn in thought, apart, older:
         assert texts_with_loss(form, HI, turn) == ["<think>\nhm, hm\n</think>\n\nFour.<|im_end|>"]
-        assert texts_with_loss(form, HI, turn, BYE, CIAO)[0] == "Four.<|im_end|>"
+        assert texts_with_loss(form, HI, turn, BYE, CIAO) == ["Ciao\n\n  now.<|im_end|>"]
         assert "hm" not in form.render(Row(messages=(HI, turn, BYE, CIAO))).text
-    assert texts_with_loss(form, HI, HELLO) == ["<think>\n\n</think>\n\nHello  there!<|im_end|>"]
+    assert texts_with_loss(form, HI, HELLO) == ["Hello  there!<|im_end|>"]
     steps = texts_with_loss(
         form, HI, message("assistant", tool_calls=CALL.extra["tool_calls"], reasoning_content="use it"), RESULT, apart
     )
@@ -125,7 +125,7 @@ def test_render_reasoning_that_the_template_keeps_carries_loss() -> None:
 def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block() -> None:
     form, stop = template("deepseek_r1"), R1[1]
     tag = message("assistant", "<think>\nlong\n</think><b>4</b>")
-    assert texts_with_loss(form, HI, tag, BYE, CIAO) == ["<b>4</b>" + stop, "Ciao\n\n  now." + stop]
+    assert texts_with_loss(form, HI, tag, BYE, CIAO) == ["Ciao\n\n  now." + stop]
     call = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
     runs = texts_with_loss(form, HI, message("assistant", tool_calls=call), RESULT, RESULT, HELLO, BYE, CIAO)
     assert runs[0].startswith("<｜tool▁calls▁begin｜>")  # noqa: RUF001

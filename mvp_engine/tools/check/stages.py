@@ -205,6 +205,12 @@ class Check:
             record.warning(
                 f"{split}: nothing reads {count(len(unused), 'column')}: {', '.join(unused)}"
             )
+        left_out = found["sample"]["reasoning_left_out"]
+        if left_out:
+            record.warning(
+                f"{split}: {count(left_out, 'turn')} of {count(found['sample']['rows'], 'row')} without loss, as the "
+                "chat template leaves out the reasoning of earlier turns (docs/tools_and_reasoning.md)"
+            )
 
     def _report_bad_rows(self, file: Path) -> None:
         """Rows that failed only when they were read: rows of streams, and rows with corrupt media."""

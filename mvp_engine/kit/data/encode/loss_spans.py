@@ -2,8 +2,8 @@
 
 An assistant turn starts after the template's generation prompt (which the template is rendered with,
 not assumed), or with its `{% generation %}` block, and ends with its stop token. The white space after
-that carries no loss. All that the template keeps in between does: tool calls, and reasoning blocks,
-including empty ones that the template writes itself.
+that carries no loss. All that the template keeps in between does: tool calls and reasoning blocks.
+`empty_reasoning` is the exception, a block without reasoning.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from mvp_engine.kit.data.encode.template_renderer import (
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import SpecialTokens
 from mvp_engine.kit.data.read.row_types import BadRow, Message
+
+# A reasoning block without reasoning, in the spellings of model families.
+EMPTY_REASONING = re.compile(
+    r"""<(?P<tag>[\w:]*think\w*)>\s*</(?P=tag)>
+        | \[THINK\]\s*\[/THINK\]
+        | <\|START_THINKING\|>\s*<\|END_THINKING\|>
+        | <\|channel>thought\s*<channel\|>""",
+    re.VERBOSE,
+)
 
 
 class LossSpans:
@@ -48,14 +57,44 @@ class LossSpans:
                 f"message {index} (assistant) is {len(turns)} times in the rendered text",
             )
         turn_start, turn_end = turns[0]
+        if self._holds_tool_results(index):
+            turn_end = self._end_of_own_text(index, turns[0])
         spans = []
         for span in self.rendered.spans.generation_blocks():
             if turn_start <= span[0] and span[1] <= turn_end:
                 spans.append(span)
         if not spans:
-            header = self._header_of(index, turns[0])
+            header = self._header_of(index, (turn_start, turn_end))
             spans = [(turn_start + len(header), turn_end)]
         return [*spans[:-1], self._with_stop_token(spans[-1])]
+
+    def _holds_tool_results(self, index: int) -> bool:
+        """Whether the template writes the tool's answer into the turn of the call (Gemma 4)."""
+        following = self.rendered.chat[index + 1 : index + 2]
+        is_result = bool(following) and following[0]["role"] == "tool"
+        return is_result and not self.rendered.spans.turns(index + 1)
+
+    def _end_of_own_text(self, index: int, turn: Span) -> int:
+        """Where a turn ends that the model writes, before the results of its tool calls."""
+        called = self.renderer.render(self.rendered.chat[: index + 1], self.rendered.tools)
+        written = [called.text[start:end] for start, end in called.spans.turns(index)]
+        end = turn[0]
+        for one, other in zip("".join(written), self.rendered.text[slice(*turn)], strict=False):
+            if one != other:
+                break
+            end += 1
+        return end
+
+    def empty_reasoning(self, index: int) -> list[Span]:
+        """The reasoning block without reasoning of an assistant turn, with the white space around it."""
+        text = self.rendered.text
+        ((start, end),) = self.rendered.spans.turns(index)
+        found = EMPTY_REASONING.search(text, start, end)
+        if found is None:
+            return []
+        before = text[start : found.start()].rstrip()
+        behind = text[found.end() : end].lstrip()
+        return [(start + len(before), end - len(behind))]
 
     def _with_stop_token(self, span: Span) -> Span:
         """The span up to its stop token, which may come directly after the turn."""
@@ -117,6 +156,9 @@ class LossSpans:
         if PROBE_TEXT not in answer_turn:
             return headers
         header = answer_turn.partition(PROBE_TEXT)[0]
+        empty_block = EMPTY_REASONING.search(header)
+        if empty_block:
+            header = header[: empty_block.start()]
         has_no_prompt = not prompt or prompted.text == asked.text
         if has_no_prompt:  # the header is what every answer has
             return [*headers, header if header.strip() else ""]

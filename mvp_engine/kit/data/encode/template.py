@@ -5,7 +5,9 @@ compiled a second time with marks around its messages (`template_marks.py`). Wit
 text must be equal to the tokenizer's own, else the row is bad. What carries loss:
 
 - Assistant turns, or what a message's `loss` says, from the generation prompt to the stop token
-  (`loss_spans.py`).
+  (`loss_spans.py`). Not turns whose reasoning the template leaves out because another question follows:
+  their answers alone are not what the model should write. Not an empty reasoning block that the
+  template adds to a turn without reasoning.
 - Of other roles with `loss: true` their texts, without surrounding white space, and the stop token
   after the last.
 - Never media placeholders, nor the special tokens that enclose them.
@@ -18,11 +20,13 @@ text must be equal to the tokenizer's own, else the row is bad. What carries los
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.loss_spans import LossSpans
+from mvp_engine.kit.data.encode.loss_spans import EMPTY_REASONING, LossSpans
 from mvp_engine.kit.data.encode.placeholders import PlaceholderToken, locate_placeholders
 from mvp_engine.kit.data.encode.template_marks import PROBE_TEXT
 from mvp_engine.kit.data.encode.template_renderer import (
@@ -30,6 +34,7 @@ from mvp_engine.kit.data.encode.template_renderer import (
     MarkedText,
     TemplateRenderer,
     Tools,
+    arguments_as_json,
 )
 from mvp_engine.kit.data.encode.text_spans import Span, any_of, merge_spans
 from mvp_engine.kit.data.encode.tokenization import (
@@ -39,6 +44,8 @@ from mvp_engine.kit.data.encode.tokenization import (
     TokenizedText,
 )
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
+
+_THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 class ChatTemplate:
@@ -97,21 +104,49 @@ class ChatTemplate:
         media = locate_placeholders(text, row.media(), self.placeholders)
         finder = LossSpans(self.renderer, self.special, self.stop_token, rendered)
         spans: list[Span] = []
+        incomplete = self._turns_without_their_reasoning(row, rendered)
         stops = True
+        excluded = [place.outer for place in media]
         for index, message in enumerate(row.messages):
+        left_out = 0
             if not has_loss[index]:
                 continue
-            if message.role == "assistant":
+            if index in incomplete:
+                left_out += 1
+            elif message.role == "assistant":
                 spans += finder.of_assistant(index)
                 stops &= text[: spans[-1][1]].endswith(self.special.texts)
             else:
+                if not _reasoning(message)[1] and not EMPTY_REASONING.search(message.text):
+                    excluded += finder.empty_reasoning(index)
                 spans += finder.of_texts(index, message)
-        loss = merge_spans(len(text), spans, [place.outer for place in media])
+        if left_out and not spans:
+            raise BadRow(
+                "nothing_to_learn",
+                "the chat template writes reasoning only at the end of a conversation, and no other turn has "
+                "loss: cut the row after the turn that it should learn",
+            )
+        loss = merge_spans(len(text), spans, excluded)
         return Rendered(
-            text, loss, media, self.is_processor, stops=stops, prompt_only=row.prompt_only
+            text,
+            loss,
+            media,
+            self.is_processor,
+            stops=stops,
+            prompt_only=row.prompt_only,
+            reasoning_left_out=left_out,
         )
 
     def tokenize(self, rendered: Rendered) -> TokenizedText:
+    def reasoning_left_out(self, row: Row) -> int:
+        """How many turns carry no loss because the template leaves out their reasoning; of a bad row none."""
+        if not any(_reasoning(message)[1] for message in row.messages):
+            return 0
+        try:
+            return self.render(row).reasoning_left_out
+        except BadRow:
+            return 0
+
         return self._masking_tokenizer(rendered)
 
     def _check_no_placeholders(self, row: Row) -> None:
@@ -128,11 +163,11 @@ class ChatTemplate:
     def _render_conversation(self, row: Row, has_loss: Sequence[bool]) -> MarkedText:
         """The conversation in the tokenizer's own text, with nothing of the row left out."""
         tools = list(row.tools) or None
-        tool_calls = _tool_calls(row)
+        has_tool_calls = any(message.extra.get("tool_calls") for message in row.messages)
         source = self.renderer.source(tools)
         if tools and "tools" not in source:
             raise BadRow("template", "the chat template leaves out tools")
-        if tool_calls and "tool_calls" not in source:
+        if has_tool_calls and "tool_calls" not in source:
             raise BadRow("template", "the chat template leaves out tool_calls")
         missing = {part.kind for part in row.media()} - self.placeholders.keys()
         if missing:
@@ -140,7 +175,10 @@ class ChatTemplate:
                 "unsupported_media",
                 f"the chat template has no placeholder for {' and '.join(sorted(missing))}: is this a model for it?",
             )
-        rendered = self._render_with_tool_calls(row, has_loss, tools, tool_calls)
+        if has_tool_calls:
+            rendered = self._render_tool_calls(row, has_loss, tools)
+        else:
+            rendered = self._render_messages(row, has_loss, tools)
         for index, message in enumerate(row.messages):
             if message.role not in ("system", "user"):
                 continue
@@ -150,39 +188,65 @@ class ChatTemplate:
                     "template",
                     f"the chat template leaves out or rewrites message {index} ({message.role})",
                 )
-        _check_reasoning(row, source, rendered)
         return rendered
 
-    def _render_with_tool_calls(
-        self,
-        row: Row,
-        has_loss: Sequence[bool],
-        tools: Tools,
-        tool_calls: list[tuple[int, str]],
-    ) -> MarkedText:
-        """The conversation with all of its tool calls.
+    def _render_tool_calls(self, row: Row, has_loss: Sequence[bool], tools: Tools) -> MarkedText:
+        """The conversation in the first form of which the template writes all tool calls.
 
-        Content next to tool calls is "" for most templates; some write the calls only if it is None.
+        Most templates take arguments as objects, some as JSON. Content next to tool calls is "" for
+        most; some write the calls only if it is None.
         """
-        missing: list[str] = []
-        for empty_content in ("", None):
-            chat = []
-            unmarked = []
-            for index, message in enumerate(row.messages):
-                mark_texts = has_loss[index] and message.role != "assistant"
-                chat.append(
-                    self.renderer.message(
-                        message, index, mark_texts=mark_texts, empty_content=empty_content
-                    )
-                )
-                unmarked.append(self.renderer.message(message, index, empty_content=empty_content))
-            rendered = self.renderer.render(
-                chat, tools, add_generation_prompt=row.prompt_only, unmarked=unmarked
-            )
-            missing = _missing_tool_calls(rendered, tool_calls)
-            if not missing:
+        problem: BadRow | None = None
+        for json_arguments, empty_content in product((False, True), ("", None)):
+            try:
+                form = {"json_arguments": json_arguments, "empty_content": empty_content}
+                rendered = self._render_messages(row, has_loss, tools, **form)
+                _check_tool_calls(row, rendered, json_arguments)
                 return rendered
-        raise BadRow("template", f"the chat template leaves out the tool call {missing[0]!r}")
+            except BadRow as bad:
+                problem = problem or bad
+        assert problem is not None, "every form failed"
+        raise problem
+
+    def _render_messages(
+        self, row: Row, has_loss: Sequence[bool], tools: Tools, **form: Any
+    ) -> MarkedText:
+        chat = []
+        unmarked = []
+        for index, message in enumerate(row.messages):
+            mark_texts = has_loss[index] and message.role != "assistant"
+            chat.append(self.renderer.message(message, index, mark_texts=mark_texts, **form))
+            unmarked.append(self.renderer.message(message, index, **form))
+        return self.renderer.render(
+            chat, tools, add_generation_prompt=row.prompt_only, unmarked=unmarked
+        )
+
+    def _turns_without_their_reasoning(self, row: Row, rendered: MarkedText) -> set[int]:
+        """The messages whose reasoning the template writes only until the conversation continues.
+
+        Raises if the template leaves out the reasoning of other messages.
+        """
+        questions = [index for index, message in enumerate(row.messages) if message.role == "user"]
+        last_question = max(questions, default=-1)
+        source = self.renderer.source(rendered.tools)
+        found = set()
+        for index, message in enumerate(row.messages):
+            key, reasoning = _reasoning(message)
+            if not reasoning or _is_written(reasoning, message, rendered, index):
+                continue
+            if index < last_question:
+                is_supported = not key or re.search(r"reasoning|\bthinking\b", source) is not None
+            else:
+                until_here = self.renderer.render(rendered.chat[: index + 1], rendered.tools)
+                is_supported = _is_written(reasoning, message, until_here, index)
+            if not is_supported:
+                raise BadRow(
+                    "template",
+                    f"the chat template leaves out {key or 'the reasoning'} of message {index}: remove "
+                    "it from the row, or train with a template that writes it",
+                )
+            found.add(index)
+        return found
 
     def _try_template(self) -> None:
         """Find out whether texts must be typed content, and which token ends a turn.
@@ -260,52 +324,45 @@ def _messages_with_loss(row: Row) -> list[bool]:
     return flags
 
 
-def _tool_calls(row: Row) -> list[tuple[int, str]]:
-    """(index of the message, name of the function) of all tool calls."""
-    calls = []
+def _check_tool_calls(row: Row, rendered: MarkedText, json_arguments: bool) -> None:
+    """Raise unless each tool call is in the turn of its message, with arguments as the template means them."""
     for index, message in enumerate(row.messages):
         for call in message.extra.get("tool_calls") or ():
-            function = call.get("function") or call
-            calls.append((index, function.get("name") or ""))
-    return calls
-
-
-def _missing_tool_calls(rendered: MarkedText, tool_calls: list[tuple[int, str]]) -> list[str]:
-    missing = []
-    for index, name in tool_calls:
         turns = rendered.spans.turns(index)
-        if not any(name in rendered.text[start:end] for start, end in turns):
-            missing.append(name)
-    return missing
+        written = "".join(rendered.text[start:end] for start, end in turns)
+        names = Counter[str]()
+            function = call.get("function") or call
+            name = function.get("name") or ""
+            names[name] += 1
+            if written.count(name) < names[name]:
+                raise BadRow("template", f"the chat template leaves out the tool call {name!r}")
+            arguments = function.get("arguments", "")
+            as_json = arguments_as_json(arguments)
+            # A template that takes JSON writes an object as Python does, one that takes objects quotes JSON.
+            is_python = str(arguments) != as_json and str(arguments) in written
+            if as_json not in written if json_arguments else is_python:
+                raise BadRow(
+                    "template",
+                    f"the chat template does not write the arguments of the tool call {name!r} as JSON",
+                )
 
 
-def _check_reasoning(row: Row, source: str, rendered: MarkedText) -> None:
-    """Raise if the template leaves out the reasoning of an answer to the last question.
-
-    In earlier answers templates may leave it out, as they do when the model is used.
-    """
-    questions = [index for index, message in enumerate(row.messages) if message.role == "user"]
-    last_question = max(questions, default=-1)
-    for index, message in enumerate(row.messages):
-        key = next((key for key in REASONING_KEYS if message.extra.get(key)), None)
-        reasoning = str(message.extra[key]) if key else _think_block(message)
-        if index > last_question:
-            turns = rendered.spans.turns(index)
-            kept = any(reasoning.strip() in rendered.text[slice(*turn)] for turn in turns)
-        else:
-            kept = key is None or re.search(r"reasoning|\bthinking\b", source) is not None
-        if reasoning and not kept:
-            raise BadRow(
-                "template",
-                f"the chat template leaves out {key or 'the reasoning'} of message {index}: remove "
-                "it from the row, or train with a template that writes it",
-            )
+def _reasoning(message: Message) -> tuple[str, str]:
+    """(key, text) of a message's reasoning. The key is "" if it is in the text of an answer."""
+    for key in REASONING_KEYS:
+        if message.extra.get(key):
+            return key, str(message.extra[key]).strip()
+    found = _THINK_BLOCK.search(message.text) if message.role == "assistant" else None
+    return "", found[1].strip() if found else ""
 
 
-def _think_block(message: Message) -> str:
-    """The reasoning that an answer has in its text."""
-    found = re.search(r"<think>(.*?)</think>", message.text, re.DOTALL)
-    return found[1] if found and message.role == "assistant" else ""
+def _is_written(reasoning: str, message: Message, rendered: MarkedText, index: int) -> bool:
+    """Whether a message's reasoning is in its turn, and not only as words of its answer."""
+    answer = _THINK_BLOCK.sub("", message.text)
+    turns = rendered.spans.turns(index)
+    return any(
+        rendered.text[start:end].count(reasoning) > answer.count(reasoning) for start, end in turns
+    )
 
 
 def _insertions(without: str, with_item: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,10 +139,12 @@ class TemplateRenderer:
         """A message as chat templates take it, with media as bare types.
 
         `mark_texts` puts marks around its texts. `empty_content` is the content of a turn that has
-        tool calls alone: most templates want "", some None.
+        tool calls alone: most templates want "", some None. With `json_arguments`, the arguments of
+        tool calls are JSON instead of objects.
         """
         content: Any = [_content_block(part, index, mark_texts) for part in message.parts]
         has_text_only = all(part.kind == "text" for part in message.parts)
+        json_arguments: bool = False,
         if not content and message.extra.get("tool_calls"):
             content = empty_content
         elif has_text_only and not self.typed_content:
@@ -155,6 +158,8 @@ class TemplateRenderer:
 
 
 def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
+        if json_arguments and extra.get("tool_calls"):
+            extra["tool_calls"] = [_with_json_arguments(call) for call in extra["tool_calls"]]
     if part.kind != "text":
         return {"type": part.kind}
     text = part.value
@@ -172,3 +177,14 @@ def _with_reasoning_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
     if not found:
         return dict(extra)
     return {"thinking": found[0], **extra, "reasoning_content": found[0]}
+def arguments_as_json(arguments: Any) -> str:
+    """The arguments of a tool call as the `tojson` of chat templates writes them; JSON stays as it is."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    if call.get("function"):
+        return {**call, "function": _with_json_arguments(call["function"])}
+    return {**call, "arguments": arguments_as_json(call.get("arguments", {}))}
+
+

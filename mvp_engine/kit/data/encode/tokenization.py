@@ -27,6 +27,8 @@ class Rendered:
     # learn to stop.
     stops: bool = True
     prompt_only: bool = False  # no token needs to carry loss
+    # Assistant turns that carry no loss because the template leaves out their reasoning.
+    reasoning_left_out: int = 0
 
 
 class TokenizedText(NamedTuple):

@@ -106,6 +106,9 @@ def read_message(raw: Any, where: str) -> Message:
     if isinstance(content, list | tuple):
         content = _take_actions(content, fields, f"{where}.content")
     _check_extra_fields(fields, where)
+    tool_calls = _read_tool_calls(fields.pop("tool_calls", []), f"{where}.tool_calls")
+    if tool_calls:  # some templates take an empty list for a turn with tool calls
+        fields["tool_calls"] = tool_calls
     parts = _read_content(content, where)
     message = Message(role, parts, None if loss is None else bool(loss), fields)
     if content is None and not has_actions(message):
@@ -164,16 +167,30 @@ def _sharegpt_tool_calls(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _check_extra_fields(extra: Mapping[str, Any], where: str) -> None:
-    """Check the types of fields that chat templates print or index; other keys may hold anything."""
+    """Check the types of texts that chat templates print; other keys may hold anything."""
     for key in ("name", "tool_call_id", "reasoning_content"):
         check_text(extra.get(key, ""), f"{where}.{key}")
-    tool_calls = check_list(extra.get("tool_calls", []), f"{where}.tool_calls")
-    for index, tool_call in enumerate(tool_calls):
-        place = f"{where}.tool_calls[{index}]"
-        fields = check_object(tool_call, place)
-        function = check_object(fields.get("function", fields), place)
+
+
+def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: OpenAI writes these as a JSON string."""
+    calls = []
+    for index, raw in enumerate(check_list(value, where)):
+        place = f"{where}[{index}]"
+        call = check_object(raw, place)
+        given = call.get("function", call)
+        function = check_object(given, place)
         check_text(function.get("name"), f"{place}.name")
+        if "arguments" in given:
+            place = f"{place}.arguments"
+            arguments = parse_json(function.get("arguments") or "{}", place)
+            if not isinstance(arguments, Mapping):
+                found = type_name(arguments)
+                raise BadRow("wrong_type", f"{place} holds {found}, wanted a JSON object")
+            function["arguments"] = arguments
         check_json_serializable(function, place)
+        calls.append({**call, "function": function} if "function" in call else function)
+    return calls
 
 
 def _read_content(content: Any, where: str) -> tuple[Part, ...]:
