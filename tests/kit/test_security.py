@@ -9,8 +9,11 @@ import io
 import json
 import os
 import pickle
+import resource
+import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,25 @@ from conftest import TINY
 from safetensors.torch import save_file
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf import config_source
 from mvp_engine.hf.config_source import _config_of_folder
 from mvp_engine.hf.export import write_side_files
 from mvp_engine.hf.export_plan import Target
-from mvp_engine.hf import config_source
 from mvp_engine.hf.weight_files import weight_paths
+from mvp_engine.kit.data.encode import template_marks, template_renderer
+from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.encode.template_marks import WorkLimit
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import list_runs
 from mvp_engine.tools.recipe import new_recipe
 
@@ -41,7 +49,6 @@ SECRET = "the private key"
 
 
 class Payload:
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource
     """Runs code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
@@ -169,13 +176,6 @@ def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path: Path, marke
         _config_of_folder(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
-def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder: Path, secret: Path, value: str) -> None:
-    file = model_folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
-    with pytest.raises(UserError, match="is outside of its folder"):
-        load_processor(model_folder)
-
 def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
     model_folder: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +201,13 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
     assert "evil" not in sys.modules
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello") == tokenizer("zephyr").encode("hello")
 
+
+@pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
+def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder: Path, secret: Path, value: str) -> None:
+    file = model_folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
+    with pytest.raises(UserError, match="is outside of its folder"):
+        load_processor(model_folder)
 
 
 def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder: Path, secret: Path) -> None:
@@ -269,6 +276,62 @@ def test_chat_template_that_tries_to_escape_does_nothing(tmp_path: Path, marker:
         return
     for leaked in ("<class", "<module", "<function", "<built-in", "builtins", "root:"):
         assert leaked not in text
+
+
+LOOPS = "{% for a in range(99999) %}{% for b, c in {1: 2} | items %}{% endfor %}{% endfor %}"
+EXPENSIVE = {
+    "{{ 'a' * 20000000000 }}": "takes more than 512 MiB",
+    "{{ 'a' | center(20000000000) }}": "takes more than 512 MiB",
+    "{{ '%20000000000d' % 1 }}": "takes more than 512 MiB",
+    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}": "512 MiB",
+    "{{ '%2000000d' % 1 }}": "writes a text that is far longer",
+    LOOPS: "loops more than",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": "loops more than",
+    "{{ range(99999) | map('string') | map('indent') | list | length * 99 }}" * 99: "seconds of CPU time",
+    "{% if mvp_mark is not defined %}{{ 'a' * 20000000000 }}{% endif %}": "mvp_mark is a name that templates",
+}
+
+
+@pytest.mark.parametrize("template", EXPENSIVE)
+def test_chat_template_that_takes_too_much_memory_or_time_is_refused(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_marks, "TRIAL_CPU_SECONDS", 1)
+    source = template + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+    with pytest.raises(UserError, match=EXPENSIVE[template]):
+        ChatTemplate(tokenizer("zephyr", chat_template=source))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20  # KiB
+
+
+def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+    programs: list[str] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        programs.append(command[2])
+        command[2] += "\nassert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    source = "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>{# once #}"
+    for _ in range(3):
+        ChatTemplate(tokenizer("zephyr", chat_template=source))
+    assert len(programs) == 1
+
+
+def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    repeats = turn.replace("{{ m", "{{ messages[0]['content'] if m['content'] == 'x' }}{{ m")
+    squares = "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}" + turn
+    messages = 100 * [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    long = [{"role": "user", "content": "z" * 10**5}, *messages]
+    with pytest.raises(BadRow, match="writes a text that is far longer than the row"):
+        ChatTemplate(tokenizer("zephyr", chat_template=repeats)).render(read_row({"messages": long}))
+    form = ChatTemplate(tokenizer("zephyr", chat_template=squares))
+    form.render(read_row({"messages": messages}))
+    monkeypatch.setattr(template_renderer, "WorkLimit", partial(WorkLimit, iterations=1000))
+    with pytest.raises(BadRow, match="loops more than 1,000 times"):
+        form.render(read_row({"messages": messages}))
 
 
 # ---- Datasets -------------------------------------------------------------------------------------------------------

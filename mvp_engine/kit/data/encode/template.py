@@ -74,6 +74,7 @@ class ChatTemplate:
         self.placeholders: dict[str, PlaceholderToken] = {}  # by media kind
         known_tokens = _media_tokens(processor, self.tokenizer)
         if self.renderer.chat_template:
+            self.renderer.refuse_too_expensive()
             self._try_template()
             candidates = dict(known_tokens)
             for kind, token in (placeholders or {}).items():
@@ -103,12 +104,12 @@ class ChatTemplate:
         text = rendered.text
         media = locate_placeholders(text, row.media(), self.placeholders)
         finder = LossSpans(self.renderer, self.special, self.stop_token, rendered)
-        spans: list[Span] = []
         incomplete = self._turns_without_their_reasoning(row, rendered)
-        stops = True
+        spans: list[Span] = []
         excluded = [place.outer for place in media]
-        for index, message in enumerate(row.messages):
+        stops = True
         left_out = 0
+        for index, message in enumerate(row.messages):
             if not has_loss[index]:
                 continue
             if index in incomplete:
@@ -116,9 +117,9 @@ class ChatTemplate:
             elif message.role == "assistant":
                 spans += finder.of_assistant(index)
                 stops &= text[: spans[-1][1]].endswith(self.special.texts)
-            else:
                 if not _reasoning(message)[1] and not EMPTY_REASONING.search(message.text):
                     excluded += finder.empty_reasoning(index)
+            else:
                 spans += finder.of_texts(index, message)
         if left_out and not spans:
             raise BadRow(
@@ -137,7 +138,6 @@ class ChatTemplate:
             reasoning_left_out=left_out,
         )
 
-    def tokenize(self, rendered: Rendered) -> TokenizedText:
     def reasoning_left_out(self, row: Row) -> int:
         """How many turns carry no loss because the template leaves out their reasoning; of a bad row none."""
         if not any(_reasoning(message)[1] for message in row.messages):
@@ -147,6 +147,7 @@ class ChatTemplate:
         except BadRow:
             return 0
 
+    def tokenize(self, rendered: Rendered) -> TokenizedText:
         return self._masking_tokenizer(rendered)
 
     def _check_no_placeholders(self, row: Row) -> None:
@@ -327,10 +328,10 @@ def _messages_with_loss(row: Row) -> list[bool]:
 def _check_tool_calls(row: Row, rendered: MarkedText, json_arguments: bool) -> None:
     """Raise unless each tool call is in the turn of its message, with arguments as the template means them."""
     for index, message in enumerate(row.messages):
-        for call in message.extra.get("tool_calls") or ():
         turns = rendered.spans.turns(index)
         written = "".join(rendered.text[start:end] for start, end in turns)
         names = Counter[str]()
+        for call in message.extra.get("tool_calls") or ():
             function = call.get("function") or call
             name = function.get("name") or ""
             names[name] += 1

@@ -3,15 +3,25 @@
 The marks are inserted into the template's syntax tree, so what the template trims, splits, drops or
 dumps as JSON stays as it is. `extract_marks` removes them from the rendered text and returns the
 spans between them.
+
+Templates come with models, which nobody has to trust. `try_template` renders one in a process with
+limits before this process does, and `WorkLimit` counts the work of a row.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -30,6 +40,24 @@ PROBE_TEXT = "\ufdd2"
 _OPENING_OF = {"}": "{", ")": "(", "]": "["}
 _MARK = re.compile(rf"{MARK_OPEN}([(){{}}[\]])([0-9]*){MARK_CLOSE}")
 _MARK_FUNCTION = "mvp_mark"  # the name of the function in the template's context
+# What a template may raise for a row that it does not support.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+# Limits of `try_template`. Published templates take 0.1 seconds, most of it the start of the process.
+TRIAL_CPU_SECONDS = 10
+TRIAL_SECONDS = 120  # on a machine that does something else meanwhile
+TRIAL_BYTES = 2**29  # on top of what the process has at its start
+TRIAL_ITERATIONS = 100_000
+# Limits of a row: iterations of all loops, and characters, on top of 16 for each character of the row.
+MAX_ITERATIONS = 2_000_000
+MAX_CHARACTERS = 2**20
 
 
 def mark(bracket: str, index: int | str = "") -> str:
@@ -104,15 +132,140 @@ def compile_with_marks(source: str) -> jinja2.Template:
     )
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    if _MARK_FUNCTION in source:
+        raise jinja2.TemplateError(f"{_MARK_FUNCTION} is a name that templates may not use")
     tree = env.parse(_generation_blocks_to_ifs(source))
     for block in tree.find_all(nodes.If):
         if isinstance(block.test, nodes.Name) and block.test.name == _MARK_FUNCTION:
             block.body = [_text_node(mark("[")), *block.body, _text_node(mark("]"))]
-    for loop in tree.find_all(nodes.For):
-        if isinstance(loop.target, nodes.Name):
-            _mark_loop(loop, nodes.Name(loop.target.name, "load"))
+    for block in tree.find_all((nodes.For, nodes.Macro)):
+        if isinstance(block, nodes.For) and isinstance(block.target, nodes.Name):
+            _mark_loop(block, nodes.Name(block.target.name, "load"))
+        else:  # no messages, but an iteration to count
+            block.body = [_mark_node(nodes.Const(None), "{"), *block.body]
     tree.set_environment(env)
     return jinja2.Template.from_code(env, env.compile(tree), env.make_globals(None))
+
+
+class WorkLimit:
+    """Counts the work of one rendering, and raises before it is out of proportion to the row."""
+
+    def __init__(self, row: Any, iterations: int = MAX_ITERATIONS) -> None:
+        self.row = row
+        self.characters = 0
+        self.max_iterations = iterations
+        self.iterations = 0
+
+    def count_iteration(self) -> None:
+        self.iterations += 1
+        if self.iterations > self.max_iterations:
+            raise BadRow(
+                "template", f"the chat template loops more than {self.max_iterations:,} times"
+            )
+
+    def join(self, pieces: Iterable[str]) -> str:
+        kept = []
+        left = iter(pieces)
+        while some := list(islice(left, 256)):  # a check of each piece would take 10 % longer
+            kept.append("".join(some))
+            self.characters += len(kept[-1])
+            most = MAX_CHARACTERS
+            if self.characters > most and self.characters > most + 16 * len(repr(self.row)):
+                raise BadRow(
+                    "template", "the chat template writes a text that is far longer than the row"
+                )
+        return "".join(kept)
+
+
+# Messages that take most branches of a template, and the declaration of their tool.
+_TRIAL_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+_TRIAL_CHAT = [
+    {"role": "user", "content": PROBE_TEXT},
+    {"role": "assistant", "content": "", "reasoning_content": "z", "tool_calls": [_TRIAL_CALL]},
+    {"role": "tool", "content": PROBE_TEXT, "name": "f"},
+    {"role": "assistant", "content": PROBE_TEXT, "reasoning_content": "z"},
+]
+_TRIAL_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+# sys.path is that of the caller, who may have changed it.
+_TRIAL_PROGRAM = f"""
+import json, sys
+sys.path[:] = json.loads(sys.stdin.readline())
+from {__name__} import _trial
+_trial()
+"""
+
+
+@lru_cache(maxsize=64)  # by template: one process for each at a start
+def try_template(source: str, context: str) -> str | None:
+    """What a template does that takes too much time or memory for a few words; None: it does not.
+
+    `context` are further variables as JSON. The process imports jinja2, not torch.
+    """
+    given = "\n".join([json.dumps(sys.path), json.dumps(source), context])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL_PROGRAM, str(TRIAL_CPU_SECONDS)],
+            input=given.encode(),
+            capture_output=True,
+            timeout=TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes more than {TRIAL_SECONDS} seconds of time"
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"takes more than {TRIAL_CPU_SECONDS} seconds of CPU time"
+    if not done.stdout:
+        raise RuntimeError(f"the trial of a chat template failed: {done.stderr.decode()}")
+    problem = done.stdout.decode().removeprefix(_STARTED).strip()
+    if done.returncode and not problem:  # a crash, as out of memory or stack in C code
+        return f"crashes the process that renders it: {done.returncode}"
+    return problem or None
+
+
+_STARTED = "started\n"
+
+
+def _trial() -> None:
+    """The process of `try_template`."""
+    source, context = json.loads(sys.stdin.readline()), json.loads(sys.stdin.readline())
+    status = Path("/proc/self/statm")
+    if status.exists():  # Linux
+        bytes_now = int(status.read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (bytes_now + TRIAL_BYTES,) * 2)
+    cpu_seconds = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(_STARTED, end="", flush=True)
+    typed = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in _TRIAL_CHAT
+    ]
+    plain = [_TRIAL_CHAT[0], _TRIAL_CHAT[-1]]
+    for chat in (plain, _TRIAL_CHAT, typed[:1] + typed[-1:], typed):
+        for prompt in (False, True):
+            tools = [_TRIAL_TOOL] if len(chat) > 2 else None
+            try:
+                _render_trial(
+                    source,
+                    {**context, "messages": chat, "tools": tools, "add_generation_prompt": prompt},
+                )
+            except TEMPLATE_ERRORS:
+                continue  # it does not support this chat; rows will show what it supports
+            except MemoryError:
+                print(f"takes more than {TRIAL_BYTES >> 20} MiB")
+                return
+            except BadRow as bad:
+                print(bad.detail.removeprefix("the chat template "))
+                return
+
+
+def _render_trial(source: str, context: Mapping[str, Any]) -> None:
+    limit = WorkLimit(context, TRIAL_ITERATIONS)
+
+    def mark_message(value: Any, bracket: str) -> str:
+        limit.count_iteration()
+        return ""
+
+    limit.join(compile_with_marks(source).generate(**context, mvp_mark=mark_message))
 
 
 def _raise_exception(message: str) -> None:

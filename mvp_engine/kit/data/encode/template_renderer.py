@@ -7,30 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.template_marks import (
     PROBE_TEXT,
+    TEMPLATE_ERRORS,
     MarkedSpans,
+    WorkLimit,
     compile_with_marks,
     extract_marks,
     mark,
+    try_template,
 )
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part
 
 Chat = list[dict[str, Any]]
 Tools = list[Any] | None
-# What a template may raise for a row that it does not support.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 # Names of the reasoning field in datasets, in order of preference.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -65,6 +56,24 @@ class TemplateRenderer:
         """One template, or several by name; None if the model has none."""
         return self.owner.chat_template
 
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """What a template sees besides the conversation."""
+        return {**self.tokenizer.special_tokens_map, **self.options, "documents": None}
+
+    def refuse_too_expensive(self) -> None:
+        """Raise a UserError for a template that takes too much time or memory: models are not trusted."""
+        sources = self.chat_template
+        context = json.dumps(self._variables, default=str)
+        for source in sources.values() if isinstance(sources, Mapping) else [sources]:
+            problem = try_template(source, context)
+            if problem is not None:
+                raise UserError(
+                    f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is refused: for a few "
+                    f"words, it {problem}. Replace chat_template.jinja (or chat_template in "
+                    "tokenizer_config.json), or do not trust this model"
+                )
+
     def source(self, tools: Tools) -> str:
         """The template for a conversation with these tools."""
         source = self.chat_template
@@ -93,24 +102,23 @@ class TemplateRenderer:
         source = self.source(tools)
         index_of = {id(message): index for index, message in enumerate(chat)}
 
+        limit = WorkLimit((chat, tools))
+
         def mark_message(value: Any, bracket: str) -> str:
+            limit.count_iteration()
             # Loops over other things than messages get no marks.
             return mark(bracket, index_of[id(value)]) if id(value) in index_of else ""
 
-        context = {
-            **self.tokenizer.special_tokens_map,
-            **self.options,
-            "documents": None,
-            "mvp_mark": mark_message,
-        }
+        context = {**self._variables, "mvp_mark": mark_message}
         own_text = None
         try:
-            text = compile_with_marks(source).render(
+            pieces = compile_with_marks(source).generate(
                 messages=chat,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **context,
             )
+            text = limit.join(pieces)
             if unmarked:
                 own_text = self.owner.apply_chat_template(
                     unmarked,
@@ -135,6 +143,7 @@ class TemplateRenderer:
         *,
         mark_texts: bool = False,
         empty_content: str | None = "",
+        json_arguments: bool = False,
     ) -> dict[str, Any]:
         """A message as chat templates take it, with media as bare types.
 
@@ -144,12 +153,13 @@ class TemplateRenderer:
         """
         content: Any = [_content_block(part, index, mark_texts) for part in message.parts]
         has_text_only = all(part.kind == "text" for part in message.parts)
-        json_arguments: bool = False,
         if not content and message.extra.get("tool_calls"):
             content = empty_content
         elif has_text_only and not self.typed_content:
             content = "".join(block["text"] for block in content)
         extra = _with_reasoning_keys(message.extra)
+        if json_arguments and extra.get("tool_calls"):
+            extra["tool_calls"] = [_with_json_arguments(call) for call in extra["tool_calls"]]
         return {**extra, "role": message.role, "content": content}
 
     def probe_message(self, role: str) -> dict[str, Any]:
@@ -158,8 +168,6 @@ class TemplateRenderer:
 
 
 def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
-        if json_arguments and extra.get("tool_calls"):
-            extra["tool_calls"] = [_with_json_arguments(call) for call in extra["tool_calls"]]
     if part.kind != "text":
         return {"type": part.kind}
     text = part.value
@@ -171,12 +179,6 @@ def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _with_reasoning_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra fields with reasoning under both names that templates of transformers read."""
-    found = [extra[key] for key in REASONING_KEYS if extra.get(key) is not None]
-    if not found:
-        return dict(extra)
-    return {"thinking": found[0], **extra, "reasoning_content": found[0]}
 def arguments_as_json(arguments: Any) -> str:
     """The arguments of a tool call as the `tojson` of chat templates writes them; JSON stays as it is."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -188,3 +190,9 @@ def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments_as_json(call.get("arguments", {}))}
 
 
+def _with_reasoning_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra fields with reasoning under both names that templates of transformers read."""
+    found = [extra[key] for key in REASONING_KEYS if extra.get(key) is not None]
+    if not found:
+        return dict(extra)
+    return {"thinking": found[0], **extra, "reasoning_content": found[0]}
