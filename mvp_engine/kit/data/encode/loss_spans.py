@@ -9,6 +9,7 @@ that carries no loss. All that the template keeps in between does: tool calls an
 from __future__ import annotations
 
 import re
+from functools import cached_property
 
 from mvp_engine.kit.data.encode.template_marks import PROBE_TEXT
 from mvp_engine.kit.data.encode.template_renderer import (
@@ -74,12 +75,21 @@ class LossSpans:
         is_result = bool(following) and following[0]["role"] == "tool"
         return is_result and not self.rendered.spans.turns(index + 1)
 
+    @cached_property
+    def _turns_without_results(self) -> dict[int, str]:
+        """The turns of the conversation without tool results, by message: up to where the model stops for them."""
+        kept = [i for i, message in enumerate(self.rendered.chat) if message["role"] != "tool"]
+        called = self.renderer.render([self.rendered.chat[i] for i in kept], self.rendered.tools)
+        turns = {}
+        for place, index in enumerate(kept):
+            turns[index] = "".join(called.text[slice(*turn)] for turn in called.spans.turns(place))
+        return turns
+
     def _end_of_own_text(self, index: int, turn: Span) -> int:
         """Where a turn ends that the model writes, before the results of its tool calls."""
-        called = self.renderer.render(self.rendered.chat[: index + 1], self.rendered.tools)
-        written = [called.text[start:end] for start, end in called.spans.turns(index)]
         end = turn[0]
-        for one, other in zip("".join(written), self.rendered.text[slice(*turn)], strict=False):
+        written = self.rendered.text[slice(*turn)]
+        for one, other in zip(self._turns_without_results[index], written, strict=False):
             if one != other:
                 break
             end += 1

@@ -205,6 +205,8 @@ class ChatTemplate:
                 _check_tool_calls(row, rendered, json_arguments)
                 return rendered
             except BadRow as bad:
+                if bad.reason != "template":
+                    raise
                 problem = problem or bad
         assert problem is not None, "every form failed"
         raise problem

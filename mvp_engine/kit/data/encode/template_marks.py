@@ -56,7 +56,7 @@ TRIAL_SECONDS = 120  # on a machine that does something else meanwhile
 TRIAL_BYTES = 2**29  # on top of what the process has at its start
 TRIAL_ITERATIONS = 100_000
 # Limits of a row: iterations of all loops, and characters, on top of 16 for each character of the row.
-MAX_ITERATIONS = 2_000_000
+MAX_ITERATIONS = 1_000_000
 MAX_CHARACTERS = 2**20
 
 
@@ -156,11 +156,13 @@ class WorkLimit:
         self.max_iterations = iterations
         self.iterations = 0
 
-    def count_iteration(self) -> None:
-        self.iterations += 1
+    def count_mark(self, text: str, bracket: str) -> None:
+        """Count an iteration, which starts with the mark `text`; marks are not part of the row's text."""
+        self.characters -= len(text)
+        self.iterations += bracket == "{"
         if self.iterations > self.max_iterations:
             raise BadRow(
-                "template", f"the chat template loops more than {self.max_iterations:,} times"
+                "too_long", f"the chat template loops more than {self.max_iterations:,} times"
             )
 
     def join(self, pieces: Iterable[str]) -> str:
@@ -172,7 +174,7 @@ class WorkLimit:
             most = MAX_CHARACTERS
             if self.characters > most and self.characters > most + 16 * len(repr(self.row)):
                 raise BadRow(
-                    "template", "the chat template writes a text that is far longer than the row"
+                    "too_long", "the chat template writes a text that is far longer than the row"
                 )
         return "".join(kept)
 
@@ -262,7 +264,7 @@ def _render_trial(source: str, context: Mapping[str, Any]) -> None:
     limit = WorkLimit(context, TRIAL_ITERATIONS)
 
     def mark_message(value: Any, bracket: str) -> str:
-        limit.count_iteration()
+        limit.count_mark("", bracket)
         return ""
 
     limit.join(compile_with_marks(source).generate(**context, mvp_mark=mark_message))

@@ -105,9 +105,10 @@ class TemplateRenderer:
         limit = WorkLimit((chat, tools))
 
         def mark_message(value: Any, bracket: str) -> str:
-            limit.count_iteration()
             # Loops over other things than messages get no marks.
-            return mark(bracket, index_of[id(value)]) if id(value) in index_of else ""
+            text = mark(bracket, index_of[id(value)]) if id(value) in index_of else ""
+            limit.count_mark(text, bracket)
+            return text
 
         context = {**self._variables, "mvp_mark": mark_message}
         own_text = None
