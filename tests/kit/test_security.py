@@ -36,7 +36,7 @@ from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.weight_files import weight_paths
 from mvp_engine.kit.data.encode import template_marks, template_renderer
 from mvp_engine.kit.data.encode.template import ChatTemplate
-from mvp_engine.kit.data.encode.template_marks import WorkLimit
+from mvp_engine.kit.data.encode.template_marks import RowMarks
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
@@ -329,7 +329,7 @@ def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatc
         ChatTemplate(tokenizer("zephyr", chat_template=repeats)).render(read_row({"messages": long}))
     form = ChatTemplate(tokenizer("zephyr", chat_template=squares))
     form.render(read_row({"messages": messages}))
-    monkeypatch.setattr(template_renderer, "WorkLimit", partial(WorkLimit, iterations=1000))
+    monkeypatch.setattr(template_renderer, "RowMarks", partial(RowMarks, max_iterations=1000))
     with pytest.raises(BadRow, match="loops more than 1,000 times"):
         form.render(read_row({"messages": messages}))
 

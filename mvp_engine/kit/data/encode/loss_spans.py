@@ -58,7 +58,13 @@ class LossSpans:
                 f"message {index} (assistant) is {len(turns)} times in the rendered text",
             )
         turn_start, turn_end = turns[0]
-        if self._holds_tool_results(index):
+        following = self.rendered.chat[index + 1 : index + 2]
+        if (
+            following
+            and following[0]["role"] == "tool"
+            and not self.rendered.spans.turns(index + 1)
+        ):
+            # The template writes the tool's answer into the turn of the call (Gemma 4).
             turn_end = self._end_of_own_text(index, turns[0])
         spans = []
         for span in self.rendered.spans.generation_blocks():
@@ -68,12 +74,6 @@ class LossSpans:
             header = self._header_of(index, (turn_start, turn_end))
             spans = [(turn_start + len(header), turn_end)]
         return [*spans[:-1], self._with_stop_token(spans[-1])]
-
-    def _holds_tool_results(self, index: int) -> bool:
-        """Whether the template writes the tool's answer into the turn of the call (Gemma 4)."""
-        following = self.rendered.chat[index + 1 : index + 2]
-        is_result = bool(following) and following[0]["role"] == "tool"
-        return is_result and not self.rendered.spans.turns(index + 1)
 
     @cached_property
     def _turns_without_results(self) -> dict[int, str]:

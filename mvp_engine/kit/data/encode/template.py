@@ -164,7 +164,9 @@ class ChatTemplate:
     def _render_conversation(self, row: Row, has_loss: Sequence[bool]) -> MarkedText:
         """The conversation in the tokenizer's own text, with nothing of the row left out."""
         tools = list(row.tools) or None
-        has_tool_calls = any(message.extra.get("tool_calls") for message in row.messages)
+        has_tool_calls = False
+        for message in row.messages:
+            has_tool_calls |= bool(message.extra.get("tool_calls"))
         source = self.renderer.source(tools)
         if tools and "tools" not in source:
             raise BadRow("template", "the chat template leaves out tools")

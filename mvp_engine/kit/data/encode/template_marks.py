@@ -5,7 +5,7 @@ dumps as JSON stays as it is. `extract_marks` removes them from the rendered tex
 spans between them.
 
 Templates come with models, which nobody has to trust. `try_template` renders one in a process with
-limits before this process does, and `WorkLimit` counts the work of a row.
+limits before this process does, and `RowMarks` counts the work of a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
@@ -138,32 +139,36 @@ def compile_with_marks(source: str) -> jinja2.Template:
     for block in tree.find_all(nodes.If):
         if isinstance(block.test, nodes.Name) and block.test.name == _MARK_FUNCTION:
             block.body = [_text_node(mark("[")), *block.body, _text_node(mark("]"))]
-    for block in tree.find_all((nodes.For, nodes.Macro)):
-        if isinstance(block, nodes.For) and isinstance(block.target, nodes.Name):
-            _mark_loop(block, nodes.Name(block.target.name, "load"))
+    for repeated in tree.find_all((nodes.For, nodes.Macro)):
+        if isinstance(repeated, nodes.For) and isinstance(repeated.target, nodes.Name):
+            _mark_loop(repeated, nodes.Name(repeated.target.name, "load"))
         else:  # no messages, but an iteration to count
-            block.body = [_mark_node(nodes.Const(None), "{"), *block.body]
+            repeated.body = [_mark_node(nodes.Const(None), "{"), *repeated.body]
     tree.set_environment(env)
     return jinja2.Template.from_code(env, env.compile(tree), env.make_globals(None))
 
 
-class WorkLimit:
-    """Counts the work of one rendering, and raises before it is out of proportion to the row."""
+@dataclass
+class RowMarks:
+    """`mvp_mark` of one rendering. It counts the work, and raises before that is out of proportion to the row."""
 
-    def __init__(self, row: Any, iterations: int = MAX_ITERATIONS) -> None:
-        self.row = row
-        self.characters = 0
-        self.max_iterations = iterations
-        self.iterations = 0
+    index_of: Mapping[int, int]  # the index of a message by its id
+    row: Any
+    max_iterations: int = MAX_ITERATIONS
+    iterations: int = 0
+    characters: int = 0  # written so far, without marks
 
-    def count_mark(self, text: str, bracket: str) -> None:
-        """Count an iteration, which starts with the mark `text`; marks are not part of the row's text."""
-        self.characters -= len(text)
+    def __call__(self, value: Any, bracket: str) -> str:
         self.iterations += bracket == "{"
         if self.iterations > self.max_iterations:
             raise BadRow(
                 "too_long", f"the chat template loops more than {self.max_iterations:,} times"
             )
+        if id(value) not in self.index_of:  # loops over other things than messages get no marks
+            return ""
+        text = mark(bracket, self.index_of[id(value)])
+        self.characters -= len(text)
+        return text
 
     def join(self, pieces: Iterable[str]) -> str:
         kept = []
@@ -181,7 +186,7 @@ class WorkLimit:
 
 # Messages that take most branches of a template, and the declaration of their tool.
 _TRIAL_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
-_TRIAL_CHAT = [
+_TRIAL_CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": PROBE_TEXT},
     {"role": "assistant", "content": "", "reasoning_content": "z", "tool_calls": [_TRIAL_CALL]},
     {"role": "tool", "content": PROBE_TEXT, "name": "f"},
@@ -261,13 +266,8 @@ def _trial() -> None:
 
 
 def _render_trial(source: str, context: Mapping[str, Any]) -> None:
-    limit = WorkLimit(context, TRIAL_ITERATIONS)
-
-    def mark_message(value: Any, bracket: str) -> str:
-        limit.count_mark("", bracket)
-        return ""
-
-    limit.join(compile_with_marks(source).generate(**context, mvp_mark=mark_message))
+    marks = RowMarks({}, context, TRIAL_ITERATIONS)
+    marks.join(compile_with_marks(source).generate(**context, mvp_mark=marks))
 
 
 def _raise_exception(message: str) -> None:

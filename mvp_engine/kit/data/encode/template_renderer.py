@@ -12,7 +12,7 @@ from mvp_engine.kit.data.encode.template_marks import (
     PROBE_TEXT,
     TEMPLATE_ERRORS,
     MarkedSpans,
-    WorkLimit,
+    RowMarks,
     compile_with_marks,
     extract_marks,
     mark,
@@ -49,17 +49,14 @@ class TemplateRenderer:
         # The object that the template belongs to.
         self.owner = processor if getattr(processor, "chat_template", None) else tokenizer
         self.options = {**options, "tokenize": False}
+        # What a template sees besides the conversation.
+        self._variables = {**tokenizer.special_tokens_map, **options, "documents": None}
         self.typed_content = False  # whether plain texts must be typed parts too
 
     @property
     def chat_template(self) -> Any:
         """One template, or several by name; None if the model has none."""
         return self.owner.chat_template
-
-    @property
-    def _variables(self) -> dict[str, Any]:
-        """What a template sees besides the conversation."""
-        return {**self.tokenizer.special_tokens_map, **self.options, "documents": None}
 
     def refuse_too_expensive(self) -> None:
         """Raise a UserError for a template that takes too much time or memory: models are not trusted."""
@@ -101,16 +98,8 @@ class TemplateRenderer:
         """
         source = self.source(tools)
         index_of = {id(message): index for index, message in enumerate(chat)}
-
-        limit = WorkLimit((chat, tools))
-
-        def mark_message(value: Any, bracket: str) -> str:
-            # Loops over other things than messages get no marks.
-            text = mark(bracket, index_of[id(value)]) if id(value) in index_of else ""
-            limit.count_mark(text, bracket)
-            return text
-
-        context = {**self._variables, "mvp_mark": mark_message}
+        marks = RowMarks(index_of, (chat, tools))
+        context = {**self._variables, "mvp_mark": marks}
         own_text = None
         try:
             pieces = compile_with_marks(source).generate(
@@ -119,7 +108,7 @@ class TemplateRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **context,
             )
-            text = limit.join(pieces)
+            text = marks.join(pieces)
             if unmarked:
                 own_text = self.owner.apply_chat_template(
                     unmarked,
