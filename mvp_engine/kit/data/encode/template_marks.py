@@ -139,11 +139,13 @@ def compile_with_marks(source: str) -> jinja2.Template:
     for block in tree.find_all(nodes.If):
         if isinstance(block.test, nodes.Name) and block.test.name == _MARK_FUNCTION:
             block.body = [_text_node(mark("[")), *block.body, _text_node(mark("]"))]
-    for repeated in tree.find_all((nodes.For, nodes.Macro)):
-        if isinstance(repeated, nodes.For) and isinstance(repeated.target, nodes.Name):
-            _mark_loop(repeated, nodes.Name(repeated.target.name, "load"))
-        else:  # no messages, but an iteration to count
-            repeated.body = [_mark_node(nodes.Const(None), "{"), *repeated.body]
+    for loop in tree.find_all(nodes.For):
+        if isinstance(loop.target, nodes.Name):
+            _mark_loop(loop, nodes.Name(loop.target.name, "load"))
+        else:
+            loop.body = [_COUNT, *loop.body]
+    for macro in tree.find_all(nodes.Macro):
+        macro.body = [_COUNT, *macro.body]
     tree.set_environment(env)
     return jinja2.Template.from_code(env, env.compile(tree), env.make_globals(None))
 
@@ -293,6 +295,9 @@ def _mark_node(message: nodes.Expr, bracket: str) -> nodes.Node:
     function = nodes.Name(_MARK_FUNCTION, "load")
     arguments: list[Any] = [message, nodes.Const(bracket)]
     return nodes.Output([nodes.Call(function, arguments, [], None, None)])
+
+
+_COUNT = _mark_node(nodes.Const(None), "{")  # no message, but work of the template
 
 
 def _mark_loop(loop: nodes.For, variable: nodes.Expr) -> None:
