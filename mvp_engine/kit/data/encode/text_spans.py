@@ -25,4 +25,4 @@ def merge_spans(
         flags[start:end] = b"\1" * (end - start)
     for start, end in excluded:
         flags[start:end] = bytes(end - start)
-    return tuple(found.span() for found in re.finditer(b"\1+", flags))
+    return tuple(map(re.Match.span, re.finditer(b"\1+", flags)))
