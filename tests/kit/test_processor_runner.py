@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,24 @@ def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_al
         processor.apply_chat_template(3 * messages, **template)
     types = media.token_types(torch.arange(4), torch.tensor([False, True, True, False]))["token_type_ids"]
     assert types.tolist() == [0, 1, 1, 1]  # the prompt, then the answer
+
+
+def test_processor_call_passes_its_own_options_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 warns of `return_mm_token_type_ids` among the tokenizer's options."""
+    calls: list[dict[str, Any]] = []
+    real = hf.PaliGemmaProcessor.__call__
+
+    @wraps(real)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(hf.PaliGemmaProcessor, "__call__", call)
+    siglip = hf.SiglipImageProcessor(size=SQUARE)
+    siglip.image_seq_length = 4
+    MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>")))
+    assert any(options.get("return_mm_token_type_ids") is False for options in calls)
+    assert not any("return_mm_token_type_ids" in options["text_kwargs"] for options in calls)
 
 
 class UnmaskedRunner(ProcessorRunner):
