@@ -57,7 +57,7 @@ def test_processor_call_passes_its_own_options_directly(monkeypatch: pytest.Monk
     siglip.image_seq_length = 4
     MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>")))
     assert any(options.get("return_mm_token_type_ids") is False for options in calls)
-    assert not any("return_mm_token_type_ids" in options["text_kwargs"] for options in calls)
+    assert not any("return_mm_token_type_ids" in options.get("text_kwargs", {}) for options in calls)
 
 
 class UnmaskedRunner(ProcessorRunner):

@@ -168,7 +168,7 @@ class RowMarks:
             )
         if id(value) not in self.index_of:  # loops over other things than messages get no marks
             return ""
-        text = mark(bracket, self.index_of[id(value)])
+        text = f"{MARK_OPEN}{bracket}{self.index_of[id(value)]}{MARK_CLOSE}"
         self.characters -= len(text)
         return text
 
