@@ -315,7 +315,7 @@ def _digest(value: Any, is_sharded: bool) -> Any:
         if not is_sharded and value.ndim:
             return about
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{about} {crc32(memoryview(data.numpy()))}"
+        return f"{about} {crc32(data.numpy().tobytes())}"
     if isinstance(value, Mapping):
         return tuple((key, _digest(one, is_sharded)) for key, one in value.items())
     if isinstance(value, list | tuple):

@@ -299,7 +299,7 @@ def _fingerprint(value: Any) -> int:
     """A checksum of the data in nested containers, equal in all processes; of other objects, that of their type."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return crc32(memoryview(data), crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
+        return crc32(data.tobytes(), crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
     if isinstance(value, Mapping):

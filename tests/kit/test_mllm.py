@@ -150,6 +150,19 @@ def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
     capsys.readouterr()
     assert main(["evaluate", "lates", "--dir", "three"]) == EXIT_USER_ERROR
     assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
+def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        MLLMEngine, "prepare_optimizer", lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.5)
+    )
+    words = ["train", config, "loop.eval_interval=null", "optim.ema=0.9", "export=link"]
+    assert main(words) == 0
+    assert main([*words, "workflow=export", "resume=auto", "optim.ema=null"]) == 0
+    in_training, last = (load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS)
+    assert any(not in_training[name].equal(last[name]) for name in last)
+    shutil.rmtree(next(tmp_path.glob(f"outputs/*/{FOLDERS[0]}")))
+    assert main([*words, "workflow=export", "resume=auto"]) == 0
+    later = load_file(next(tmp_path.glob(f"outputs/*/{FOLDERS[0]}/model.safetensors")))
+    assert all(later[name].equal(in_training[name]) for name in last)
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])

@@ -86,7 +86,7 @@ def state_bytes(costs: BlockCosts) -> float:
     """Bytes of the optimizer states of one rank, on the GPU or on the host."""
     settings = costs.settings
     trained = sum(p.numel() for p in costs.trained())
-    per_parameter = STATE_BYTES[settings.state_dtype] + 4.0 * settings.ema
+    per_parameter = STATE_BYTES[settings.state_dtype] + 4.0 * (settings.ema is not None)
     return per_parameter * trained / settings.weight_ranks
 
 

@@ -86,7 +86,6 @@ class EstimateSettings(Settings):
     compile: Any = "auto"
     gpu: str = "H200"
     state_dtype: str = "float32"
-    ema: bool = False
     offload_states: bool = False  # optimizer states are on the host (optim.offload)
     reference_copy: bool = False  # a second, frozen model, as preference training has it
     teacher: str | None = None  # a frozen model of another size, as distillation has it

@@ -30,7 +30,6 @@ def settings_of(config: Any, parallel: Any, gpu: str) -> EstimateSettings:
         gpu=gpu,
         state_dtype=getattr(config.optim, "state_dtype", "float32"),
         offload_states=getattr(config.optim, "offload", False),
-        ema=getattr(config.optim, "ema", None) is not None,
         reference_copy=getattr(config, "reference", None) == "copy",
         teacher=config.distil.teacher if hasattr(config, "distil") else None,
         text_loss=_has_text_loss(config),

@@ -81,10 +81,11 @@ def check_optimizer_state(record: CheckRecord, engine: CheckedEngine) -> None:
         return
     world = engine.world
     trained = model_engine.optimizer
-    names = {param: name for name, param in engine.model.named_parameters()}
+    names: dict[Tensor, str] = {one: name for name, one in engine.model.named_parameters()}
     chosen = _one_of_each_kind(trained)
     part = nn.Module()
-    part._parameters.update({names[param]: param for param in chosen})  # type: ignore[arg-type]
+    parameters: dict[str, Any] = {names[param]: param for param in chosen}
+    part._parameters.update(parameters)
     saved: Any = object.__new__(type(trained))  # of the chosen parameters only
     saved.state = {param: trained.state[param] for param in chosen if param in trained.state}
     saved.param_groups = _groups_of(chosen, trained)
