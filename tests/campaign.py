@@ -530,6 +530,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     try:
         found = run(folder, args.kills, args.storms, args.disks, args.seed, args.minutes, args.out)
+    except KeyboardInterrupt:
+        return 130
     finally:
         print(args.out.read_text() if args.out.exists() else "no launch was compared", flush=True)
         print(f"The table is in {args.out}")
