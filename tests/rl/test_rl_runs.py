@@ -112,7 +112,7 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) 
 def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path: Path, capfd: Any) -> None:
     config = write_recipe(tmp_path, LENGTH)
     (tmp_path / "engine.py").write_text("from mvp_engine.rl import RLEngine\n\nclass Scored(RLEngine):\n    pass\n")
-    trained(config, code=EXIT_USER_ERROR)
+    assert main(["train", config]) == EXIT_USER_ERROR
     assert "Scored has no reward: define reward(self, row, answer), or set reward.model" in capfd.readouterr().err
     torch.manual_seed(1)
     hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**TEXT, num_labels=1)).save_pretrained(tmp_path / "scorer")
