@@ -30,7 +30,7 @@ CONFIG_KEYS = 268
 COMMANDS = 27
 SFT_MODULES = 343
 STEP_FILES = 99
-STEP_FUNCTIONS = 400
+STEP_FUNCTIONS = 407
 READING_PATH = ["launch.py", "engine/engine.py", "model_engine/base.py", "model_engine/fsdp/engine.py"]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

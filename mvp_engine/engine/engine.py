@@ -72,6 +72,7 @@ class Engine(EngineHooks):
         self.layout = Layout.of(world, config.parallel)
         self.logger = logging.getLogger("mvp_engine")
         self.step = 0  # optimizer steps made
+        self.weights_step: int | None = None  # that of the weights, where it is not `step`
         self.epoch = 0  # epochs finished
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
@@ -205,20 +206,20 @@ class Engine(EngineHooks):
         by_patience = patience is not None and self.evals_since_best >= patience
         return self._stopped or by_steps or by_epochs or by_patience
 
-    def load_best(self) -> int:
-        """Load the best checkpoint, after the last step, for an export; returns the step of the weights."""
+    def load_best(self) -> None:
+        """Load the best checkpoint, after the last step, for an export: `weights_step` is its step."""
         best = self.best["step"] if self.best else self.step
         folder = self.run.checkpoints / "best"
         is_there = best != self.step and checkpoint_step(folder.resolve()) == best
         if not self.world.broadcast(is_there):
-            return self.step
+            return
+        self.weights_step = best
         self.model_engine.restore(folder.resolve())
         self.logger.info(
             "the model is that of the best checkpoint, step %d, not of the last step %d",
             best,
             self.step,
         )
-        return best
 
     def save(self) -> None:
         """Write a checkpoint of this step in the background, unless it exists already."""

@@ -95,8 +95,6 @@ def check_packing(
     The arguments are those of `probe`.
     """
     options: dict[str, Any] = {"exact": exact, "reference": reference, "group": group}
-    if reference:
-        _try_own_forward(model)
     if not model.padded_rows:
         try:
             return probe(model, **options)
@@ -128,14 +126,13 @@ def check_packing(
 
 @torch.no_grad()
 def _try_own_forward(model: PackedModel) -> None:
-    """Raise if transformers' own forward fails: then packing is not to blame."""
+    """Raise if transformers' own forward fails, too: then packing is not to blame."""
     (sequence,) = _sequences(model, LENGTHS[:1], seed=0)
     try:
         with _eager_eval(model):
             model.reference_log_probs(sequence)
     except Exception as error:
-        is_explained = isinstance(error, NotImplementedError | UserError | torch.OutOfMemoryError)
-        if is_explained or needed_media(error):
+        if isinstance(error, NotImplementedError | UserError | torch.OutOfMemoryError):
             return  # the probe says why
         name = type(model.hf).__name__
         raise UserError(
@@ -198,7 +195,10 @@ def probe(
         reason = (
             str(error) if is_ours else f"its code fails on them ({type(error).__name__}: {error})"
         )
-        if needed := needed_media(error):
+        needed = needed_media(error)
+        if reference and not is_ours and not needed:
+            _try_own_forward(model)
+        if needed:
             name = type(model.hf).__name__
             reason = f"{name} cannot run without {needed}: rows without media cannot be trained"
         raise UserError(f"{rejected}: {reason}") from error

@@ -239,7 +239,10 @@ class MLLMEngine(Engine):
         report = end_report() if end_report and self.world.is_main else None
         if report:
             self.logger.warning("%s", report)
-        export = None if self.config.export is None else self.export(self.load_best())
+        export = None
+        if self.config.export is not None:
+            self.load_best()
+            export = self.export()
         answers = self._gather_answers()
         if self.world.is_main and "plot" in self.config.log.backends:
             try:
@@ -345,16 +348,13 @@ class MLLMEngine(Engine):
 
     # ---- Workflows ----------------------------------------------------------------------------------------
 
-    def export(self, step: int | None = None) -> Path:
-        """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged.
-
-        `step`, in the name of the folder, is that of the weights: by default the engine's.
-        """
+    def export(self) -> Path:
+        """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
         link = export_link(self.config.export)
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
         suffix = "" if self.config.optim.ema is None else "_ema"
-        folder = self.run.dir / f"hf_step_{self.step if step is None else step}{suffix}"
+        folder = self.run.dir / f"hf_step_{self.weights_step or self.step}{suffix}"
         if not self.world.broadcast(folder.exists()):
             with self.eval_weights():
                 self.model_engine.export_hf(folder)

@@ -14,7 +14,7 @@ from mvp_engine.checkpoint.state import HF, ema_name, is_weight, read_shared
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import publish, remove, temporary_path
 from mvp_engine.hf.merge import merge
-from mvp_engine.hf.model_info import NAME, read_model_info
+from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.weight_files import SINGLE
 from mvp_engine.imports import load_spec
@@ -41,7 +41,7 @@ def merge_command(
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     target = Path(out).expanduser().resolve()
     wanted_dtype = getattr(torch, dtype) if dtype else None
-    if not (folder / HF / NAME).is_file():
+    if not (folder / HF).is_dir():
         if adapter or base is not None:
             raise UserError(
                 f"{folder} is of a plain module, not of a Hugging Face model: --adapter and --base are not for it. "

@@ -130,7 +130,7 @@ class Fuzz:
         return " ".join(words)
 
     def good_text(self) -> tuple[Any, None]:
-        return chat(self.text(), self.text() + " ok"), None
+        return chat(self.text() + " ?", self.text() + " ok"), None  # a prompt of blanks alone is a bad row
 
     def good_media(self) -> tuple[Any, None]:
         images = [*[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")], "inside.png"]
@@ -154,10 +154,10 @@ class Fuzz:
     def good_format(self) -> tuple[Any, None]:
         rows = [
             {"text": self.text() + "x"},
-            {"prompt": self.text(), "completion": "ok"},
+            {"prompt": self.text() + " ?", "completion": "ok"},
             {"instruction": "Do", "input": self.text(), "output": "done", "history": [["a", "b"]]},
             {"prompt": "Which?", "chosen": "This.", "rejected": "That."},
-            {"conversations": [{"from": "human", "value": self.text()}, {"from": "gpt", "value": "Hm"}]},
+            {"conversations": [{"from": "human", "value": self.text() + " ?"}, {"from": "gpt", "value": "Hm"}]},
             chat([{"type": "text", "text": "a"}, {"text": self.text()}], [{"type": "text", "text": "b"}]),
             {**chat("a", "b"), "images": None, "junk": {"deep": [[[[{}]]]]}, "id": 10**30},
             {"messages": [{"role": "user", "content": "a", "loss": True}, {"role": "gpt", "content": "b", "loss": 0}]},

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf import pretrained as load_pretrained
 from mvp_engine.imports import import_file
@@ -75,13 +75,6 @@ def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> 
     plain, adapted = (engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4)))
     found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, adapted)]
     assert torch.equal(*found)
-
-
-def test_lora_dora_key_is_refused_as_removed(train, base: Path, capsys) -> None:
-    words = ["model.type=language_model", f"model.path={base}"]
-    for value in ("true", "false"):
-        assert train(*words, f"lora.dora={value}", config=LM) == EXIT_USER_ERROR
-        assert "'lora.dora' was removed. DoRA is no longer supported" in capsys.readouterr().err
 
 
 def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:

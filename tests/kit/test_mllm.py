@@ -150,6 +150,8 @@ def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
     capsys.readouterr()
     assert main(["evaluate", "lates", "--dir", "three"]) == EXIT_USER_ERROR
     assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
+
+
 def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         MLLMEngine, "prepare_optimizer", lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.5)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mvp_engine.kit.data.read.media_names import media_kind
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
-from mvp_engine.kit.data.read.sources import Source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mvp_engine.kit.data.read.sources import Source
 
 Formats = Mapping[str, Sequence[str]]  # name -> the columns that it wants
 MEDIA_MASK = 15  # the bits of media in the costs of a row
