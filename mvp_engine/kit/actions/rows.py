@@ -18,10 +18,10 @@ from mvp_engine.kit.actions.frames import Frames, read_frames
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.actions.video import VideoFrames, image_from_cell
+from mvp_engine.kit.data.read.dataset_info import LEROBOT_INFO
 from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.row_types import BadRow, Message, ParsedRow, Part, Row
-from mvp_engine.kit.data.read.sources import LEROBOT_INFO
 
 IMAGE_CACHE_BYTES = 1 << 29  # row groups with images that a process keeps
 

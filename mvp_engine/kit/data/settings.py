@@ -12,11 +12,10 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.read.dataset_info import read_dataset_info
+from mvp_engine.kit.data.read.dataset_info import FOLDER_FILES, read_dataset_info
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import FieldType, RowFormat, column_name
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
-from mvp_engine.kit.data.read.sources import FOLDER_FILES
 
 HUB = "hf://"
 _HUB_CACHE = re.compile(r"/datasets--[^/]+/snapshots/")

@@ -12,6 +12,10 @@ from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
 from mvp_engine.kit.data.read.row_types import ROLES
 
+LEROBOT_INFO = "meta/info.json"  # only these datasets have it
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Files at the top of a folder that is not in the layout of a repository of the Hub.
+FOLDER_FILES = (*METADATA_FILES, LEROBOT_INFO, "state.json", "dataset_dict.json")
 _FILE = "dataset_info.json"
 _PLACES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
 _PATH = re.compile(r"(?P<file>.*dataset_info\.json)(:(?P<name>.+))?")

@@ -20,6 +20,7 @@ import numpy as np
 
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.kit.data.read.arrow_files import ArrowFile
+from mvp_engine.kit.data.read.dataset_info import LEROBOT_INFO, METADATA_FILES
 from mvp_engine.kit.data.read.json_files import JsonLines, JsonList
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.sample_files import MediaFolder, Metadata, TarShard
@@ -28,12 +29,8 @@ from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
 _GZIP_MAGIC = b"\x1f\x8b"
-LEROBOT_INFO = "meta/info.json"  # only these datasets have it
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Files at the top of a folder that is not in the layout of a repository of the Hub.
-FOLDER_FILES = (*_METADATA, LEROBOT_INFO, "state.json", "dataset_dict.json")
 
 
 class Source:
@@ -175,7 +172,9 @@ def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
     if path.is_dir():
         return _open_folder(path, name, root)
     file = _open_file(path, name)
-    return [Metadata(file, os.path.relpath(path.parent, root)) if path.name in _METADATA else file]
+    return [
+        Metadata(file, os.path.relpath(path.parent, root)) if path.name in METADATA_FILES else file
+    ]
 
 
 def _open_file(file: Path, name: str) -> RowFile:
@@ -228,7 +227,7 @@ def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
         raise UserError(
             f"data: {folder} is a LeRobot dataset of robot actions: only an ActionEngine trains on it (docs/actions.md)"
         )
-    for metadata in _METADATA:
+    for metadata in METADATA_FILES:
         if (folder / metadata).is_file():
             return _open_path(folder / metadata, f"{name}/{metadata}", root)
     return [MediaFolder(folder, name, root)]
