@@ -22,17 +22,15 @@ from mvp_engine.hf import export as hf_export
 from mvp_engine.hf import input_hooks, stage_cut, stages
 from mvp_engine.hf.expert_balance import ExpertBalance
 from mvp_engine.hf.expert_parallel import apply_expert_parallel
-from mvp_engine.hf.export_plan import ExportPlan
-from mvp_engine.hf.lora import merge_adapters
-from mvp_engine.hf.lora_tensor_parallel import shard_adapters
-from mvp_engine.hf.model_info import check_base, write_model_info
+from mvp_engine.hf.export import ExportPlan
+from mvp_engine.hf.lora import merge_adapters, shard_adapters
+from mvp_engine.hf.merge import check_base, write_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import parts_of
-from mvp_engine.hf.preflight import check_gradients, check_packing
-from mvp_engine.hf.preflight_media import MediaPreflight
+from mvp_engine.hf.preflight import MediaPreflight, check_gradients, check_packing
 from mvp_engine.hf.pretrained import load_pretrained
 from mvp_engine.hf.quantize import dequantized, quantize_layers, unquantized_shape
-from mvp_engine.hf.stage_weights import WholeWeights
+from mvp_engine.hf.stage_cut import WholeWeights
 from mvp_engine.hf.tp_plan import apply_tensor_parallel
 
 LOGGER = logging.getLogger("mvp_engine")

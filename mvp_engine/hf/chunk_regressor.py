@@ -28,9 +28,9 @@ from mvp_engine.hf.action_model import (
     field,
     run_base,
 )
-from mvp_engine.hf.action_suffix import suffix_groups
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import Outputs
+from mvp_engine.hf.pi0 import suffix_groups
 from mvp_engine.ops.query_groups import QueryGroup
 
 

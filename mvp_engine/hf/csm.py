@@ -34,12 +34,11 @@ from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf import input_hooks
 from mvp_engine.hf.auto_model import from_auto
-from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.config_source import num_heads
 from mvp_engine.hf.input_hooks import embedding_dtype
 from mvp_engine.hf.packed_model import Outputs, PackedModel
-from mvp_engine.hf.speech_outputs import SPEECH_OUTPUTS, SpeechSizes, speech_outputs
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
-from mvp_engine.hf.speech_rows import SpeechRows
+from mvp_engine.hf.speech_rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
 from mvp_engine.hf.talker import packed_hidden
 from mvp_engine.hf.whole_folder import WholeFolder
 

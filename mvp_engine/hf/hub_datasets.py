@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from mvp_engine.errors import UserError, did_you_mean
-from mvp_engine.hf.hub import NAME, SCHEME, HubRepo, download, list_files
-from mvp_engine.hf.hub_errors import NoRevision
+from mvp_engine.hf.hub import NAME, SCHEME, HubRepo, NoRevision, download, list_files
 
 LOGGER = logging.getLogger("mvp_engine")
 CONVERTED = "refs/convert/parquet"

@@ -23,15 +23,14 @@ from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention, experts, input_hooks
 from mvp_engine.hf.auto_model import from_auto
-from mvp_engine.hf.config_facts import num_heads
-from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.config_source import num_heads
+from mvp_engine.hf.export import Target
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.load import Entries
 from mvp_engine.hf.omni_config import add_undeclared_settings, check_talker
 from mvp_engine.hf.packed_model import Outputs
 from mvp_engine.hf.receive import TensorEntries
-from mvp_engine.hf.speech_outputs import SPEECH_OUTPUTS, SpeechSizes, speech_outputs
-from mvp_engine.hf.speech_rows import SpeechRows
+from mvp_engine.hf.speech_rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
 from mvp_engine.hf.talker import Qwen3Talker
 from mvp_engine.hf.whole_folder import WholeFolder
 

@@ -34,13 +34,12 @@ from mvp_engine.hf import (
     stages,
     vision,
 )
-from mvp_engine.hf.config_facts import num_heads, packed_length_limit
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.auto_model import hidden_of_rows, own_attention, use_own_attention
+from mvp_engine.hf.config_source import num_heads, packed_length_limit, read_config
+from mvp_engine.hf.export import Target
 from mvp_engine.hf.hub import local_folder
 from mvp_engine.hf.mixers import PackedMixers
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
-from mvp_engine.hf.padded_rows import hidden_of_rows, own_attention, use_own_attention
 from mvp_engine.hf.sparse_attention import run_sparse_attention_by_sequence, sparse_attention_of
 from mvp_engine.hf.whole_folder import FolderView, WholeFolder, check_folder
 

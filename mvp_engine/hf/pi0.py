@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.action_model import (
     CHUNK,
+    LENGTH_MULTIPLE,
     MASK,
     NOISE,
     STATE,
@@ -36,13 +37,13 @@ from mvp_engine.hf.action_model import (
     field,
     run_base,
 )
-from mvp_engine.hf.action_suffix import Suffix, suffix_groups
 from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.head_probe import config_logit_steps
+from mvp_engine.hf.media_features import copy_to_device
 from mvp_engine.hf.packed_model import Outputs, losses_of
 from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
-from mvp_engine.ops.query_groups import QueryGroup
+from mvp_engine.ops.query_groups import KeyRows, QueryGroup
 
 Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, T, d) of each prefix layer
 TEXT_OUTPUTS = ("loss", "losses", "log_probs")
@@ -330,3 +331,69 @@ def _keys_and_values(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tu
     value = layer.self_attn.v_proj(normed).view(heads).transpose(1, 2)
     _, key = apply_rotary_pos_emb(key, key, cos, sin)
     return key, value.clone()
+
+
+# The suffix of packed prefixes: tokens of states and action chunks, their positions, and the keys each attends to.
+#
+# Legend: S sequences, N draws of noise, C steps of a chunk, L_s the length of prefix s, T the tokens of all prefixes.
+#
+# Suffix tokens lie behind all prefixes: first `heads` tokens of each sequence (its state), which all draws share, then
+# the chunks, (S, N, C). Tables are built on the host from lengths that the host has: no host sync.
+
+
+class Suffix(NamedTuple):
+    """What a forward needs of all suffix tokens."""
+
+    position_ids: Tensor  # (U,): they continue those of the prefix
+    groups: list[QueryGroup]  # the states, then the chunks
+
+
+def suffix_groups(batch: PackedBatch, heads: int, draws: int, chunk: int) -> Suffix:
+    """States attend to their prefix and themselves; a chunk to its prefix, its state and itself."""
+    lengths = batch.host_lengths
+    count = len(lengths)
+    prefix = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    first_chunk = prefix + count * heads
+    state_keys = []
+    chunk_keys = []
+    for s in range(count):
+        own = torch.arange(int(starts[s]), int(starts[s + 1]))
+        state = prefix + s * heads + torch.arange(heads)
+        state_keys += [own, state]
+        for n in range(draws):
+            start = first_chunk + (s * draws + n) * chunk
+            chunk_keys += [own, state, torch.arange(start, start + chunk)]
+    sizes_S = torch.tensor(lengths)
+    total = first_chunk + count * draws * chunk
+    with_state_S = sizes_S + heads
+    with_chunk = (with_state_S + chunk).repeat_interleave(draws)
+    groups = [
+        _group(count, heads, state_keys, with_state_S, total),
+        _group(count * draws, chunk, chunk_keys, with_chunk, total),
+    ]
+    positions = torch.cat(
+        [
+            (sizes_S[:, None] + torch.arange(heads)).flatten(),
+            (with_state_S.repeat_interleave(draws)[:, None] + torch.arange(chunk)).flatten(),
+        ]
+    )
+    device = batch.cu_seqlens.device
+    return Suffix(copy_to_device(positions, device), [group.to(device) for group in groups])
+
+
+def _group(
+    sequences: int, queries: int, keys: list[Tensor], key_lengths: Tensor, total: int
+) -> QueryGroup:
+    """`sequences` of `queries` each."""
+    boundaries = torch.arange(sequences + 1, dtype=torch.int32) * queries
+    key_boundaries = torch.cat([torch.zeros(1, dtype=torch.long), key_lengths.cumsum(0)]).int()
+    longest = -(-int(key_lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE  # a bound for kernels
+    return QueryGroup(
+        cu_seqlens=boundaries,
+        max_seqlen=queries,
+        is_even=True,
+        keys=KeyRows.of(torch.cat(keys), total),
+        cu_seqlens_k=key_boundaries,
+        max_seqlen_k=longest,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf import load
-from mvp_engine.hf.export_plan import ExportPlan
+from mvp_engine.hf.export import ExportPlan
 from mvp_engine.hf.packed_model import PackedModel
 
 

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.config_source import num_heads
 from mvp_engine.hf.packed_model import PackedModel
 
 _ALL_REDUCED_GRAD = "mvp_replicated_with_grad_allreduce"

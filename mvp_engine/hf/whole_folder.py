@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.export_plan import Target
-from mvp_engine.hf.load import Entries
-from mvp_engine.hf.weight_files import Index, WeightFiles
+from mvp_engine.hf.export import Target
+from mvp_engine.hf.load import Entries, Index, WeightFiles
 
 if TYPE_CHECKING:
     from mvp_engine.hf.packed_model import PackedModel

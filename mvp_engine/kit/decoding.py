@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.fp8_weights import quantized_once
+from mvp_engine.hf.fp8_layers import quantized_once
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.kit.decode_graph import DecodeGraph, is_supported, try_capture
 from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys

@@ -9,7 +9,7 @@ from typing import Any
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import local_folder
-from mvp_engine.hf.weight_files import WeightFiles
+from mvp_engine.hf.load import WeightFiles
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.reward import last_token_scores

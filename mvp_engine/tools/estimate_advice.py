@@ -18,7 +18,7 @@ from typing import Any
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.hf import experts as stacked_experts
 from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.config_source import num_heads
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.action_flops import language_backbone

@@ -19,9 +19,9 @@ from mvp_engine.data.speech import SPEECH, num_speech_labels
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, OmniModel, speech_outputs
+from mvp_engine.hf import LanguageModel, OmniModel, speech_rows
 from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.omni_generate import generate_codes
+from mvp_engine.hf.frame_decoding import generate_codes
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
@@ -120,7 +120,7 @@ def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied: bool, m
     for hook in hooks:
         hook.remove()
     found: dict[str, Tensor] = {}
-    first, rest = speech_outputs.linear_log_probs, speech_outputs.batched_log_probs
+    first, rest = speech_rows.linear_log_probs, speech_rows.batched_log_probs
 
     def of_first(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
         found["first"] = hidden @ weight.T
@@ -130,8 +130,8 @@ def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied: bool, m
         found["rest"] = torch.bmm(hidden, weight.transpose(1, 2))
         return rest(hidden, weight, labels)
 
-    monkeypatch.setattr(speech_outputs, "linear_log_probs", of_first)
-    monkeypatch.setattr(speech_outputs, "batched_log_probs", of_rest)
+    monkeypatch.setattr(speech_rows, "linear_log_probs", of_first)
+    monkeypatch.setattr(speech_rows, "batched_log_probs", of_rest)
     assert codes.shape[1] == BOOKS
     with torch.no_grad():
         csm(tied)(batch_of(ids, codes, ends=False), ["speech_loss"])

@@ -14,7 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel, attention, preflight
-from mvp_engine.hf.mixers.packing import Packing
+from mvp_engine.hf.mixers.by_sequence import Packing
 from mvp_engine.model_engine import LanguageModelEngine
 
 LENGTHS = (13, 1, 6, 20, 6)

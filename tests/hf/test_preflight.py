@@ -9,7 +9,7 @@ from families import SMALL, config_of, overrides_of, parallel
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, preflight
-from mvp_engine.hf.mixers import detect
+from mvp_engine.hf.mixers import states
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
 
 
@@ -26,7 +26,7 @@ def start(family: str, world: World, settings: Settings | None = None, **sizes: 
 @pytest.mark.parametrize("family", ["bloom", "jamba"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(family: str, precision: str, monkeypatch) -> None:
-    monkeypatch.setattr(detect, "is_mixer", lambda module: False)
+    monkeypatch.setattr(states, "is_mixer", lambda module: False)
     model = LanguageModel.on_meta(None, overrides_of(family))
     LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
     assert model.padded_rows
@@ -53,9 +53,9 @@ def start_on_layouts() -> dict[str, tuple[str, ...]]:
     world = World.join("cpu")
     layouts: list[dict[str, int]] = [{"shard": 2}, {"ulysses": 2}, {}]
     supported = {str(sizes): (start("qwen3", world, **sizes), start("jamba", world, **sizes)) for sizes in layouts}
-    is_mixer, detect.is_mixer = detect.is_mixer, lambda module: False  # then a mixer runs on the whole pack
+    is_mixer, states.is_mixer = states.is_mixer, lambda module: False  # then a mixer runs on the whole pack
     answers = {str(sizes): (start("jamba", world, **sizes), *supported[str(sizes)]) for sizes in layouts}
-    detect.is_mixer = is_mixer
+    states.is_mixer = is_mixer
     world.close()
     return answers
 
@@ -92,7 +92,7 @@ def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blam
 
 
 def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch) -> None:
-    monkeypatch.setattr(detect, "is_mixer", lambda module: False)
+    monkeypatch.setattr(states, "is_mixer", lambda module: False)
     more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
     for precision in ("fp32", "bf16"):
         model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)

@@ -14,8 +14,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import csm as csm_module
 from mvp_engine.hf import talker as talker_module
 from mvp_engine.hf.csm import CsmPasses
-from mvp_engine.hf.omni_adapter import OmniAdapter
-from mvp_engine.hf.preflight_speech import _Trial, check_speech
+from mvp_engine.hf.omni_adapter import OmniAdapter, _Trial, check_speech
 from mvp_engine.hf.speech_protocol import SpeechProtocol
 from mvp_engine.hf.talker import Qwen3Talker, packed_hidden
 

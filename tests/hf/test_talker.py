@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH, TEXT
-from mvp_engine.hf import speech_outputs
+from mvp_engine.hf import speech_rows
 from mvp_engine.hf.omni_model import OmniModel
 
 FRAMES = 6
@@ -97,8 +97,8 @@ def generated(row: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
 def teacher_forced(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of each codebook in one pass of OmniModel."""
     found: list[Tensor] = []
-    first = speech_outputs.linear_log_probs
-    rest = speech_outputs.batched_log_probs
+    first = speech_rows.linear_log_probs
+    rest = speech_rows.batched_log_probs
 
     def of_first(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
         found.append(hidden @ weight.T)
@@ -108,8 +108,8 @@ def teacher_forced(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> list[
         found.extend(torch.bmm(hidden, weight.transpose(1, 2)))
         return rest(hidden, weight, labels)
 
-    monkeypatch.setattr(speech_outputs, "linear_log_probs", of_first)
-    monkeypatch.setattr(speech_outputs, "batched_log_probs", of_rest)
+    monkeypatch.setattr(speech_rows, "linear_log_probs", of_first)
+    monkeypatch.setattr(speech_rows, "batched_log_probs", of_rest)
     with torch.no_grad():
         omni()(batch, ["speech_loss"])
     return found

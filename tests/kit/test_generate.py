@@ -18,7 +18,7 @@ from torch._dynamo import eval_frame
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, fp8_grouped_mm, fp8_weights
+from mvp_engine.hf import LanguageModel, fp8_grouped_mm, fp8_layers
 from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at, with_completion
 from mvp_engine.kit.generation import (
@@ -173,11 +173,11 @@ def test_complete_samples_are_those_of_any_batching_and_have_the_models_log_prob
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # matrices of experts (out, in), and (in, out)
 def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ones = built(name, settings=Settings(precision="bf16", fp8=True))
-    places = fp8_weights.fp8_places(engine.model)
+    places = fp8_layers.fp8_places(engine.model)
     weights = {module.get_parameter(name).data_ptr() for module, name in places}
     seen: list[int] = []
     real = fp8.quantize
-    for module in (fp8, fp8_grouped_mm, fp8_weights):
+    for module in (fp8, fp8_grouped_mm, fp8_layers):
         watched = lambda rows: (seen.append(rows.data_ptr()), real(rows))[1]  # noqa: E731
         monkeypatch.setattr(module, "quantize", watched)
     found = []

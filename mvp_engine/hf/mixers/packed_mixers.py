@@ -10,8 +10,9 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,16 +24,14 @@ from mvp_engine.hf.block_context import BlockContext
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.by_sequence import (
+    Packing,
     cut_tokens,
     gather_tokens,
     run_by_sequence,
     without_pack_arguments,
 )
-from mvp_engine.hf.mixers.detect import mixers_of
 from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
-from mvp_engine.hf.mixers.namespace import forward_with
-from mvp_engine.hf.mixers.packing import Packing
-from mvp_engine.hf.mixers.states import keeps_states, run_with_states
+from mvp_engine.hf.mixers.states import keeps_states, mixers_of, run_with_states
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -171,3 +170,24 @@ class _Forwards:
             return function(packing, torch_function, *args, **kwargs)
         # Where kernels are installed, transformers calls them for tensors on a CPU, too.
         return (original if args[0].is_cuda else torch_function)(*args, **kwargs)
+
+
+# A forward with other functions in its namespace: a copy of the function; its class and module stay unchanged.
+
+
+def forward_with(module_class: type, replacements: Mapping[str, Any]) -> Callable[..., Any]:
+    """The forward of a class, with other values for these global names."""
+    function: Any = inspect.unwrap(module_class.forward)  # type: ignore[attr-defined]
+    # With the name of the module, torch.compile would look the values up in the module.
+    namespace = {**function.__globals__, **replacements}
+    del namespace["__name__"]
+    copy = FunctionType(
+        function.__code__.replace(),  # torch.compile keeps what it compiled by code, not by function
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return copy

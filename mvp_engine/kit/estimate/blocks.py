@@ -17,13 +17,13 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf import experts
 from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.config_source import num_heads
 from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.hf.shared_media import largest_share
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.saved_elements import (
     SavedElements,
@@ -271,7 +271,7 @@ class BlockCosts:
         return [*layers, *(module for module in stacked if experts.fit_fp8(module))]
 
     def gathered_in_fp8(self) -> set[nn.Parameter]:
-        """The weights that FSDP gathers as float8 values: `hf/fp8_all_gather.py`."""
+        """The weights that FSDP gathers as float8 values: `hf/fp8_layers.py`."""
         found = set[nn.Parameter]()
         for block in self.blocks:
             layers = [one for one in self._fp8_modules(block) if isinstance(one, nn.Linear)]
