@@ -22,7 +22,7 @@ import torch
 
 from mvp_engine import files
 from mvp_engine.checkpoint import format as checkpoint_format
-from mvp_engine.checkpoint.index import INDEX, write_index
+from mvp_engine.checkpoint.format import INDEX, write_index
 from mvp_engine.checkpoint.state import RankStates
 
 STAGES = 4

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sft.data import chat_pack
 from mvp_engine.hf.attention import boundaries, packed_attention
-from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, flex_block_mask
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 
 H = 16
 K = 8
@@ -318,8 +318,8 @@ def special(rounds: int) -> str:
     spec = attention.AttnSpec(case.cu_seqlens, max(case.mix.lengths))
     mask_ms = timed(
         lambda _: (
-            flex_block_mask._BLOCK_MASKS.clear(),
-            flex_block_mask.block_mask_of(spec, case.mix.tokens),
+            flex_attention._BLOCK_MASKS.clear(),
+            flex_attention.block_mask_of(spec, case.mix.tokens),
         )
     )
     lines.append(f"block mask, once per pack and kind of layer: {mask_ms:.2f} ms")

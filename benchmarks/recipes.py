@@ -52,7 +52,7 @@ from benchmarks.sft.data import KNOWN, PER_STEP, VISION, chat_length, rows, shap
 from benchmarks.watch import Watched, ended_by_sigterm, watch
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.build_once import PARAMETERS_FILE, build_once
-from mvp_engine.tools.gpu_clock import sampled_clock
+from mvp_engine.tools.profile_kernels import sampled_clock
 
 ROOT = Path(__file__).parents[1]
 START_STEPS = 8  # of a start whose times are measured alone; each is logged

@@ -151,7 +151,7 @@ def inside(file: str, started: str, words: list[str]) -> None:
     begin = time.time()
     with ExitStack() as stack:
         stack.enter_context(importlib.import_module("mvp_engine.process.garbage").without_collections())
-        context = importlib.import_module("mvp_engine.tools.cuda_context")
+        context = importlib.import_module("mvp_engine.tools.launcher")
         stack.enter_context(context.created_meanwhile(config.device))
         launch = importlib.import_module("mvp_engine.launch")
         stages.note("imports", begin, 0.0, 1)

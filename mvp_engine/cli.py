@@ -205,7 +205,7 @@ def data_codes(args: argparse.Namespace) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     from mvp_engine.kit.decoding import Decoding
-    from mvp_engine.tools import chat, chat_speech
+    from mvp_engine.tools import chat
 
     kinds = ("image", "video", "audio")
     return chat.chat(
@@ -224,7 +224,7 @@ def chat(args: argparse.Namespace) -> int:
         stop_strings=args.stop,
         device=args.device,
         as_json=args.json,
-        speech=chat_speech.speech_output(args),
+        speech=chat.speech_output(args),
     )
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.padded import (
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch, best_fit
+from mvp_engine.errors import UserError
+from mvp_engine.worker.padded import (
     PROMPT_LENS,
     about_tokens,
     from_padded,
@@ -20,8 +21,6 @@ from mvp_engine.data.padded import (
     responses,
     to_padded,
 )
-from mvp_engine.data.split import best_fit
-from mvp_engine.errors import UserError
 
 
 def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:

@@ -16,7 +16,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 from mvp_engine.tools import check
-from mvp_engine.tools.check.micro_batches import merge_pairs, split_each, split_micro_batch
+from mvp_engine.tools.check.splits import merge_pairs, split_each, split_micro_batch
 
 RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 

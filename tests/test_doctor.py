@@ -19,7 +19,7 @@ from mvp_engine.cli import main
 from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec
 from mvp_engine.ops.reference_attention import reference_attention
-from mvp_engine.tools.doctor import command, gpus, host, kernels, media, probe, ranks, software
+from mvp_engine.tools.doctor import command, gpus, host, kernels, media, probe, software
 from mvp_engine.tools.doctor.finding import Finding
 from mvp_engine.tools.nodes import Nodes
 
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor without processes of its own."""
     monkeypatch.setattr(command, "run_probe", in_this_process)
     facts = {"ranks": 2, "hosts": ["a"], "backend": "gloo", "right": True, "bytes_per_s": 1e9}
-    monkeypatch.setattr(ranks, "check_all_reduce", lambda nodes, on_gpus: ranks.describe(facts))
+    monkeypatch.setattr(command, "check_all_reduce", lambda nodes, on_gpus: command.describe(facts))
 
 
 @pytest.mark.usefixtures("quick")
@@ -212,8 +212,8 @@ def test_all_reduce_on_two_ranks_sums_over_them(ranks2: Any, tmp_path: Path) -> 
     assert ranks2.run(_all_reduce, str(out)) == [0, 0]
     facts = json.loads(out.read_text())
     assert (facts["ranks"], facts["right"]) == (2, True)
-    assert ranks.describe(facts).status == "ok"
-    assert ranks.describe({**facts, "right": False}).status == "problem"
+    assert command.describe(facts).status == "ok"
+    assert command.describe({**facts, "right": False}).status == "problem"
 
 
 def _all_reduce(out: str) -> int:
@@ -223,20 +223,20 @@ def _all_reduce(out: str) -> int:
 
 
 def test_ranks_that_hang_or_fail_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SECONDS", 0.2)
-    monkeypatch.setattr(ranks, "run_with_limit", lambda *_: (None, ""))
-    found = ranks.check_all_reduce(Nodes(8), on_gpus=True)
+    monkeypatch.setattr(command, "SECONDS", 0.2)
+    monkeypatch.setattr(command, "run_with_limit", lambda *_: (None, ""))
+    found = command.check_all_reduce(Nodes(8), on_gpus=True)
     assert found.status == "problem"
     assert "8 ranks did not finish" in found.text
     assert "NCCL_DEBUG=INFO" in (found.fix or "")
-    monkeypatch.setattr(ranks, "run_with_limit", lambda *_: (1, "x\nRuntimeError: ncclSystemError"))
-    found = ranks.check_all_reduce(Nodes(8, count=2), on_gpus=True)
+    monkeypatch.setattr(command, "run_with_limit", lambda *_: (1, "x\nRuntimeError: ncclSystemError"))
+    found = command.check_all_reduce(Nodes(8, count=2), on_gpus=True)
     assert "16 ranks: RuntimeError: ncclSystemError" in found.text
     assert "docs/several_nodes.md" in (found.fix or "")
 
 
 def test_run_with_limit_kills_all_processes_after_the_limit() -> None:
-    code, output = ranks.run_with_limit(["sh", "-c", "echo begun; sleep 100 & wait"], 1.5)
+    code, output = command.run_with_limit(["sh", "-c", "echo begun; sleep 100 & wait"], 1.5)
     assert (code, output) == (None, "begun\n")
 
 

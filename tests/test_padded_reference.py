@@ -8,8 +8,8 @@ from families import config_of
 from test_batch import padded_batch
 from transformers import AutoModelForCausalLM
 
-from mvp_engine.data.padded import from_padded, responses
 from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.worker.padded import from_padded, responses
 
 PROMPTS, ANSWERS = [3, 6, 1, 5], [4, 2, 7, 1]
 

@@ -17,8 +17,7 @@ from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.model_engine.fsdp import base_engine
 from mvp_engine.tools.estimate_config import Estimator, Question
-from mvp_engine.tools.plan.command import PlanOptions, plan
-from mvp_engine.tools.plan.compare import find_differences
+from mvp_engine.tools.plan.command import PlanOptions, find_differences, plan
 from mvp_engine.tools.plan.network import EFFICIENCY, Network
 from mvp_engine.tools.plan.record import Collective, ranks_text
 from mvp_engine.tools.plan.simulate import Simulation

@@ -17,8 +17,17 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
-from mvp_engine.tools.gpu_clock import sampled_clock
-from mvp_engine.tools.profile_kernels import MARK, Events, Kernel, busy_time, gaps, mark, read_events, summary
+from mvp_engine.tools.profile_kernels import (
+    MARK,
+    Events,
+    Kernel,
+    busy_time,
+    gaps,
+    mark,
+    read_events,
+    sampled_clock,
+    summary,
+)
 from mvp_engine.tools.profile_page import page
 
 PLAIN = {"first_step": 6, "in_run": {}, "phases": [], "slow_row": None}  # facts of a profile that `summary` has not

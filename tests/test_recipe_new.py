@@ -14,7 +14,7 @@ from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import recipe as recipes
-from mvp_engine.tools.recipe_configs import is_recipe
+from mvp_engine.tools.recipe import is_recipe
 
 RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {

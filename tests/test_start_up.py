@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mvp_engine.kit.compile_ahead import start_compile_workers
-from mvp_engine.tools.cuda_context import DRIVER, created_meanwhile
+from mvp_engine.kit.mllm import start_compile_workers
+from mvp_engine.tools.launcher import DRIVER, created_meanwhile
 
 
 def fake_driver(monkeypatch: pytest.MonkeyPatch, init_code: int = 0) -> list[str]:

@@ -42,7 +42,7 @@ def estimate_cell(model: str, gpu: str, count: int) -> dict[str, Any]:
 
 
 def _cell(estimator: Any, gpu: str, count: int) -> dict[str, Any]:
-    from mvp_engine.tools.estimate_advice import Change, cheapest, lora_change, offload_change
+    from mvp_engine.tools.estimate import Change, cheapest, lora_change, offload_change
 
     config = estimator.config
     ways = {"full": Change(), "offload": offload_change(config), "LoRA": lora_change(config)}

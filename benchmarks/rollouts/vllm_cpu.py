@@ -36,10 +36,10 @@ from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 from mvp_engine.rl.batches import rollout_batch
 from mvp_engine.rl.gap import measure_gap
-from mvp_engine.rl.openai_rollout import OpenAIRollout
 from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.rl.rollout import Sample, Sampling
 from mvp_engine.rl.server import Server, ServerGone
+from mvp_engine.rl.server_rollout import OpenAIRollout
 from mvp_engine.rl.vllm_plugin import BACKEND
 from mvp_engine.rl.vllm_rollout import VLLMRollout
 from mvp_engine.worker.group import WorkerGroup

@@ -7,7 +7,6 @@ from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
-    from mvp_engine.kit.action_losses import action_loss
     from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
     from mvp_engine.kit.actions.rollout import rollout
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.distil import DistilEngine, DistilLossKit
     from mvp_engine.kit.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.examples import examples_of
-    from mvp_engine.kit.flow_policy import sample_actions
+    from mvp_engine.kit.flow_policy import action_loss, sample_actions
     from mvp_engine.kit.flow_settings import Flow, FlowTimes
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit

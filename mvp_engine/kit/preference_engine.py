@@ -17,10 +17,15 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit.kto import mismatched_batches
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import MLLMEngine
-from mvp_engine.kit.preference import PreferenceLossKit, StepTerms, check_pairs, sequence_log_probs
+from mvp_engine.kit.preference import (
+    PreferenceLossKit,
+    StepTerms,
+    check_pairs,
+    mismatched_batches,
+    sequence_log_probs,
+)
 from mvp_engine.kit.preference_reference import (
     AdaptersOffReference,
     CachedReference,

@@ -9,11 +9,14 @@ in `mvp_engine.hf.attention`.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mvp_engine.ops import cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
+from mvp_engine.ops.flex_attention import flex_varlen_attention
 from mvp_engine.ops.half_precision import is_half_on_gpu
+from mvp_engine.ops.reference_attention import reference_attention
 
 __all__ = ["AttnSpec", "KeySpec", "varlen_attention"]
 
@@ -30,7 +33,6 @@ def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec
         if _torch_varlen_is_supported(q_HTd, v_KTd):
             return _torch_varlen(q_HTd, k_KTd, v_KTd, spec)
     # Imported here: it needs torch._dynamo, which takes half a second to import.
-    from mvp_engine.ops.graph_breaks import untraced_flex_attention, untraced_reference_attention
 
     if spec.dropout == 0.0 and flex_attention.is_supported(q_HTd, v_KTd):
         return untraced_flex_attention(q_HTd, k_KTd, v_KTd, spec)
@@ -50,3 +52,13 @@ def _torch_varlen(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -
     from mvp_engine.ops.torch_varlen import torch_varlen_attention
 
     return torch_varlen_attention(q_HTd, k_KTd, v_KTd, spec)
+
+
+# Attention kernels that torch.compile must not trace: a compiled block breaks its graph around them.
+#
+# The reference loops over sequences, so a traced one would be recompiled for each number of sequences. FlexAttention is
+# compiled on its own, for its own padded sizes. Outside of a compiled block the wrappers only call the function, so
+# compiled and uncompiled engines share them. Importing this module imports torch._dynamo (half a second).
+
+untraced_flex_attention = torch.compiler.disable(flex_varlen_attention)
+untraced_reference_attention = torch.compiler.disable(reference_attention)

@@ -6,20 +6,31 @@ The page is one HTML file without scripts that loads nothing from elsewhere. Eve
 from __future__ import annotations
 
 import base64
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from mvp_engine.errors import count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
 from mvp_engine.report.facts import RunFacts, config_text, percent
-from mvp_engine.report.page_curves import curves_svg
 from mvp_engine.report.page_media import media_item
 from mvp_engine.report.page_rollouts import PromptRollouts, rollouts_html
-from mvp_engine.report.page_style import STYLE
+from mvp_engine.report.plot import (
+    COLOURS,
+    GRID,
+    INK,
+    Curve,
+    Record,
+    draw_curves,
+    lay_out,
+    new_figure,
+)
 from mvp_engine.runs import Run
 
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
@@ -203,3 +214,112 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
     """At most `count` of the numbers, evenly spread over the sequence."""
     count = min(count, len(numbers))
     return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
+# The curves of a report page: metrics over steps, one SVG image for each panel, in light and dark colours.
+
+# Colours of the plot and their counterparts on a dark page.
+_DARK = {INK: "#dde3ea", GRID: "#39424d"}
+_DARK_COLOURS = [
+    "#60a5fa",
+    "#f87171",
+    "#34d399",
+    "#fbbf24",
+    "#a78bfa",
+    "#22d3ee",
+    "#f472b6",
+    "#a3e635",
+    "#a8a29e",
+]
+_DARK |= dict(zip(COLOURS, _DARK_COLOURS, strict=True))
+
+
+def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) -> str:
+    """Metrics by label over steps, as SVG, of the training and of the evaluations; empty without values."""
+    curves = []
+    for (label, metric), colour in zip(metrics.items(), cycle(COLOURS), strict=False):
+        held_out = Curve.read(records, "eval", metric, label, colour)
+        name = "" if held_out.values else label  # one entry of the legend for both
+        if len(metrics) == 1:
+            name = "train"
+            held_out = Curve.read(records, "eval", metric, label, COLOURS[1])
+        curves += [Curve.read(records, "train", metric, name, colour), held_out]
+    if not any(curve.values for curve in curves):
+        return ""
+    figure = new_figure(5, 3.2)
+    scale = title if title == "learning rate" else next(iter(metrics.values()))
+    draw_curves(figure.subplots(), curves, title, scale)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    out = io.BytesIO()
+    lay_out(figure)
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    head, tag, rest = out.getvalue().decode().partition("<defs>")
+    light = ""
+    dark = ""
+    for i, (colour, dark_colour) in enumerate(_DARK.items()):
+        rest = rest.replace(colour, f"var(--c{i})")
+        light += f"--c{i}: {colour}; "
+        dark += f"--c{i}: {dark_colour}; "
+    # An image has its own style sheet. Browsers give it the colour scheme of the page.
+    style = f":root {{ {light}}} @media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
+    return f"{head}<style>{style}</style>{tag}{rest}"
+
+
+# The style sheet of the report page: light and dark, from a phone to a wide screen, without scripts.
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --dim: #64707d; --line: #d9dee3; --page: #fff; --box: #f6f7f9;
+  --good: #047857; --bad: #b91c1c; --missed: #fef2f2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dde3ea; --dim: #98a4b1; --line: #39424d; --page: #14181d;
+  --box: #1e242b; --good: #34d399; --bad: #f87171; --missed: #2c1a1d; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1080px;
+  margin: 0 auto; padding: 32px 24px 64px; overflow-wrap: anywhere; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
+.dim { color: var(--dim); margin: 2px 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(136px, 1fr)); gap: 12px; margin-top: 22px; }
+.figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; color: var(--dim); font-size: 14px; }
+.figure b { display: block; color: var(--ink); font-size: 20px; font-variant-numeric: tabular-nums; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px 20px; }
+.curves img { width: 100%; max-width: 560px; height: auto; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; min-width: min(100%, 480px); }
+th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
+th, td { padding: 6px 24px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: normal; }
+td { font-variant-numeric: tabular-nums; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 16px;
+  margin-top: 14px; }
+.card { display: flex; flex-wrap: wrap; gap: 4px 16px; border: 1px solid var(--line); border-left-width: 4px;
+  border-radius: 8px; padding: 12px 14px; }
+.card.right { border-left-color: var(--good); } .card.wrong { border-left-color: var(--bad);
+  background: var(--missed); }
+.card dl { flex: 1 1 150px; margin: 0; } .card dt { color: var(--dim); font-size: 13px; margin-top: 6px; }
+.card dd { margin: 0; white-space: pre-wrap; max-height: 18em; overflow-y: auto; }
+.mark { font-weight: 600; } .right .mark { color: var(--good); } .wrong .mark { color: var(--bad); }
+.media { flex: 1 1 100%; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 120px), 1fr));
+  gap: 8px; }
+.media:has(> .zoom:only-child) { flex: 0 1 240px; }
+.media audio { width: 100%; max-width: 340px; }
+.zoom { display: block; min-height: 240px; }
+.zoom input { position: absolute; opacity: 0; }
+.zoom img { display: block; width: 100%; max-width: 240px; height: 240px; object-fit: contain; cursor: zoom-in;
+  border: 1px solid var(--line); border-radius: 4px; background: var(--box); }
+.zoom img.small { image-rendering: pixelated; }
+.zoom input:focus-visible + img { outline: 2px solid #2563eb; }
+.zoom input:checked + img { position: fixed; inset: 0; z-index: 1; width: 100vw; max-width: none; height: 100vh;
+  border: 0; border-radius: 0; background: rgba(0, 0, 0, 0.88); cursor: zoom-out; }
+.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
+.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
+.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
+code { user-select: all; font-size: 13px; }
+pre, .command { display: block; background: var(--box); border-radius: 8px; padding: 10px 14px; margin: 4px 0 12px;
+  font-size: 13px; }
+pre { overflow-x: auto; }
+summary { cursor: pointer; color: var(--dim); }
+@media (max-width: 480px) { body { padding: 20px 16px 48px; } h1 { font-size: 22px; }
+  .figures { grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); } .figure { padding: 8px 10px; }
+  .figure b { font-size: 18px; } th, td { padding-right: 14px; font-size: 14px; } }
+"""

@@ -6,8 +6,12 @@ and resume are those of every Engine; the models are in `ModelGroups`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
@@ -20,7 +24,9 @@ from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config.schema import Config, Parallel
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import World
 from mvp_engine.engine import StepContext
+from mvp_engine.engine.meter import Meter
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
@@ -32,22 +38,45 @@ from mvp_engine.model_engine.optim import parameter_groups
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.rl.batches import rollout_batch
-from mvp_engine.rl.collector import Collector
+from mvp_engine.rl.collector import Collector, Learner, Updates
 from mvp_engine.rl.experience import Experience
 from mvp_engine.rl.gap import check_mean_gap, measure_gap
-from mvp_engine.rl.learner import Learner, Updates
-from mvp_engine.rl.meter import RLMeter
-from mvp_engine.rl.model_groups import ModelGroups
-from mvp_engine.rl.pass_at_k import pass_metrics
+from mvp_engine.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
-from mvp_engine.rl.report import rl_panels, rollout_sections
-from mvp_engine.rl.reward_model import RewardModel, check_reward_model
-from mvp_engine.rl.rewards import Answer, Rewards, reward_metrics
+from mvp_engine.rl.rewards import Answer, Reward, Rewards, reward_metrics
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.rl.rollout import PackedRollout, Reason, Rollout, Sample, Sampling
-from mvp_engine.rl.rollout_log import RolloutLog
+from mvp_engine.rl.rollout_log import RolloutLog, rl_panels, rollout_sections
 from mvp_engine.rl.server_rollout import server_rollout
 from mvp_engine.worker.errors import WorkerDied
+
+# RLMeter: a Meter that also says what the steps of an RL training spend their time on.
+
+
+class RLMeter(Meter):
+    def __init__(self, world: World, folder: Path, step: int) -> None:
+        super().__init__(world, folder, step)
+        self.seconds: dict[str, float] = {}
+        # Bytes of the rank that has most: the controller itself holds no model.
+        self.peak_memory = 0
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """A context whose time is logged as `<name>_s` per step."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def read(
+        self, totals: dict[str, float], waited: float, remaining_steps: int | None
+    ) -> dict[str, float]:
+        steps = max(1, self.steps)
+        spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        if self.peak_memory:
+            spent["memory_gib"] = self.peak_memory / 2**30
+        return {**super().read(totals, waited, remaining_steps), **spent}
+
 
 NO_SIGNAL_STEPS = 20
 
@@ -397,3 +426,34 @@ def _step_numbers(updates: Updates) -> StepNumbers:
     values = [loss_sum, weight, sum(norms) / max(1, len(norms))]
     loss, loss_weight, norm = torch.tensor(values, dtype=torch.float64).unbind()
     return StepNumbers(loss, loss_weight, norm)
+
+
+# pass@k: the probability that at least one of k completions of a prompt is right, from n >= k of them.
+
+
+def pass_at_k(total: int, right: int, k: int) -> float:
+    """The unbiased estimate from `total` completions, of which `right` are right (Chen et al., 2021)."""
+    return 1.0 - math.comb(total - right, k) / math.comb(total, k)
+
+
+def pass_metrics(
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float
+) -> dict[str, tuple[float, float]]:
+    """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
+
+    A completion is right if its reward is `right_from` or more. One without a reward is left out, as it is of the mean
+    reward: pass@k is the mean over the prompts with at least k rewards.
+    """
+    completions = Counter(sample.prompt for sample in samples)
+    judged: dict[int, list[bool]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if reward.value is not None:
+            judged.setdefault(sample.prompt, []).append(reward.value >= right_from)
+    fewest = min(completions.values(), default=0)
+    found = {}
+    for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest} - {0}):
+        groups = [group for group in judged.values() if len(group) >= k]
+        if groups:
+            total = sum(pass_at_k(len(group), sum(group), k) for group in groups)
+            found[f"pass@{k}"] = (total, float(len(groups)))
+    return found

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import difflib
+import re
+import sys
+from typing import Any, NoReturn
 
 from mvp_engine import __version__
+from mvp_engine.errors import EXIT_USER_ERROR, did_you_mean
 from mvp_engine.tools.command_parsers import (
+    CONFIG,
     add_command,
     add_config_command,
     add_group,
     add_json_option,
     add_overrides,
-)
-from mvp_engine.tools.hinting_parser import HintingParser
-from mvp_engine.tools.training_arguments import (
-    RUN,
-    add_doctor_command,
-    add_estimate_commands,
-    add_launch_commands,
-    add_replay_command,
-    add_training_commands,
 )
 
 
@@ -273,3 +269,299 @@ def _add_runs_commands(commands: Any) -> None:
             "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
         )
         add_json_option(command)
+
+
+# The parser class of `mvp`: help texts with examples, error messages with what was probably meant.
+
+
+class HintingParser(argparse.ArgumentParser):
+    """argparse, with examples in its help, and what was probably meant in its error messages."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.epilog = EXAMPLES.get(self.prog)
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):
+            self.print_help(sys.stderr)
+            self.exit(EXIT_USER_ERROR)
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
+        if wrong:
+            message += f".{self._option_hint(wrong[1])}"
+        super().error(message)
+
+    def _option_hint(self, word: str) -> str:
+        """The option that was probably meant, or the config key: people write `--learning_rate 1e-5`."""
+        options = list(self._option_string_actions)
+        similar = difflib.get_close_matches(word, options, 1, cutoff=0.8)
+        if similar or all(action.dest != "overrides" for action in self._actions):
+            return did_you_mean(word, similar or options)
+        if word == "--config":
+            return " Write the file without --config."
+        from mvp_engine.config.explain import suggest_key
+        from mvp_engine.kit.settings import MLLMConfig
+
+        key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)
+        fix = "" if key.startswith("Known keys") else f" {key}"
+        return f" Config keys are written as key=value, without dashes.{fix}"
+
+
+# Examples below the help texts of `mvp` and its commands, by the program name of their parsers.
+
+_ROWS = "model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl"
+
+EXAMPLES = {
+    "mvp": f"""\
+fine-tune a model on your own rows, in four commands:
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
+  mvp check sft/lora {_ROWS}
+  mvp train sft/lora {_ROWS}
+  mvp chat latest --image photo.jpg -p "What is in this photo?"
+
+mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
+75 stopped and saved.""",
+    "mvp train": f"""\
+examples:
+  mvp train sft/lora {_ROWS}
+  mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
+  mvp train my/configs/train.yaml resume=auto       # continue the newest run
+
+mvp config explain KEY prints what a key means, mvp config show CONFIG all keys with their values, and
+mvp recipe list the recipes. A run writes its files to outputs/.""",
+    "mvp evaluate": """\
+examples:
+  mvp evaluate latest                               # the newest run; or a run's folder or id
+  mvp evaluate my/configs/train.yaml
+  mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200""",
+    "mvp check": f"""\
+examples:
+  mvp check sft/lora {_ROWS}
+  mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
+
+It exits with 0 if the config is ready to train, with 2 if something must be fixed.""",
+    "mvp config show": """\
+examples:
+  mvp config show sft/lora
+  mvp config show my/configs/train.yaml optim.lr=1e-4""",
+    "mvp config explain": """\
+examples:
+  mvp config explain optim.lr
+  mvp config explain mllm.limits
+  mvp config explain learning_rate                  # names of other trainers are answered with ours""",
+    "mvp data codes": """\
+examples:
+  mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
+  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi""",
+    "mvp data inspect": """\
+examples:
+  mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
+  mvp data inspect hf://org/dataset:train --strict
+  mvp data inspect my/configs/train.yaml --row photos.jsonl:17""",
+    "mvp chat": """\
+examples:
+  mvp chat latest                                   # the newest run; a conversation in the terminal
+  mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
+  mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json""",
+    "mvp merge": """\
+examples:
+  mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
+  mvp merge outputs/my-run adapter --adapter""",
+    "mvp estimate": """\
+examples:
+  mvp estimate Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
+  mvp estimate sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
+
+If the training does not fit, the last lines are the cheapest changes that make it fit.""",
+    "mvp plan": """\
+examples:
+  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100
+  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192
+  mvp plan my/configs/train.yaml --gpus 64 --ranks 7,33 --json
+
+It needs no GPU. Exit code 2: ranks would hang, or the training does not fit.""",
+    "mvp doctor": """\
+examples:
+  mvp doctor
+  mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk""",
+    "mvp profile": """\
+examples:
+  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
+  mvp profile outputs/my-run --step 740             # the line that made this step slow""",
+    "mvp launch slurm": """\
+example:
+  mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh""",
+    "mvp push": """\
+examples:
+  mvp push latest me/my-model --dry-run
+  mvp push outputs/my-run me/my-adapter --adapter""",
+    "mvp replay": """\
+example:
+  mvp replay latest                                 # the run's last skipped or failed step""",
+    "mvp recipe new": """\
+example:
+  mvp recipe new mine --from sft""",
+    "mvp runs show": """\
+examples:
+  mvp runs show                                     # the newest run
+  mvp runs show my-run --json""",
+    "mvp runs plot": """\
+example:
+  mvp runs plot my-run other-run --metric loss --out compare.png""",
+}
+
+
+# Commands that run a config on ranks, predict it, or look into its runs: train to replay.
+
+RUN = "a run's folder or id, or latest"
+
+
+def add_training_commands(commands: Any) -> None:
+    """Commands that run a config on one or more ranks."""
+    train = add_config_command(commands, "train", "train the model of a config, or resume its run")
+    train.set_defaults(run="train")
+
+    text = "evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)"
+    evaluate = add_config_command(commands, "evaluate", text, f"{CONFIG}; or {RUN}")
+    evaluate.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
+    evaluate.set_defaults(run="evaluate")
+
+    text = (
+        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
+    )
+    check = add_config_command(commands, "check", text)
+    add_json_option(check)
+    check.set_defaults(run="check")
+
+    text = "profile steps of a config, or of a run: where their time and memory go, as a page and a trace"
+    profile = add_config_command(commands, "profile", text)
+    profile.add_argument(
+        "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
+    )
+    profile.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="number of traced steps (default: 3)"
+    )
+    text = "first traced step; the ones before it warm up (default: 6)"
+    profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
+    text = "trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or id, or latest"
+    profile.add_argument("--step", type=int, metavar="N", help=text)
+    profile.set_defaults(run="profile")
+
+    for command in (train, evaluate, check, profile):
+        _add_node_options(command)
+
+
+def _add_node_options(
+    command: argparse.ArgumentParser, ranks: str = "1; under srun, one per GPU"
+) -> None:
+    text = f"processes (ranks) on this machine (default: {ranks})"
+    command.add_argument("--nproc", type=int, metavar="N", help=text)
+    text = "machines that train together; srun sets this and the next three by itself (default: 1). 1:2: elastic, it "
+    text += "continues with one of two when the other is lost"
+    command.add_argument("--nnodes", metavar="N", help=text)
+    command.add_argument("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
+    command.add_argument("--master-addr", metavar="HOST", help="host name of node 0")
+    text = "a free port of node 0 (default: 29500)"
+    command.add_argument("--master-port", type=int, metavar="PORT", help=text)
+
+
+def add_launch_commands(commands: Any) -> None:
+    launch = add_group(commands, "launch", "scripts that start a training on a cluster")
+    text = "print an sbatch script, which saves and queues itself again when its time is over"
+    slurm = add_config_command(launch, "slurm", text)
+    slurm.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)"
+    )
+    slurm.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs per node (default: 8)"
+    )
+    slurm.add_argument("--cpus", type=int, metavar="N", help="CPU cores per node")
+    slurm.add_argument(
+        "--time", default="24:00:00", metavar="TIME", help="as for sbatch (default: 24:00:00)"
+    )
+    text = "seconds before the end of the time at which the training saves (default: 600)"
+    slurm.add_argument("--grace", type=int, default=600, metavar="S", help=text)
+    text = "another option of sbatch, such as --sbatch=--partition=gpu; may be repeated"
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
+    slurm.set_defaults(run="launch_slurm")
+
+
+def add_doctor_command(commands: Any) -> None:
+    text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
+    doctor = add_command(commands, "doctor", text)
+    text = "also check the disk and the kernels for this YAML file or shipped config"
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
+    add_overrides(doctor)
+    text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
+    doctor.add_argument("--dir", metavar="DIR", help=text)
+    _add_node_options(doctor, "one per GPU")
+    add_json_option(doctor)
+    doctor.set_defaults(run="doctor")
+
+
+def add_estimate_commands(commands: Any) -> None:
+    text = (
+        "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
+    )
+    estimate = add_command(commands, "estimate", text)
+    add_estimate_options(estimate)
+    estimate.set_defaults(run="estimate")
+    text = "simulate a training step on any number of ranks: memory, collectives, hangs"
+    plan = add_command(commands, "plan", text)
+    add_plan_options(plan)
+    plan.set_defaults(run="plan")
+    for command in (estimate, plan):
+        add_json_option(command)
+
+
+def add_replay_command(commands: Any) -> None:
+    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
+    replay = add_command(commands, "replay", text)
+    replay.add_argument("name", metavar="RUN", help=RUN)
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
+    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
+    replay.add_argument("--step", type=int, metavar="N", help=text)
+    text = "processes (default: as many as the run had)"
+    replay.add_argument("--nproc", type=int, metavar="N", help=text)
+    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
+    add_json_option(replay)
+    replay.set_defaults(run="replay")
+
+
+# Options of `mvp estimate` and `mvp plan`.
+
+
+def add_estimate_options(command: argparse.ArgumentParser) -> None:
+    _add_options(command)
+    text = "simulate a rank, as mvp plan does, for the communication that a step waits for"
+    command.add_argument("--communication", action="store_true", help=text)
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "what",
+        metavar="CONFIG|MODEL",
+        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
+    )
+    add_overrides(command)
+    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
+    command.add_argument("--gpu", metavar="NAME", help=text)
+    text = "number of GPUs (default: as many as the parallel layout needs)"
+    command.add_argument("--gpus", type=int, metavar="N", help=text)
+    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
+    command.add_argument("--tokens", type=int, metavar="N", help=text)
+    text = "share of image or audio tokens in assumed packs (default: 0.75)"
+    command.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
+    text = "GPUs that NVLink or PCIe connects (default: 8)"
+    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
+    text = "network between nodes, in GB/s per GPU and direction (default: 50, 400 Gb/s)"
+    command.add_argument("--network", type=float, metavar="X", help=text)
+
+
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    _add_options(command)
+    text = "more ranks to simulate: numbers with commas, or all (default: one of each kind)"
+    command.add_argument("--ranks", metavar="N,N", help=text)

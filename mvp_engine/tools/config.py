@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.config.compose import Draft, MissingKeys, read_draft
+import yaml
+
+from mvp_engine.config.compose import DEFAULTS, Draft, MissingKeys, load_yaml, read_draft
+from mvp_engine.config.explain import suggest_key
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.errors import UserError
-from mvp_engine.runs import trained_run
-from mvp_engine.tools.config_keys import engine_comments, explain_key, reference_page
+from mvp_engine.runs import flat_keys, trained_run
 from mvp_engine.tools.recipe_schema import find_schema
 
 _NO_VALUE = "__no_value__"
@@ -115,3 +120,185 @@ def _complete(
             _complete(section, values[key], sections, f"{prefix}{key}.", comments)
         else:
             child["default"] = values[key]
+
+
+# Every config key with its type, default and description: `mvp config explain` and the reference page.
+#
+# Descriptions of the engine's keys are the comments of `default.yaml`; those of a kit's or a recipe's keys are the
+# docstrings below the fields of its sections.
+
+# A comment of default.yaml: after a key, or alone in a line that continues the comment above.
+_COMMENT = re.compile(r"^(?P<indent> *)(?:(?P<key>\w+):.*?)? +# (?P<text>.*)$")
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key of a config, or one of its sections."""
+
+    name: str
+    type: str
+    default: str  # as YAML; empty for a section, and for a key without a default
+    description: str
+    is_section: bool
+
+
+def config_keys(*schemas: type[Config]) -> list[ConfigKey]:
+    """All keys of the schemas, each section before its own; a key of several is that of the first."""
+    keys: dict[str, ConfigKey] = {}
+    for schema in schemas:
+        tree = schema.model_json_schema()
+        found = _walk(tree, tree.get("$defs", {}), "", _engine_defaults(), engine_comments())
+        for key in found:
+            keys.setdefault(key.name, key)
+    return list(keys.values())
+
+
+def _walk(
+    node: dict[str, Any],
+    sections: dict[str, Any],
+    prefix: str,
+    defaults: dict[str, Any],
+    comments: dict[str, str],
+) -> Iterator[ConfigKey]:
+    for name, field in node.get("properties", {}).items():
+        key = f"{prefix}{name}"
+        section, suffix = _section_of(field, sections)
+        default = defaults.get(key, field.get("default", ...))
+        if default is ... and name not in node.get("required", []):  # made by a default_factory
+            default = {} if field.get("type") == "object" else []
+        shown = "" if default is ... or section else _as_yaml(default)
+        text = (
+            comments.get(key) or field.get("description") or (section or {}).get("description", "")
+        )
+        text = " ".join(text.split())
+        yield ConfigKey(key, type_in_words(field, sections), shown, text, section is not None)
+        if section is not None:
+            yield from _walk(section, sections, f"{key}{suffix}.", defaults, comments)
+
+
+def _section_of(
+    field: dict[str, Any], sections: dict[str, Any]
+) -> tuple[dict[str, Any] | None, str]:
+    """The section that a field holds, and what stands between its key and those of the section."""
+    for choice in field.get("anyOf", [field]):
+        if choice.get("type") == "array" and "$ref" in choice.get("items", {}):
+            return _resolve(choice["items"], sections), ".NAME"
+        if "$ref" in choice:
+            return _resolve(choice, sections), ""
+    return None, ""
+
+
+def _resolve(node: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = sections[node["$ref"].removeprefix("#/$defs/")]
+    return found
+
+
+def type_in_words(node: dict[str, Any], sections: dict[str, Any]) -> str:
+    """The type of a JSON Schema node for a reader, such as "integer >= 1, or null"."""
+    if "anyOf" in node:
+        return ", or ".join(type_in_words(choice, sections) for choice in node["anyOf"])
+    if "$ref" in node:
+        return "section"
+    if "enum" in node:
+        return " | ".join(map(str, node["enum"]))
+    if "const" in node:
+        return str(node["const"])
+    kind = node.get("type", "any value")
+    if kind == "array":
+        return f"list of {type_in_words(node.get('items', {}), sections)}"
+    if kind == "object":
+        inner = node.get("additionalProperties")
+        return f"mapping to {type_in_words(inner if isinstance(inner, dict) else {}, sections)}"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {_as_yaml(node[name])}" for name, sign in signs.items() if name in node]
+    return " ".join([kind, " and ".join(limits)]).strip()
+
+
+def _engine_defaults() -> dict[str, Any]:
+    return dict(flat_keys(load_yaml(DEFAULTS)))
+
+
+def engine_comments() -> dict[str, str]:
+    """The comments of default.yaml by key."""
+    found: dict[str, str] = {}
+    parents: list[tuple[int, str]] = []  # (indentation, name) of the sections around a line
+    key = ""
+    for line in DEFAULTS.read_text(encoding="utf-8").splitlines():
+        if opened := re.match(r"^( *)(\w+):", line):
+            indent = len(opened[1])
+            parents = [one for one in parents if one[0] < indent] + [(indent, opened[2])]
+            key = ".".join(name for _, name in parents)
+        comment = _COMMENT.match(line)
+        if comment and key:
+            found[key] = f"{found.get(key, '')} {comment['text']}".strip()
+    return found
+
+
+def _as_yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("...\n").strip()
+
+
+# ---- What is printed --------------------------------------------------------------------------------
+
+
+def explain_key(name: str, *schemas: type[Config]) -> str:
+    """A key's type, default and description; of a section, all its keys."""
+    keys = config_keys(*schemas)
+    # A name in a mapping of sections (mllm.sources.mine.path) is anything.
+    wanted = [key for key in keys if re.fullmatch(key.name.replace(".NAME", r"(\.\w+)?"), name)]
+    if not wanted:
+        raise UserError(f"no config key {name!r}. {suggest_key(name, schemas[0])}")
+    lines = []
+    for key in wanted:
+        lines.append(f"{key.name}: {key.type}")
+        if key.description:
+            lines.append(f"  {key.description}")
+        if not key.is_section:
+            lines.append(f"  default: {key.default or 'none, it must be set'}")
+    if wanted[0].is_section:
+        inner = [key for key in keys if key.name.startswith(f"{wanted[0].name}.")]
+        width = max(len(key.name) for key in inner)
+        lines += ["", *(f"  {key.name:{width}}  {key.description}" for key in inner)]
+    return "\n".join(lines)
+
+
+def reference_page(*schemas: type[Config]) -> str:
+    """All keys as a Markdown page, one table per section."""
+    keys = config_keys(*schemas)
+    lines = [
+        "# Config keys",
+        "",
+        "Every key of a recipe that uses the kits, with its type and default. This page is generated by",
+        "`mvp config reference`; `mvp config explain KEY` prints one key, `mvp config show CONFIG` the",
+        "values of a recipe. How configs are composed, and how a recipe adds keys: [recipes.md](recipes.md).",
+    ]
+    top = [key for key in keys if "." not in key.name and not key.is_section]
+    lines += ["", "## Top level", "", *_table(top)]
+    for section in keys:
+        if section.is_section:
+            lines += ["", f"## `{section.name}`", ""]
+            if section.description:
+                lines += [_cell(section.description), ""]
+            lines += _table([key for key in keys if _parent(key.name) == section.name])
+    return "\n".join(lines) + "\n"
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0].removesuffix(".NAME")
+
+
+def _table(keys: list[ConfigKey]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        if key.is_section:
+            continue
+        default = f"`{key.default}`" if key.default else "required"
+        lines.append(
+            f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.description)} |"
+        )
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", r"\<")

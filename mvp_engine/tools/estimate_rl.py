@@ -24,8 +24,8 @@ from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.rl.batches import rollout_batch
 from mvp_engine.rl.prompts import Prompt, prompt_loader
 from mvp_engine.rl.rollout import Sample
-from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.estimate_config import Estimator
+from mvp_engine.tools.inspect import config_data_kit
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")

@@ -34,8 +34,7 @@ def print_inspection(
             f"{overrides[0]!r}: only a config has keys to override, {what} is no YAML file"
         )
     elif model:
-        from mvp_engine.tools.data_kit import file_data_kit
-        from mvp_engine.tools.inspect import inspect_kit
+        from mvp_engine.tools.inspect import file_data_kit, inspect_kit
 
         kit = file_data_kit(what, model, pack_tokens)
         facts = inspect_kit(kit, split, 1, limit=limit, row=row, decode=decode)
@@ -62,8 +61,7 @@ def _inspect_config(
     file: str, overrides: list[str], model: str | None, split: str, **options: Any
 ) -> dict[str, Any]:
     from mvp_engine.config import compose
-    from mvp_engine.tools.data_kit import config_data_kit
-    from mvp_engine.tools.inspect import inspect_kit
+    from mvp_engine.tools.inspect import config_data_kit, inspect_kit
 
     composed = compose(file, overrides)
     kit = config_data_kit(composed.engine_class, composed.config, model)

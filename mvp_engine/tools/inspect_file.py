@@ -12,9 +12,8 @@ from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_hints import null_bits, null_rows
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
-from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
 from mvp_engine.tools.inspect_rows import bad_reason, find_row, plain_row

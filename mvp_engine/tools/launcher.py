@@ -6,6 +6,7 @@ One rank runs in this process; several, or several nodes, run under torchrun, wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
@@ -14,7 +15,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +37,6 @@ from mvp_engine.errors import (
 from mvp_engine.process.garbage import without_collections
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import open_run
-from mvp_engine.tools.cuda_context import created_meanwhile
 from mvp_engine.tools.nodes import Nodes, use_interface_to
 
 if TYPE_CHECKING:
@@ -239,3 +241,39 @@ def _print_errors(file: Path) -> None:
     """Print why ranks failed, after all that other ranks printed meanwhile."""
     if file.is_file():
         print(file.read_text(), end="", file=sys.stderr, flush=True)
+
+
+# The CUDA context of this process, created by a thread while the process imports torch: both take seconds.
+
+DRIVER = "libcuda.so.1"
+
+
+@contextmanager
+def created_meanwhile(device: str) -> Iterator[None]:
+    """A context for imports, in which a thread creates the context that torch will use, unless `device` is cpu.
+
+    The thread has ended when the context is left, also by an error: no fork and no exit of the process meets it.
+    """
+    if device == "cpu":
+        yield
+        return
+    thread = threading.Thread(target=_create, name="mvp-cuda-context", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _create() -> None:
+    """Retain the primary context of this rank's GPU; where it cannot be created, torch will say why."""
+    try:
+        driver = ctypes.CDLL(DRIVER)  # its calls release the GIL
+    except OSError:
+        return  # no GPU
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), local_rank):
+        return
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -9,9 +9,11 @@ import json
 import linecache
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,11 +32,16 @@ from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run
-from mvp_engine.tools.gpu_clock import ClockSamples, sampled_clock
-from mvp_engine.tools.profile_kernels import DATA_WAIT, mark, read_events, summary
+from mvp_engine.tools.profile_kernels import (
+    DATA_WAIT,
+    ClockSamples,
+    mark,
+    read_events,
+    sampled_clock,
+    summary,
+)
 from mvp_engine.tools.profile_page import page
 from mvp_engine.tools.replay import OVERRIDES, nearest_checkpoint
-from mvp_engine.tools.temporary_run import temporary_run
 
 FILES = ("profile.md", "profile.json", "trace.json")
 WARM_UP = 2  # steps of a run that are repeated before the traced one, at least
@@ -401,3 +408,16 @@ def _device_name(device: torch.device) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# A run folder for a command that trains for a while and leaves nothing behind.
+
+
+@contextlib.contextmanager
+def temporary_run(world: World, name: str, prefix: str) -> Iterator[Run]:
+    """A run in a temporary folder of rank 0, which is removed at the end; those of the other ranks stay empty."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        place: Path | None = None
+        if world.is_main:
+            place = Run.create(Path(folder), name, None).dir
+        yield Run(world.broadcast(place))

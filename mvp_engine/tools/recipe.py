@@ -6,6 +6,7 @@ that it writes go to a folder of that name below `project.dir`.
 
 from __future__ import annotations
 
+import ast
 import json
 import keyword
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,8 +22,6 @@ from mvp_engine.config.compose import MissingKeys, read_draft
 from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
-from mvp_engine.tools.recipe_configs import is_recipe, runnable_configs
-from mvp_engine.tools.recipe_rename import rename_recipe
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
@@ -163,3 +163,142 @@ mvp evaluate {start}
 What to change first: the data (what `data.py` writes, or the rows under `mllm.sources`), sizes and learning
 rate in the config, the metrics in `engine.py`. Data and exports go to `{name}/` below `project.dir`.
 """
+
+
+# Renaming inside a copied recipe: engine class, run names, output folders and the commands in its texts.
+
+TEXT_FILES = {".py", ".yaml", ".md", ".sh", ".txt"}
+
+
+def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
+    """Rename the recipe in all text files of `folder`; `final` is where the folder will be moved to."""
+    files = [file for file in folder.rglob("*") if file.suffix in TEXT_FILES and file.is_file()]
+    configs = [file for file in files if file.suffix == ".yaml"]
+    engine = _engine_class(folder / "engine.py")
+    camel_case = "".join(word.title() for word in new.split("_") if word)
+    run_names = {section_value(load_yaml(file), "project", "name") for file in configs} - {None}
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        text = re.sub(rf"\brecipes/{re.escape(old)}/", lambda _: f"{final}/", text)
+        if engine is not None:
+            text = re.sub(rf"\b{engine}\b", f"{camel_case}Engine", text)
+        if file.suffix == ".yaml":
+            output = rf"\$\{{project\.dir\}}/({re.escape(old)}/)?"
+            text = re.sub(output, f"${{project.dir}}/{new}/", text)
+            text = _rename_project(text, old, new, single=len(run_names) == 1)
+        file.write_text(text, encoding="utf-8")
+
+
+def _rename_project(text: str, old: str, new: str, single: bool) -> str:
+    """Replace the value of `project.name` in place, so that comments and order stay."""
+    node = yaml.compose(text)
+    for key in ("project", "name"):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for name, value in pairs if name.value == key), None)
+    if not isinstance(node, yaml.ScalarNode):
+        return text
+    name = _project_name(node.value, old, new, single)
+    return text[: node.start_mark.index] + name + text[node.end_mark.index :]
+
+
+def _project_name(name: str, old: str, new: str, single: bool) -> str:
+    """The new run name; training stages with different names keep their endings."""
+    if name.startswith(old):
+        return new + name.removeprefix(old)
+    return new if single else f"{new}_{name}"
+
+
+def _engine_class(file: Path) -> str | None:
+    """The name of the engine class, if the file exists and defines exactly one."""
+    if not file.is_file():
+        return None
+    engines = list[str]()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = [ast.unparse(base) for base in node.bases]
+        if any(base.endswith("Engine") or base in engines for base in bases):
+            engines.append(node.name)
+    return engines[0] if len(engines) == 1 else None
+
+
+# The configs of a recipe: which of its YAML files can be run, and which one to start with.
+
+
+def is_recipe(folder: Path) -> bool:
+    """Whether the folder has configs, and an engine of its own or a config that names one."""
+    files = _yaml_files(folder)
+    has_engine = (folder / "engine.py").is_file()
+    return bool(files) and (has_engine or any("engine" in load_yaml(file) for file in files))
+
+
+def runnable_configs(folder: Path) -> list[Path]:
+    """The configs that are meant to be run, the one to start with first.
+
+    The first one needs no GPU and no export of another config. Files that others only inherit from are left out.
+    """
+    files = {file.stem: file for file in _yaml_files(folder)}
+    configs = _Configs({stem: load_yaml(file) for stem, file in files.items()})
+    stems = [stem for stem in files if configs.is_runnable(stem)] or list(files)
+    return [files[stem] for stem in sorted(stems, key=configs.order)]
+
+
+def load_yaml(file: Path) -> dict[str, Any]:
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return tree if isinstance(tree, dict) else {}
+
+
+def section_value(tree: dict[str, Any], section: str, key: str) -> Any:
+    inner = tree.get(section)
+    return inner.get(key) if isinstance(inner, dict) else None
+
+
+class _Configs:
+    """The YAML files of one recipe, by name, with what each inherits through `defaults:`."""
+
+    def __init__(self, trees: dict[str, dict[str, Any]]) -> None:
+        self.trees = trees
+        self.parents: dict[str, list[str]] = {}
+        for stem, tree in trees.items():
+            self.parents[stem] = [name for name in tree.get("defaults") or [] if name in trees]
+        self.exports = {tree.get("export") for tree in trees.values()} - {None}
+
+    def value(self, stem: str, section: str, key: str, seen: tuple[str, ...] = ()) -> Any:
+        """A key's value in the file or in what it inherits."""
+        own = section_value(self.trees[stem], section, key)
+        if own is not None:
+            return own
+        for parent in self.parents[stem]:
+            if parent in seen:
+                continue
+            inherited = self.value(parent, section, key, (*seen, stem))
+            if inherited is not None:
+                return inherited
+        return None
+
+    def is_runnable(self, stem: str) -> bool:
+        """Whether the config is more than a base of others.
+
+        A config that others inherit is runnable if it is called train, or if it inherits too and its runs have a name:
+        its own, or an inherited one that some of its heirs share.
+        """
+        heirs = [name for name, parents in self.parents.items() if stem in parents]
+        if not heirs:
+            return True
+        if not self.parents[stem]:
+            return stem == "train"
+        if self._own_name(stem) is not None:
+            return True
+        heir_shares_name = any(self._own_name(heir) is None for heir in heirs)
+        return self.value(stem, "project", "name") is not None and heir_shares_name
+
+    def _own_name(self, stem: str) -> Any:
+        return section_value(self.trees[stem], "project", "name")
+
+    def order(self, stem: str) -> tuple[bool, bool, bool, bool, str]:
+        needs_export = self.value(stem, "model", "path") in self.exports
+        return ("gpu" in stem, needs_export, "cpu" not in stem, stem != "train", stem)
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.yaml"), *(folder / "configs").glob("*.yaml")])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mvp_engine.kit.speech.espeak import Speaker
-from mvp_engine.kit.speech.spectrogram import MelSpectrogram
+from mvp_engine.kit.speech.kmeans import MelSpectrogram
 
 from .data import VOICES, WORDS, say
 

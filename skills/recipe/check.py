@@ -29,7 +29,7 @@ from mvp_engine.kit import MLLMModelKit, load_processor
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import Run
-from mvp_engine.tools.check.micro_batches import split_micro_batch
+from mvp_engine.tools.check.splits import split_micro_batch
 from mvp_engine.tools.skill_check import run_check
 
 STEPS = 4

@@ -13,7 +13,7 @@ from conftest import ROOT, TINY
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.compose import read_draft
-from mvp_engine.tools.config_keys import config_keys
+from mvp_engine.tools.config import config_keys
 from mvp_engine.tools.recipe_schema import find_schema
 
 FILES = [

@@ -11,7 +11,7 @@ from conftest import MAGIC, ROOT, TINY, losses, read_metrics
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed import Layout, World
-from mvp_engine.engine.run_setup import layout_text
+from mvp_engine.engine.state import layout_text
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError
 from mvp_engine.runs import list_runs
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.actions.engine import strip_image
 from mvp_engine.kit.actions.gym_env import GymEnv
 from mvp_engine.kit.actions.rollout import Observation, rollout, success_rate
-from mvp_engine.kit.actions.strips import strip_image
 
 STATE = "observation.state"
 CAMERA = "observation.images.top"

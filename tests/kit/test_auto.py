@@ -23,7 +23,7 @@ from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.engine.run_setup import with_intervals
+from mvp_engine.engine.state import with_intervals
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.kit import MLLMData

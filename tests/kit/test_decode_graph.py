@@ -13,7 +13,7 @@ from tiny_models import build_model, samples
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import decode_graph
+from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
@@ -42,7 +42,7 @@ def test_complete_with_fixed_shapes_is_equal(name: str, monkeypatch: pytest.Monk
     captured: list[Any] = []
     monkeypatch.setattr("mvp_engine.kit.decoding.is_supported", lambda _: True)
     monkeypatch.setattr("mvp_engine.kit.decoding.REPLAYS", 2)
-    monkeypatch.setattr(decode_graph, "capture", lambda forward, _: captured.append(forward) or forward)
+    monkeypatch.setattr(decoding, "capture", lambda forward, _: captured.append(forward) or forward)
     found = complete(engine, prompts, DECODING)
     assert tokens(found) == tokens(expected)
     for one, other in zip(found, expected, strict=True):
@@ -59,9 +59,9 @@ def test_complete_without_graph_if_the_forward_cannot_be_captured(monkeypatch: p
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(
-        "mvp_engine.kit.decoding.is_supported", lambda engine: engine.model not in decode_graph._NOT_CAPTURED
+        "mvp_engine.kit.decoding.is_supported", lambda engine: engine.model not in decoding._NOT_CAPTURED
     )
-    monkeypatch.setattr(decode_graph, "capture", capture)
+    monkeypatch.setattr(decoding, "capture", capture)
     assert tokens(complete(engine, prompts, DECODING)) == tokens(expected)
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.endswith("without a CUDA graph, more slowly: operation not permitted when stream is capturing")
@@ -73,7 +73,7 @@ def test_cuda_graph_gives_the_tokens_of_eager_decoding(name: str, monkeypatch: p
     engine, prompts = built(name, "cuda:0")
     found = complete(engine, prompts, DECODING)
     assert "CUDA graph" not in capsys.readouterr().err
-    assert decode_graph.is_supported(engine) == (name != "qwen3_moe")
+    assert decoding.is_supported(engine) == (name != "qwen3_moe")
     monkeypatch.setattr("mvp_engine.kit.decoding.is_supported", lambda _: False)
     assert tokens(found) == tokens(complete(engine, prompts, DECODING))
 

@@ -15,9 +15,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
-from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.blocks import BlockCosts, saved_elements
 from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.saved_elements import saved_elements
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import attention as attention_ops

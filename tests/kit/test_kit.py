@@ -23,7 +23,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
-from mvp_engine.kit.data.encode import processor_calls
+from mvp_engine.kit.data.encode import processor_runner
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read import decode_image
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
@@ -110,9 +110,9 @@ def test_loader_video_equals_the_processor_output_of_the_whole_conversation(
     text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
     whole = f"<|vision_start|>{token}<|vision_end|>"
     if swallows:
-        call, text = processor_calls.call_processor, text.replace(whole, token)
+        call, text = processor_runner.call_processor, text.replace(whole, token)
         monkeypatch.setattr(
-            processor_calls,
+            processor_runner,
             "call_processor",
             lambda p, a, t, *more, **m: call(p, a, token if t == whole else t, *more, **m),
         )

@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.actions.frames import read_frames
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
+from mvp_engine.kit.actions.rows import VideoFrames, read_frames
 from mvp_engine.kit.actions.stats import column_stats, merged_stats, relative_parts
-from mvp_engine.kit.actions.video import VideoFrames
 from mvp_engine.kit.actions.write import LeRobotWriter
 from mvp_engine.kit.data.read.row_types import BadRow
 

@@ -24,7 +24,7 @@ from mvp_engine.hf import pretrained as load_pretrained
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
-from mvp_engine.model_engine.fsdp import activation_checkpoint
+from mvp_engine.model_engine.fsdp import parallelize
 from mvp_engine.runs import list_runs
 
 
@@ -106,7 +106,7 @@ def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base: Path, 
 
 
 def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monkeypatch) -> None:
-    kept, policy = list[int](), activation_checkpoint._policy
+    kept, policy = list[int](), parallelize._policy
 
     def watched(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
         found = policy(kinds, ctx, op, *args, **more)
@@ -114,7 +114,7 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monke
             kept.append(args[0].shape[0] * args[1].shape[1])
         return found
 
-    monkeypatch.setattr(activation_checkpoint, "_policy", watched)
+    monkeypatch.setattr(parallelize, "_policy", watched)
     sums = []
     for lora in (None, Lora(rank=2)):
         steps(engine_of(base, lora, activation_checkpointing="selective"), count=1)

@@ -15,7 +15,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim.chunks import chunks
-from mvp_engine.kit.optim.orthogonalize import orthogonalize
+from mvp_engine.kit.optim.optimizer import orthogonalize
 from mvp_engine.model_engine import FSDPEngine, ema
 from mvp_engine.model_engine.optim import build_optimizer
 

@@ -26,7 +26,7 @@ from mvp_engine.kit.optim import host_states, state_stream
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.state_stream import ALIGNED_ELEMENTS, SLOTS, Bucket, StateStream, make_buckets
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.model_engine.fsdp.offload import move_optimizer
+from mvp_engine.model_engine.fsdp.base_engine import move_optimizer
 from mvp_engine.ops import host_memory
 
 KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]

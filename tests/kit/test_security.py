@@ -411,7 +411,7 @@ def test_dataset_caption_that_is_a_link_outside_is_bad(tmp_path: Path, secret: P
 
 
 def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
-    from mvp_engine.kit.data.read.dataset_info import read_dataset_info
+    from mvp_engine.kit.data.settings import read_dataset_info
 
     for name in ("../outside/rows.json", "/etc/passwd"):
         (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": name}}))

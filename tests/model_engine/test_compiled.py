@@ -25,7 +25,7 @@ from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import activation_checkpoint, activation_offload, compile, parallelize
+from mvp_engine.model_engine.fsdp import activation_offload, compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -164,8 +164,8 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
 )
 def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
-    monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
-    activation_checkpoint._warn_of_attention.cache_clear()
+    monkeypatch.setattr(parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    parallelize._warn_of_attention.cache_clear()
     outs, grads, _ = expected("qwen3")
     its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))

@@ -17,7 +17,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.model_engine.fsdp.dummy_sequences import append_dummies
-from mvp_engine.ops import graph_breaks
+from mvp_engine.ops import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -242,7 +242,7 @@ def test_soft_caps_and_sinks_compile_few_graphs_without_host_sync(monkeypatch, n
     """FlexAttention in both kinds of layers, with and without a window."""
     shape = {**overrides_of(name), "head_dim": 32, "vocab_size": 512, "sliding_window": 64, "num_hidden_layers": 2}
     part = language_model(shape, precision="bf16", clip_grad_norm=1.0, **how)
-    monkeypatch.setattr(graph_breaks, "untraced_reference_attention", None)  # nothing goes sequence by sequence
+    monkeypatch.setattr(attention, "untraced_reference_attention", None)  # nothing goes sequence by sequence
     packs = [mix(512, [100 + 37 * i, 3 + i, 200]).pin_memory() for i in range(4)]
     packs += [mix(512, [90] * (i + 2)).pin_memory() for i in range(4)]
     compiles_few_times_and_never_waits(part, packs, graphs=2 if how["compile"] is None else 24)
@@ -257,7 +257,7 @@ def test_bidirectional_image_attention_has_no_host_sync(monkeypatch) -> None:
     layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
     part = LanguageModelEngine(model, layout, Settings(precision="bf16", compile=None, clip_grad_norm=1.0))
     part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True))
-    monkeypatch.setattr(graph_breaks, "untraced_reference_attention", None)
+    monkeypatch.setattr(attention, "untraced_reference_attention", None)
     compiles_few_times_and_never_waits(part, batches, graphs=2)  # full and sliding
 
 

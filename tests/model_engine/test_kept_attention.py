@@ -14,7 +14,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import activation_checkpoint
+from mvp_engine.model_engine.fsdp import parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -114,12 +114,12 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
 
     def policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
         found = real_policy(kinds, ctx, op, *args, **more)
-        if found == activation_checkpoint.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
+        if found == parallelize.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
             kept.append(str(op))
         return found
 
-    real_policy = activation_checkpoint._policy
-    monkeypatch.setattr(activation_checkpoint, "_policy", policy)
+    real_policy = parallelize._policy
+    monkeypatch.setattr(parallelize, "_policy", policy)
     gradients("attention", "bf16")
     assert kept == ["mvp_tests.ragged_attention.default"] * CALLS.count("forward")
 
@@ -127,8 +127,8 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
 def test_attention_mode_that_keeps_nothing_warns_once(monkeypatch) -> None:
     """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
     said = list[str]()
-    monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
-    activation_checkpoint._warn_of_attention.cache_clear()
+    monkeypatch.setattr(parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    parallelize._warn_of_attention.cache_clear()
     for name in ("qwen3", "gemma2"):
         gradients("attention", name=name)
     assert len(said) == 1  # for all blocks
@@ -143,7 +143,7 @@ def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_tim
         block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         x = torch.randn(16, 8, requires_grad=True)
         if mode != "none":
-            activation_checkpoint.checkpoint_block(block, mode, None)
+            parallelize.checkpoint_block(block, mode, None)
         with torch.autocast("cpu", torch.bfloat16):
             loss = block(block(x)).square().sum()
         loss.backward()
@@ -154,7 +154,7 @@ def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_tim
 
 def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:
     names = ("_selective_contexts", "_attention_contexts", "_compiled_attention_contexts")
-    assert len({getattr(activation_checkpoint, name).cache_hash for name in names}) == 3
+    assert len({getattr(parallelize, name).cache_hash for name in names}) == 3
 
 
 def test_unknown_mode_lists_attention() -> None:

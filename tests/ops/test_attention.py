@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, graph_breaks
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
 from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.ops.size_bucket import round_up_to_bucket
@@ -41,8 +41,8 @@ def chosen(monkeypatch) -> list[str]:
     monkeypatch.setattr(flash_attention, "flash_attention", kernel("flash"))
     monkeypatch.setattr(cudnn_attention, "cudnn_attention", kernel("cudnn"))
     monkeypatch.setattr(attention, "_torch_varlen", kernel("varlen"))
-    monkeypatch.setattr(graph_breaks, "untraced_flex_attention", kernel("flex"))
-    monkeypatch.setattr(graph_breaks, "untraced_reference_attention", kernel("reference"))
+    monkeypatch.setattr(attention, "untraced_flex_attention", kernel("flex"))
+    monkeypatch.setattr(attention, "untraced_reference_attention", kernel("reference"))
     return calls
 
 

@@ -13,9 +13,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.attention import Overlay, boundaries, packed_attention
-from mvp_engine.ops import flex_attention, flex_block_mask
+from mvp_engine.ops import flex_attention
 from mvp_engine.ops.attention import AttnSpec
-from mvp_engine.ops.flex_block_mask import block_mask_of
+from mvp_engine.ops.flex_attention import block_mask_of
 from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.ops.size_bucket import round_up_to_bucket
 
@@ -63,7 +63,7 @@ MASKS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options: dict[str, Any]) -> None:
     """Values are one-hot, so the reference's output names each visible pair of tokens."""
-    monkeypatch.setattr(flex_block_mask, "_PAIRS_PER_CHUNK", 1 << 18)  # several chunks of rows
+    monkeypatch.setattr(flex_attention, "_PAIRS_PER_CHUNK", 1 << 18)  # several chunks of rows
     lengths = [5, 1, 300, 128, 150, 0, 37]
     tokens, spec = sum(lengths), spec_of(options, lengths)
     zeros = torch.zeros(1, tokens, 16)
@@ -128,10 +128,10 @@ def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer
 
 
 def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> None:
-    built, build = [], flex_block_mask._block_mask
-    monkeypatch.setattr(flex_block_mask, "_block_mask", lambda *args: (built.append(1), build(*args))[1])
+    built, build = [], flex_attention._block_mask
+    monkeypatch.setattr(flex_attention, "_block_mask", lambda *args: (built.append(1), build(*args))[1])
     gc.collect()
-    before = len(flex_block_mask._BLOCK_MASKS)
+    before = len(flex_attention._BLOCK_MASKS)
     cu_seqlens, mask_function = cu_seqlens_of([4, 6]), images(10, None)
     spec = AttnSpec(cu_seqlens, 6)
     first = block_mask_of(spec, 10)
@@ -147,7 +147,7 @@ def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> Non
     assert bool(changed(0, 0, torch.tensor(4), torch.tensor(3)))  # type: ignore[arg-type]
     del cu_seqlens, mask_function, spec, specs
     gc.collect()
-    assert len(flex_block_mask._BLOCK_MASKS) == before
+    assert len(flex_attention._BLOCK_MASKS) == before
 
 
 def test_block_mask_built_in_inference_mode_is_usable_in_training() -> None:
@@ -230,7 +230,7 @@ def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync(
     torch._dynamo.utils.counters.clear()
     forward_and_backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(sizes)
-    flex_block_mask._BLOCK_MASKS.clear()
+    flex_attention._BLOCK_MASKS.clear()
     torch.cuda.set_sync_debug_mode("error")
     try:
         forward_and_backward()

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.attention import boundaries, packed_attention
-from mvp_engine.kit import compile_ahead
-from mvp_engine.ops import cudnn_attention, cudnn_graph, flash_attention
+from mvp_engine.kit import mllm
+from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
-from mvp_engine.ops.cudnn_graph import Plan
+from mvp_engine.ops.cudnn_attention import Plan
 
 needs_cudnn = pytest.mark.gpu(package="cudnn")
 MODULES: dict[str, Any] = {"flash": flash_attention, "cudnn": cudnn_attention}
@@ -72,11 +72,11 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
 ) -> None:
     if kernel == "flash" and size not in flash_attention.HEADS:
         pytest.skip(f"cuDNN computes heads of {size}")
-    if kernel == "cudnn" and size > cudnn_attention.COMMON_HEAD and not cudnn_graph.can_build(0, size):
+    if kernel == "cudnn" and size > cudnn_attention.COMMON_HEAD and not cudnn_attention.can_build(0, size):
         pytest.skip(f"this cuDNN has no kernels for heads of {size}")
     use_only(monkeypatch, kernel)
     calls: list[str] = []
-    used = {"flash": (flash_attention, "_arguments"), "cudnn": (cudnn_graph, "run")}
+    used = {"flash": (flash_attention, "_arguments"), "cudnn": (cudnn_attention, "run")}
     for name, (module, function) in used.items():
         run = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *args, run=run, name=name: (calls.append(name), run(*args))[1])
@@ -136,7 +136,7 @@ def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
         plan = Plan.of(q, k, len(lengths), max(lengths), max(lengths), 0.1, causal, 0)
         for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
             given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
-            cudnn_graph.run(plan, cu_seqlens, backward, given)
+            cudnn_attention.run(plan, cu_seqlens, backward, given)
         assert all(bool(x.isfinite().all()) for x in made.values()), lengths
 
 
@@ -312,8 +312,8 @@ def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
     monkeypatch.setattr(flash_attention, "runs_on", lambda _: capability == 9)
     monkeypatch.setattr(flash_attention, "INSTALLED", installed)
     monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))
-    monkeypatch.setattr(compile_ahead.LOGGER, "info", lambda text, *_: calls.append(text))
-    monkeypatch.setattr(compile_ahead.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
-    compile_ahead.prepare_attention(torch.device("cuda"))
+    monkeypatch.setattr(mllm.LOGGER, "info", lambda text, *_: calls.append(text))
+    monkeypatch.setattr(mllm.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
+    mllm.prepare_attention(torch.device("cuda"))
     assert [call for call in calls if call == "load"] == ["load"] * loaded
     assert sum("mvp-engine[cuda]" in call for call in calls) == hints

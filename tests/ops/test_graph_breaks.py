@@ -12,19 +12,12 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.ops import (
-    attention,
-    cudnn_attention,
-    flash_attention,
-    flex_attention,
-    graph_breaks,
-    reference_attention,
-)
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, reference_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 
 SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-MODULES = [attention, cudnn_attention, flash_attention, flex_attention, graph_breaks, reference_attention]
+MODULES = [attention, cudnn_attention, flash_attention, flex_attention, attention, reference_attention]
 BATCH = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
-from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
+from mvp_engine.model_engine.fsdp.parallelize import checkpoint_block
 from mvp_engine.ops import nf4
 from mvp_engine.ops.nf4 import Nf4Linear
 

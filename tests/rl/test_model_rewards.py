@@ -15,8 +15,8 @@ from tiny_vlm import TEXT, made, write
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
+from mvp_engine.rl.model_groups import RewardModel, check_reward_model
 from mvp_engine.rl.prompts import prompt_loader, prompt_settings
-from mvp_engine.rl.reward_model import RewardModel, check_reward_model
 from mvp_engine.rl.rewards import RewardFailed, Rewards
 from mvp_engine.rl.rollout import Sample
 from mvp_engine.worker.group import WorkerGroup

@@ -23,10 +23,9 @@ from conftest import is_gone, wait_until
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.rl import reward_workers
+from mvp_engine.rl import rewards
 from mvp_engine.rl.prompts import Prompt
-from mvp_engine.rl.reward_workers import Group, Task
-from mvp_engine.rl.rewards import Answer, RewardFailed, Rewards, reward_metrics
+from mvp_engine.rl.rewards import Answer, Group, RewardFailed, Rewards, Task, reward_metrics
 from mvp_engine.rl.rl_settings import RewardSettings
 from mvp_engine.rl.rollout import Sample
 
@@ -64,8 +63,8 @@ def made(request: pytest.FixtureRequest) -> Iterator[Any]:
         return opened[-1]
 
     yield make
-    for rewards in opened:
-        rewards.close()
+    for worker in opened:
+        worker.close()
 
 
 class Limit:
@@ -89,7 +88,7 @@ class Limit:
 @pytest.fixture
 def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limit:
     made = Limit(tmp_path / "hangs")
-    monkeypatch.setattr(reward_workers, "time", made)
+    monkeypatch.setattr(rewards, "time", made)
     return made
 
 

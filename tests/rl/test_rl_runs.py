@@ -19,8 +19,8 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import hang
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.report.facts import RunFacts
-from mvp_engine.rl import reward_workers
-from mvp_engine.rl.learner import Learner
+from mvp_engine.rl import rewards
+from mvp_engine.rl.collector import Learner
 from mvp_engine.rl.rollout_log import read_rollouts
 from mvp_engine.runs import Run, list_runs
 from mvp_engine.tools.merge import model_checkpoint
@@ -55,7 +55,7 @@ def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
     tmp_path: Path, capfd: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = Limit(tmp_path / "hangs")
-    monkeypatch.setattr(reward_workers, "time", limit)
+    monkeypatch.setattr(rewards, "time", limit)
     config = write_recipe(tmp_path, f"{FAILING[kind].replace('HANGS', str(limit.file))}\n{LENGTH}")
     folder = trained(config, "reward.timeout=0.5", "reward.workers=1")
     assert sum(record["reward_errors"] for record in records(folder)) == pytest.approx(2 / 8)

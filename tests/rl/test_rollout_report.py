@@ -13,12 +13,11 @@ from tiny_vlm import made, model_config, qwen3_vl, with_images, write
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts, metric_texts
-from mvp_engine.rl.pass_at_k import pass_at_k, pass_metrics
+from mvp_engine.rl.engine import pass_at_k, pass_metrics
 from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
-from mvp_engine.rl.report import rl_panels, rollout_sections
 from mvp_engine.rl.rewards import Reward, reward_metrics
 from mvp_engine.rl.rollout import Sample
-from mvp_engine.rl.rollout_log import RolloutLog, read_rollouts
+from mvp_engine.rl.rollout_log import RolloutLog, read_rollouts, rl_panels, rollout_sections
 from mvp_engine.runs import Run
 
 

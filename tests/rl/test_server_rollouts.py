@@ -20,10 +20,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.rl import server as server_module
 from mvp_engine.rl import server_rollout
-from mvp_engine.rl.openai_rollout import OpenAIRollout
 from mvp_engine.rl.prompts import Prompt
 from mvp_engine.rl.rollout import Sample, Sampling
-from mvp_engine.rl.server_rollout import LOGGER, NoServer
+from mvp_engine.rl.server_rollout import LOGGER, NoServer, OpenAIRollout
 from mvp_engine.rl.vllm_rollout import VLLMRollout
 
 SAMPLING = Sampling(max_new_tokens=6, samples=2, seed=3, stop=(2,))

@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 
 from mvp_engine.errors import UserError
 from mvp_engine.rl import vllm_plugin
-from mvp_engine.rl.nccl import Communicator
-from mvp_engine.rl.openai_rollout import OpenAIRollout
 from mvp_engine.rl.rl_settings import RolloutSettings
-from mvp_engine.rl.server_rollout import server_rollout
+from mvp_engine.rl.server_rollout import OpenAIRollout, server_rollout
 from mvp_engine.rl.vllm_rollout import VLLMRollout
-from mvp_engine.rl.weight_transfer import IPCTransfer, NCCLTransfer, Packed, transfer_of
+from mvp_engine.rl.weight_transfer import Communicator, IPCTransfer, NCCLTransfer, Packed, transfer_of
 from mvp_engine.worker.buckets import checksum
 
 

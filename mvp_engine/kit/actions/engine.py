@@ -9,6 +9,7 @@ A recipe gives the environment, if it has one:
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mvp_engine.config.schema import Config
@@ -26,13 +28,11 @@ from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.kit import flow
-from mvp_engine.kit.action_losses import action_loss
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rollout import EpisodeResult, Observation, VectorEnv, rollout
 from mvp_engine.kit.actions.settings import ActionConfig
-from mvp_engine.kit.actions.strips import strip_image
-from mvp_engine.kit.flow_policy import sample_actions
+from mvp_engine.kit.flow_policy import action_loss, sample_actions
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.report import Example, write_report
 
@@ -205,3 +205,23 @@ class ActionEngine(MLLMEngine):
             config=self.config.to_yaml(),
         )
         self.logger.info("report: %s", self.run.dir / "report.html")
+
+
+# Strips of frames of an episode, for reports.
+
+MIN_SIDE = 96  # pixels: smaller frames are enlarged
+GAP = 2
+
+
+def strip_image(frames: Sequence[np.ndarray]) -> list[bytes]:
+    """One PNG file with the frames in a row."""
+    height, width = frames[0].shape[:2]
+    scale = max(1, -(-MIN_SIDE // height))
+    canvas = np.full((height * scale, (width * scale + GAP) * len(frames) - GAP, 3), 255, np.uint8)
+    for number, frame in enumerate(frames):
+        left = number * (width * scale + GAP)
+        enlarged = frame.repeat(scale, axis=0).repeat(scale, axis=1)
+        canvas[:, left : left + width * scale] = enlarged
+    file = io.BytesIO()
+    Image.fromarray(canvas).save(file, "png")
+    return [file.getvalue()]

@@ -22,8 +22,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import flow
 from mvp_engine.kit.actions import act
 from mvp_engine.kit.actions.act import FORMAT, Normalization
-from mvp_engine.kit.actions.encode import ActionRowEncoder
-from mvp_engine.kit.actions.encode_pi0 import Pi0RowEncoder
+from mvp_engine.kit.actions.encode import ActionRowEncoder, Pi0RowEncoder
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData

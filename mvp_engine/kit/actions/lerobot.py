@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError, did_you_mean
-from mvp_engine.kit.data.read.dataset_info import LEROBOT_INFO as INFO_FILE
 from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.data.settings import LEROBOT_INFO as INFO_FILE
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 CAMERA_TYPES = ("video", "image")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.export import drop_local_settings
@@ -33,7 +33,6 @@ from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
-from mvp_engine.kit.data.source_losses import source_losses
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -312,3 +311,21 @@ class MLLMDataKit(MeasuredSources):
     ) -> BadRows:
         file = None if folder is None else Path(folder) / BAD_ROWS_FILE
         return BadRows(self.settings, num_rows, self.source_names(split), file, min_rows)
+
+
+# The loss of each source of a batch, for the log.
+
+
+def source_losses(
+    names: list[str], log_probs_T: Tensor, batch: PackedBatch
+) -> dict[str, tuple[Any, Any]]:
+    """The (summed loss, tokens) of each source by metric name; without a host sync."""
+    source_T = batch.sequence_fields["source"].repeat_interleave(
+        batch.lengths, output_size=batch.num_tokens
+    )
+    has_loss_T = (batch.labels != IGNORE).float()
+    zeros = torch.zeros(len(names), device=has_loss_T.device)
+    loss_T = -log_probs_T.detach().float() * has_loss_T
+    sums = zeros.index_add(0, source_T, loss_T)
+    weights = zeros.index_add(0, source_T, has_loss_T)
+    return {f"loss_{name}": (sums[i], weights[i]) for i, name in enumerate(names)}

@@ -5,31 +5,35 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode import processor_calls
-from mvp_engine.kit.data.encode.expansion_context import ExpansionContext
-from mvp_engine.kit.data.encode.item_padding import check_padding, has_bare_frames, shapes_of
-from mvp_engine.kit.data.encode.processor_calls import blank_item
 from mvp_engine.kit.data.encode.processor_limits import (
     SUB_PROCESSORS,
+    audio_extractor,
     pixel_budget,
     set_pixel_budget,
 )
 from mvp_engine.kit.data.encode.processor_outputs import (
     FRAMES,
     TILES,
+    concat_media,
     extra_names,
     has_mixed_fields,
     split_extra,
     to_media,
 )
-from mvp_engine.kit.data.encode.prompt_format import PROBE, PromptFormat
+from mvp_engine.kit.data.encode.text_spans import Span
+from mvp_engine.kit.data.encode.tokenization import fast_encode
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
@@ -86,7 +90,7 @@ class ProcessorRunner:
     ) -> tuple[list[str], Outputs]:
         kind = items[0][0].kind
         before, after = self._enclosed.get(kind, ("", ""))
-        texts, outputs = processor_calls.call_processor(
+        texts, outputs = call_processor(
             processor,
             items,
             before + self.placeholder(kind) + after,
@@ -96,7 +100,7 @@ class ProcessorRunner:
         if self.prompt_format is not None:
             texts[-1] = self.prompt_format.strip(texts[-1])
         if kind in self.contexts:
-            gap = self.contexts[kind].gap(processor_calls.ITEM_SEPARATOR)
+            gap = self.contexts[kind].gap(ITEM_SEPARATOR)
             texts = [text.removesuffix(gap) for text in texts[:-1]] + texts[-1:]
         return [text.removeprefix(before).removesuffix(after) for text in texts], outputs
 
@@ -123,7 +127,7 @@ class ProcessorRunner:
         info = _small_info(kind, self.sampling_rate)
         if kind in self._enclosed and text == self.placeholder(kind):
             return self.call([(info, blank_item(info, self._blank_device[kind]))])[0][0]
-        expansions, _ = processor_calls.call_processor(
+        expansions, _ = call_processor(
             self.processor,
             [(info, blank_item(info, self._blank_device[kind]))],
             text,
@@ -264,7 +268,7 @@ class ProcessorRunner:
 
     def _call_with_own_texts(self, items: Items) -> tuple[list[str], Outputs]:
         """One call for items of one kind, each with a text of its own."""
-        return processor_calls.call_processor(
+        return call_processor(
             self.processor,
             items,
             self.placeholder(items[0][0].kind),
@@ -288,13 +292,11 @@ class ProcessorRunner:
         info = _small_info(kind, self.sampling_rate)
         items = [(info, blank_item(info, self._blank_device[kind]))] * 2
         own = self.placeholder(kind)
-        row, _ = processor_calls.call_processor(
-            self.processor, items, own, self.sampling_rate, separator=""
-        )
+        row, _ = call_processor(self.processor, items, own, self.sampling_rate, separator="")
         context = ExpansionContext.find(partial(self._trial_before, kind), row[0])
         if context is None:
             return {}
-        gap = context.gap(processor_calls.ITEM_SEPARATOR)
+        gap = context.gap(ITEM_SEPARATOR)
         return {kind: context} if together == [alone[0] + gap, alone[1]] else {}
 
     def _trial_before(self, kind: str, text: str) -> str:
@@ -323,14 +325,14 @@ class ProcessorRunner:
         except TRIAL_ERRORS:
             kind = next(kind for kind in self.kinds if kind not in self.refused)
             info = _small_info(kind, self.sampling_rate)
-            outputs = processor_calls.default_outputs(
+            outputs = default_outputs(
                 self.processor,
                 [(info, blank_item(info, self._blank_device[kind]))],
                 self.placeholder(kind),
                 self.sampling_rate,
             )
         self.types_are_turns = "labels" in outputs
-        return [name for name in processor_calls.TOKEN_TYPE_NAMES if name in outputs]
+        return [name for name in TOKEN_TYPE_NAMES if name in outputs]
 
     def _can_use_meta(self, info: MediaInfo, expected: list[str]) -> bool:
         self._uses_meta[info.kind] = info.kind != "audio"
@@ -352,3 +354,325 @@ def _small_info(kind: str, sampling_rate: int) -> MediaInfo:
         num_samples=sampling_rate // 2,
         sampling_rate=sampling_rate,
     )
+
+
+# ExpansionContext: a processor that changes the expansion of an item by what stands next to it (Idefics 2).
+#
+# It writes the token between two items in a row once, and a space between an item and a word. Both are found by calling
+# the processor: for two items side by side, and for an item with each character that comes after one.
+
+# (text after the placeholder of a small item) -> the processor's text
+Trial = Callable[[str], str]
+
+
+class ExpansionContext:
+    """The rules of one kind of media."""
+
+    def __init__(self, trial: Trial, overlap: int) -> None:
+        self._trial = trial
+        self._alone = trial("")
+        self._gaps: dict[str, str] = {}
+        self.overlap = overlap  # characters that two expansions in a row share
+
+    @classmethod
+    def find(cls, trial: Trial, in_a_row: str) -> ExpansionContext | None:
+        """`in_a_row`: the text of two small items side by side. None: it is more than an overlap."""
+        alone = trial("")
+        overlap = 2 * len(alone) - len(in_a_row)
+        fits = 0 <= overlap < len(alone) and in_a_row == alone + alone[overlap:]
+        return cls(trial, overlap) if fits else None
+
+    def gap(self, character: str) -> str:
+        """What the processor writes between an item and this character."""
+        if character not in self._gaps:
+            text = self._trial(character)
+            self._gaps[character] = text.removeprefix(self._alone).removesuffix(character)
+        return self._gaps[character]
+
+    def apply(self, text: str, places: Sequence[Span], expansions: Sequence[str]) -> list[str]:
+        """The expansions of items at these places of a text, from those of the items alone."""
+        found = []
+        before = -1  # where the item before ends
+        starts = {start for start, _ in places}
+        for (start, end), expansion in zip(places, expansions, strict=True):
+            own = expansion[self.overlap :] if start == before else expansion
+            after = text[end : end + 1]
+            found.append(own + self.gap(after) if after and end not in starts else own)
+            before = end
+        return found
+
+
+# Items of different sizes in one batch: whether a processor pads the smaller ones as a pack does.
+
+
+def shapes_of(media: Media) -> dict[str, tuple[int, ...]]:
+    """The shapes of rows and of the fields of items."""
+    shapes = {name: tuple(value.shape[1:]) for name, value in media.fields.items()}
+    return {**shapes, "": tuple(media.values.shape[1:])}
+
+
+def has_bare_frames(first: Media, second: Media) -> bool:
+    """Whether audio, (1, frames, features), is as long as it takes, and has no mask of frames."""
+    values = first.values
+    if values.ndim != 3 or len(values) != 1 or values.shape[2] != second.values.shape[2]:
+        return False
+    masks = [mask for field, mask in first.fields.items() if field.endswith("_mask")]
+    has_mask = any(mask.shape[1:2] == values.shape[1:2] for mask in masks)
+    return not has_mask and values.shape[1] != second.values.shape[1]
+
+
+def check_padding(name: str, first: Media, second: Media, both: dict[str, Any] | None) -> None:
+    """Raise unless the processor itself pads the smaller of two items when it gets both: with zeros, or masked.
+
+    A processor may pad waveforms: the spectrogram of silence is not zero, and masked. Of the frames at the end of a
+    waveform some see the padding, and only then are valid. Encoders must not see what is masked, which the start of a
+    training tests.
+    """
+    together = {**(both or {})}
+    padded = concat_media([first, first, second])
+    expected = {**padded.fields, name: padded.values}
+    if len(first.values) > 1:  # a row for each frame: values are not padded
+        together[name] = expected[name]
+    if more := sorted(together.keys() - expected.keys()):
+        raise UserError(f"it returns {more} for items of different sizes, not for one alone")
+    masks = {field: mask for field, mask in padded.fields.items() if field.endswith("_mask")}
+    for mask in masks.values():
+        for values in (together, expected):
+            values[name] = _masked(values.get(name), mask)
+    for field, value in expected.items():
+        given = together.get(field)
+        if field in masks and isinstance(given, Tensor) and given.shape == value.shape:
+            given = given.logical_and(value)
+            value = value.bool()
+        if not _equal(value, given):
+            shapes = [list(shapes_of(media).values()) for media in (first, second)]
+            raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
+
+
+def _masked(values: Any, mask_IF: Tensor) -> Any:
+    """The values of items with zeros for frames that are masked; all of them if the mask is not one of frames."""
+    if not isinstance(values, Tensor) or values.ndim != 3 or mask_IF.ndim != 2:
+        return values
+    if mask_IF.shape == values.shape[:2]:
+        return values * mask_IF[..., None].to(values)
+    return values * mask_IF[:, None].to(values) if mask_IF.shape[1] == values.shape[2] else values
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two tensors hold the same values; the processor may return them with a batch dimension."""
+    if not isinstance(other, Tensor):
+        return False
+    return one.numel() == other.numel() and bool((one.flatten() == other.flatten()).all())
+
+
+# Calls of a Hugging Face processor for media alone, without a conversation.
+#
+# The processor gets the placeholders of some items as its text. What it passes on to its tokenizer is the expansion of
+# these placeholders in any conversation; what it returns are the model's inputs.
+
+TOKEN_TYPE_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+ITEM_SEPARATOR = "\ufdd3"  # between two placeholders; a noncharacter, which no text may hold
+
+# Items with the same number of tokens have the same expansion, so most calls are repeated.
+_cached_encode = lru_cache(maxsize=512)(fast_encode)
+
+
+class _RecordingTokenizer:
+    """Stands in for a processor's tokenizer, and keeps the text that the processor made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        from transformers import BatchEncoding
+
+        self.texts = list(text)
+        if len(text) > 1:
+            return self.tokenizer(text, **{**options, "padding": True})
+        encoding = _cached_encode(self.tokenizer, text[0])
+        ids = torch.tensor([encoding.ids], dtype=torch.long)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return BatchEncoding(tensors, encoding=encoding)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def call_processor(
+    processor: Any,
+    items: Sequence[tuple[MediaInfo, Any]],
+    placeholder: str,
+    sampling_rate: int,
+    short_audio: bool = False,
+    separator: str | None = ITEM_SEPARATOR,
+) -> tuple[list[str], dict[str, Any]]:
+    """The expansion of each item's placeholder, and the model's inputs, for items of one kind.
+
+    With `short_audio`, audio is not padded to the processor's full length, which may be minutes.
+    `separator`: between placeholders in one text; None: each item has a text of its own.
+    """
+    copied = copy.copy(processor)
+    recorder = _RecordingTokenizer(processor.tokenizer)
+    copied.tokenizer = recorder
+    arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
+    placeholders = [placeholder] * len(items)
+    arguments["text"] = placeholders if separator is None else [separator.join(placeholders)]
+    arguments["return_mm_token_type_ids"] = False  # would be computed for nothing
+    outputs = dict(copied(**arguments))
+    for name in ("input_ids", "attention_mask", "video_metadata", *TOKEN_TYPE_NAMES):
+        outputs.pop(name, None)
+    texts = recorder.texts if separator is None else recorder.texts[0].split(ITEM_SEPARATOR)
+    return texts, outputs
+
+
+def default_outputs(
+    processor: Any, items: Sequence[tuple[MediaInfo, Any]], placeholder: str, sampling_rate: int
+) -> dict[str, Any]:
+    """All outputs of a processor for some items, with its own defaults for the text."""
+    return dict(processor(**_arguments(processor, items, placeholder, sampling_rate, True)))
+
+
+def _arguments(
+    processor: Any,
+    items: Sequence[tuple[MediaInfo, Any]],
+    placeholder: str,
+    sampling_rate: int,
+    short_audio: bool,
+) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "text": [ITEM_SEPARATOR.join([placeholder] * len(items))],
+        "return_tensors": "pt",
+        "text_kwargs": {"add_special_tokens": False},
+    }
+    infos = [info for info, _ in items]
+    values = [value for _, value in items]
+    if infos[0].kind == "image":
+        arguments["images"] = values
+    elif infos[0].kind == "video":
+        arguments |= _video_arguments(infos, values)
+    else:
+        arguments |= _audio_arguments(processor, values, sampling_rate, short_audio)
+    return arguments
+
+
+def _video_arguments(infos: Sequence[MediaInfo], values: Sequence[Any]) -> dict[str, Any]:
+    metadata = []
+    for info in infos:
+        metadata.append(
+            {
+                "total_num_frames": info.total_frames,
+                "frames_indices": info.frame_indices(),
+                "fps": info.fps,
+                "duration": info.seconds,
+            }
+        )
+    options = {
+        "video_metadata": [metadata],
+        "do_sample_frames": False,
+        "return_metadata": True,  # most need it for the times in their expansions
+        # Qwen2.5-Omni takes this for the frame rate of the given frames.
+        "fps": infos[0].num_frames / infos[0].seconds,
+    }
+    videos = [_channels_first(value) for value in values]
+    return {"videos": [videos], "videos_kwargs": options}
+
+
+def _channels_first(frames: Any) -> Tensor:
+    """(frames, 3, H, W): processors guess the other layout wrong where a frame is 3 pixels high."""
+    if isinstance(frames, Tensor):
+        return frames
+    return torch.from_numpy(frames).permute(0, 3, 1, 2)
+
+
+def _audio_arguments(
+    processor: Any,
+    values: Sequence[Any],
+    sampling_rate: int,
+    short_audio: bool,
+) -> dict[str, Any]:
+    defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("audio_kwargs", {})
+    options: dict[str, Any] = {"sampling_rate": sampling_rate, "padding": "max_length"}
+    if getattr(audio_extractor(processor), "n_samples", None) is None:
+        options["padding"] = True  # to the longest: it has no length of its own
+    # Encoders see the padding at the end of audio, so it is that of the processor.
+    options["padding"] = defaults.get("padding", options["padding"])
+    hop_length = getattr(audio_extractor(processor), "hop_length", None)
+    if short_audio and hop_length is not None and options["padding"] == "max_length":
+        options["max_length"] = max(map(len, values)) + 8 * hop_length
+    return {"audio": values, "audio_kwargs": options}
+
+
+def blank_item(info: MediaInfo, device: str) -> Any:
+    """An item of zeros with the size of `info`; on the meta device it has no data, on "pil" it is a PIL image."""
+    if info.kind == "audio":
+        return np.zeros(info.num_samples, dtype=np.float32)
+    if device == "pil":
+        return Image.new("RGB", (info.width, info.height))
+    shape = [3, info.height, info.width]
+    if info.kind == "video":
+        shape = [info.num_frames, *shape]
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+# PromptFormat: what a processor adds to the text of a prompt that has media (PaliGemma).
+#
+# Such a processor gets a prompt with placeholders and an answer. It writes a text behind the last placeholder and
+# another one at the end of the prompt, so neither belongs to the expansion of an item. It comes without a chat
+# template: here is one that writes the same text.
+
+PROBE = "x"  # a prompt
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """The texts around the prompt."""
+
+    before: str  # behind the last placeholder
+    after: str  # at the end
+
+    @classmethod
+    def find(
+        cls, alone: Sequence[str], together: Sequence[str], prompt: str
+    ) -> PromptFormat | None:
+        """From the texts of two items, of both in one text, and of the first item followed by PROBE.
+
+        None: the processor does something else to its text.
+        """
+        expansion, last = together
+        if not prompt.startswith(expansion) or PROBE not in prompt[len(expansion) :]:
+            return None
+        before, _, after = prompt[len(expansion) :].partition(PROBE)
+        found = cls(before, after)
+        added = before + after
+        return found if [*alone] == [expansion + added, last] and last.endswith(added) else None
+
+    def strip(self, text: str) -> str:
+        """The text without what was added to it."""
+        start, _, end = text.removesuffix(self.after).rpartition(self.before)
+        return start + end
+
+    def chat_template(self, placeholder: str) -> str:
+        """For one prompt and its answer: placeholders, the prompt, the answer and the end token."""
+        texts = [repr(text) for text in (placeholder, self.before, self.after)]
+        return (
+            TEMPLATE.replace("PLACEHOLDER", texts[0])
+            .replace("BEFORE", texts[1])
+            .replace("AFTER", texts[2])
+        )
+
+
+TEMPLATE = """\
+{%- if messages | length > 2 or messages[0].role != 'user' %}
+{{- raise_exception('this model has one prompt and one answer: a user message, and one of the assistant') }}
+{%- endif %}
+{%- for message in messages %}
+{%- set content = message.content %}
+{%- set parts = [{'type': 'text', 'text': content}] if content is string else content %}
+{%- if message.role == 'assistant' %}
+{%- generation %}{%- for part in parts %}{{- part.text }}{%- endfor %}{{- eos_token }}{%- endgeneration %}
+{%- else %}
+{%- for part in parts if part.type != 'text' %}{{- PLACEHOLDER }}{%- endfor %}{{- BEFORE }}
+{%- for part in parts if part.type == 'text' %}{{- part.text }}{%- endfor %}{{- AFTER }}
+{%- endif %}
+{%- endfor %}"""

@@ -34,9 +34,8 @@ from mvp_engine.kit.data.pack.cost_cache import (
 )
 from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_hints import null_bits, null_rows
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row
-from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
 

@@ -15,10 +15,13 @@ Rules that the formats share:
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside
@@ -27,25 +30,20 @@ from mvp_engine.kit.data.read.media_columns import (
     count_places,
     fill_placeholders,
     read_media_columns,
+    take_speech,
 )
+from mvp_engine.kit.data.read.media_names import media_kind
 from mvp_engine.kit.data.read.media_source import file_of, path_escape
 from mvp_engine.kit.data.read.messages import (
+    ACTION_KEYS,
     KNOWN_KEYS,
     has_actions,
     read_messages,
     read_turns,
     text_message,
 )
-from mvp_engine.kit.data.read.preference import (
-    common_prompt_length,
-    join_prompt_and_answer,
-    num_shared_turns,
-    with_rejected_response,
-)
 from mvp_engine.kit.data.read.row_format import Columns, RowFormat
-from mvp_engine.kit.data.read.row_hints import describe_columns, refuse_unread_media
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, ParsedRow, Part, Row
-from mvp_engine.kit.data.read.speech_parts import take_speech
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
     check_list,
@@ -54,6 +52,11 @@ from mvp_engine.kit.data.read.value_checks import (
     parse_json,
     too_long,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mvp_engine.kit.data.read.sources import Source
 
 # Format -> the keys that identify it, in the order of detection: the more specific formats first.
 FORMATS = {
@@ -441,3 +444,186 @@ def _without_last_answer(messages: list[Message]) -> list[Message]:
     if not any(message.role != "system" for message in messages[:end]):
         raise BadRow("no_prompt", "the row has no message before its answer")
     return messages[:end]
+
+
+# Preference pairs: the prompt that the chosen and the rejected conversation share.
+
+
+def common_prompt_length(chosen: str, rejected: str) -> int:
+    """The length of the prompt that two plain texts begin with, up to their last common whole word."""
+    same = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071  (by character, as intended)
+    return max(chosen.rfind(space, 0, same) for space in " \n\t") + 1
+
+
+def join_prompt_and_answer(
+    prompt: list[Message],
+    answer: list[Message],
+    key: str,
+) -> list[Message]:
+    """The whole conversation.
+
+    Some datasets store it in chosen and rejected already, and repeat the prompt in its own column.
+    """
+    if not prompt or answer[0].role in ("assistant", "tool"):
+        return prompt + answer
+    questions = [message.text for message in prompt if message.role == "user"]
+    if questions and questions[-1] not in [message.text for message in answer]:
+        raise BadRow(
+            "prompt_mismatch", f"{key} is a whole conversation, but does not contain the prompt"
+        )
+    return answer
+
+
+def num_shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many first turns both conversations share, without the last one: that is the answer."""
+    chosen_keys = [_comparison_key(message) for message in chosen]
+    rejected_keys = [_comparison_key(message) for message in rejected]
+    if _stripped(chosen_keys) == _stripped(rejected_keys) and _same_media(chosen, rejected):
+        raise BadRow("equal_pair", "chosen and rejected are the same, but for blanks around them")
+    longest = min(len(chosen), len(rejected)) - 1
+    shared = 0
+    while shared < longest and chosen_keys[shared] == rejected_keys[shared]:
+        shared += 1
+    return shared
+
+
+def _comparison_key(message: Message) -> tuple[Any, ...]:
+    actions = [message.extra.get(key) for key in ACTION_KEYS]
+    return (message.role, message.text, *actions)
+
+
+def _stripped(keys: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [(role, text.strip(), *actions) for role, text, *actions in keys]
+
+
+def _same_media(chosen: Sequence[Message], rejected: Sequence[Message]) -> bool:
+    """Whether two conversations name the same media; of other values than names that is not known."""
+    values = []
+    for messages in (chosen, rejected):
+        parts = [part for message in messages for part in message.parts]
+        values.append([part.value for part in parts if part.kind in MEDIA])
+    if len(values[0]) != len(values[1]):
+        return False
+    pairs = zip(*values, strict=True)
+    return all(one is other or (isinstance(one, str) and one == other) for one, other in pairs)
+
+
+def with_rejected_response(row: Row, response: Any) -> Row:
+    """A preference pair: the row's last answer is the chosen one, `response` the rejected one."""
+    if not row.messages or row.messages[-1].role != "assistant":
+        raise BadRow("no_answer", "the row has rejected_response, but does not end with an answer")
+    chosen = row.messages[-1]
+    rejected = Message("assistant", (Part("text", check_text(response, "rejected_response")),))
+    if not rejected.text.strip():
+        raise BadRow("no_answer", "rejected_response is empty")
+    if _stripped([_comparison_key(chosen)]) == _stripped([_comparison_key(rejected)]):
+        raise BadRow(
+            "equal_pair",
+            "the last answer and rejected_response are the same, but for blanks around them",
+        )
+    prompt = [replace(message, loss=message.loss or False) for message in row.messages[:-1]]
+    return replace(row, messages=(*prompt, chosen), rejected=(*prompt, rejected))
+
+
+# What is probably meant by a row that has the columns of no format, or one of media that nothing reads.
+
+Formats = Mapping[str, Sequence[str]]  # name -> the columns that it wants
+MEDIA_MASK = 15  # the bits of media in the costs of a row
+
+
+class _Null(NamedTuple):
+    bit: int  # of cached files: never change it
+    reason: str
+    detail: str
+
+
+_KEEP = "nearly all rows of the file have one. `columns: {COLUMN: COLUMN?}` of the source keeps such rows"
+_NULLS = {
+    "media": _Null(16, "null_media", f"the row's column of media is null, and {_KEEP}"),
+    "prompt": _Null(32, "null_prompt", f"the row's prompt is null, and {_KEEP}"),
+}
+_MAX_NAME = 1024  # a longer string is no file name
+
+
+def describe_columns(raw: Mapping[str, Any], formats: Formats) -> str:
+    """What a row of no format has, what is wanted, and the likely `columns` of its source."""
+    found = [key for key in raw if isinstance(key, str) and raw[key] is not None]
+    shown = [f"{key!r:.40}" + (" (null)" if raw[key] is None else "") for key in list(raw)[:20]]
+    if found and all(key.removesuffix("s") in MEDIA for key in found):
+        has = " and ".join(found)
+        return f"the row has {has}, and no text. A caption is a column text, or a .txt file of the same name"
+    text = f"the row has {', '.join(shown) or 'no columns'}"
+    for wanted in formats.values():
+        renamed = _similar_columns(found, wanted)
+        if renamed:
+            pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
+            return f"{text}. Did you mean `columns: {{{pairs}}}` of the source?"
+    names = ", ".join(dict.fromkeys(" and ".join(wanted) for wanted in formats.values()))
+    return (
+        f"{text}; wanted: {names}. Rename columns with `columns: {{YOURS: WANTED}}` of the source; "
+        "mllm.prompt_only=true is for rows without an answer"
+    )
+
+
+def _similar_columns(found: Sequence[str], wanted: Sequence[str]) -> dict[str, str]:
+    """The columns to rename, old name first; none unless all that are wanted have one of a similar name."""
+    renamed: dict[str, str] = {}
+    for name in wanted:
+        if name in found:
+            continue
+        old = next((key for key in found if key not in renamed and _is_similar(key, name)), None)
+        if old is None:
+            return {}
+        renamed[old] = name
+    return renamed
+
+
+def _is_similar(key: str, name: str) -> bool:
+    words = re.split(r"[\W_]+", key.lower())
+    if name in words and (name != "text" or len(words) == 1):
+        return True
+    return difflib.SequenceMatcher(None, key.lower(), name).ratio() > 0.85
+
+
+def refuse_unread_media(row: Mapping[str, Any], unused: Sequence[str]) -> None:
+    """Raise if a row without media has files of them in a column that nothing reads: it would train on text alone."""
+    for key in unused:
+        kind = None if key == "id" else _kind_of_value(row[key])
+        if kind is not None:
+            raise BadRow(
+                "bad_media",
+                f"the row's only {kind} is in the column {key!r}, which nothing reads: rename it with "
+                f"`columns: {{{key}: {kind}}}` of the source, or drop it with {{{key}: null}}",
+            )
+
+
+def null_bits(row: Row) -> int:
+    """Which columns of the row have no value, for `null_rows`."""
+    return sum(_NULLS[kind].bit for kind in row.nulls)
+
+
+def null_rows(source: Source, bits: np.ndarray) -> dict[int, tuple[str, str]]:
+    """The rows without a prompt or media in a file whose other rows have them, with the reason and a detail.
+
+    `bits` are the kinds of media of each good row of the source and its `null_bits`; 0 for bad rows.
+    A file in which many rows have none is a mixture: its rows are as they should be.
+    """
+    bad = {}
+    for kind, null in _NULLS.items():
+        without = (bits & null.bit) > 0
+        others = (bits & MEDIA_MASK) > 0 if kind == "media" else ~without
+        for row in source.rare_rows(without, others).tolist():
+            bad[row] = null.reason, null.detail
+    return bad
+
+
+def _kind_of_value(value: Any) -> str | None:
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    if isinstance(value, Mapping):  # as `datasets` stores media
+        if not value.keys() <= {"bytes", "path"}:
+            return None
+        path = value.get("path")
+        return (media_kind(path) if isinstance(path, str) else None) or "image"
+    is_name = isinstance(value, str) and len(value) < _MAX_NAME and "." in value
+    return media_kind(value) if is_name and "\n" not in value else None

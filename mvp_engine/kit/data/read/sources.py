@@ -8,23 +8,26 @@ a file that cannot be used at all raises `UserError` when it is opened. What a r
 from __future__ import annotations
 
 import copy
+import csv
+import functools
 import glob
+import io
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mvp_engine.errors import UserError, similar_path
-from mvp_engine.kit.data.read.arrow_files import ArrowFile
-from mvp_engine.kit.data.read.dataset_info import LEROBOT_INFO, METADATA_FILES
 from mvp_engine.kit.data.read.json_files import JsonLines, JsonList
-from mvp_engine.kit.data.read.row_files import RowFile, content_hash
+from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sample_files import MediaFolder, Metadata, TarShard
-from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
+from mvp_engine.kit.data.settings import LEROBOT_INFO, METADATA_FILES
 
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
@@ -239,3 +242,122 @@ def _saved_dataset_files(state: Path) -> list[str]:
         return [file["filename"] for file in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, LookupError, TypeError):
         raise UserError(f"data: {state} is not what `datasets` writes") from None
+
+
+# Arrow and Parquet files by row number.
+
+
+class ArrowFile(RowFile):
+    """Arrow streams and files by memory-mapped record batches; Parquet files by row groups.
+
+    Random access to Parquet is fast where row groups are small: a whole group is read for one row.
+    """
+
+    def __init__(self, file: Path, name: str, parquet: bool = False) -> None:
+        super().__init__(file, name)
+        self.parquet = parquet
+        require_package("pyarrow", f"reading {file}")
+        try:
+            batch_sizes = [batch.num_rows for batch in self._batches]
+        except (OSError, ValueError) as error:
+            raise UserError(f"data: {file} cannot be read: {error}") from None
+        self.ends = np.cumsum([0, *batch_sizes])
+        self.size = int(self.ends[-1])
+        self.fingerprint = content_hash(file_edges(file)).hexdigest()
+
+    @functools.cached_property
+    def _batches(self) -> list[Any]:
+        """Record batches, or the metadata of row groups."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if self.parquet:
+            metadata = pq.read_metadata(self.file)
+            return [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        data = pa.memory_map(str(self.file))
+        if pa.memory_map(str(self.file)).read(6) != b"ARROW1":
+            return list(pa.ipc.open_stream(data))
+        reader = pa.ipc.open_file(data)
+        return [reader.get_batch(index) for index in range(reader.num_record_batches)]
+
+    def row(self, index: int) -> dict[str, Any]:
+        number = int(np.searchsorted(self.ends, index, side="right")) - 1
+        batch = self._batches[number]
+        if self.parquet:
+            batch = _read_row_group(self.file, self.fingerprint, number)
+        try:
+            rows = batch.slice(index - int(self.ends[number]), 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise BadRow("bad_text", f"the row is not valid Unicode: {error}") from None
+        return dict(rows[0])
+
+
+@functools.lru_cache(maxsize=8)  # for all files of a process
+def _read_row_group(file: Path, fingerprint: str, index: int) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(file).read_row_group(index)
+
+
+# Files of plain lines and tables: .txt with one text per line, .csv and .tsv with a header.
+
+
+class TextLines(JsonLines):
+    """One text per line, as the text loader of `datasets` reads it; blank lines are no rows."""
+
+    def may_fit(self, start: int, end: int) -> bool:
+        return self.max_text is None or end - start <= 4 * self.max_text  # bytes of a character
+
+    def row(self, index: int) -> dict[str, Any]:
+        line = self.read_line(index)
+        try:
+            return {"text": line.decode("utf-8-sig").rstrip("\r\n")}
+        except UnicodeDecodeError as error:
+            raise BadRow("bad_text", f"the line is not UTF-8: {error}") from None
+
+
+class _Record(NamedTuple):
+    line: int  # of the file, from 1; a record may have several
+    cells: list[str]
+
+
+class CsvFile(RowFile):
+    """A table with a header. It is kept in memory; each process parses the file again.
+
+    An empty cell is an absent value. All others are text.
+    """
+
+    def __init__(self, file: Path, name: str, delimiter: str = ",") -> None:
+        super().__init__(file, name)
+        self.delimiter = delimiter
+        self.fingerprint = content_hash(file.read_bytes()).hexdigest()
+        try:
+            self.size = len(self._table) - 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"data: {file} is not a table in UTF-8: {error}") from None
+        names = self._table[0].cells
+        if len(set(names)) < len(names) or not all(names):
+            raise UserError(f"data: {file}: each column needs a name of its own, not {names}")
+
+    @functools.cached_property
+    def _table(self) -> list[_Record]:
+        """The header, then the records."""
+        text = io.StringIO(self.file.read_bytes().decode("utf-8-sig"), newline="")
+        reader = csv.reader(text, delimiter=self.delimiter, strict=True)
+        records = []
+        start = 1
+        for cells in reader:
+            if cells:
+                records.append(_Record(start, cells))
+            start = reader.line_num + 1
+        return records
+
+    def row(self, index: int) -> dict[str, Any]:
+        names = self._table[0].cells
+        cells = self._table[index + 1].cells
+        if len(cells) != len(names):
+            raise BadRow("bad_csv", f"{len(cells)} cells, but the header has {len(names)}")
+        return {name: cell or None for name, cell in zip(names, cells, strict=True)}
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self._table[index + 1].line}"
