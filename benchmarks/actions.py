@@ -94,7 +94,7 @@ def moving_noise(dice: np.random.Generator, side: int) -> np.ndarray:
 
 def tokens_of_a_sample(tiny: bool) -> int:
     """The images of three cameras, and room for the longest prompt."""
-    from mvp_engine.hf.config_source import read_config
+    from mvp_engine.hf.model.config_source import read_config
 
     vision = read_config(None, model_config(tiny)).vlm_config.vision_config
     return len(CAMERAS) * (vision.image_size // vision.patch_size) ** 2 + 32

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.attempt import failure
 from mvp_engine.files import atomic_write_text
-from mvp_engine.hf import experts as ours
+from mvp_engine.hf.experts import moe_layers as ours
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHOSEN = 8  # experts of a token

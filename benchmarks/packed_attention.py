@@ -43,7 +43,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sft.data import chat_pack
-from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.hf.model.attention import boundaries, packed_attention
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 
 H = 16

@@ -29,7 +29,7 @@ STEPS = 4
 
 def shallow_pi0(tiny: bool, layers: int) -> dict[str, Any]:
     """pi0's default config with few layers. A part that is given replaces its defaults, so all sizes are named."""
-    from mvp_engine.hf.config_source import read_config
+    from mvp_engine.hf.model.config_source import read_config
 
     base: Any = read_config(None, {"model_type": "pi0"})
     names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads")

@@ -83,8 +83,8 @@ def make_model(folder: Path, tiny: bool) -> Path:
     """A Qwen3-Omni folder with random weights in bf16, drawn on the GPU: the training's own initialization is slow."""
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
-    from mvp_engine.hf.config_source import read_config
-    from mvp_engine.hf.omni_config import add_undeclared_settings
+    from mvp_engine.hf.model.config_source import read_config
+    from mvp_engine.hf.speech.omni_config import add_undeclared_settings
 
     out = folder / "model"
     if out.is_dir():
@@ -170,7 +170,7 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
 
 
 def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
-    from mvp_engine.hf.config_source import read_config
+    from mvp_engine.hf.model.config_source import read_config
     from mvp_engine.kit import MLLMData, MLLMDataKit
 
     values = {
@@ -185,8 +185,8 @@ def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
 
 
 def build(tiny: bool) -> Any:
-    from mvp_engine.hf.config_source import read_config
-    from mvp_engine.hf.omni_model import OmniModel
+    from mvp_engine.hf.model.config_source import read_config
+    from mvp_engine.hf.speech.omni_model import OmniModel
 
     config = read_config(None, model_config(tiny))
     dtype = torch.bfloat16 if ON_GPU else torch.float32

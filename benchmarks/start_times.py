@@ -48,7 +48,7 @@ STAGES = [
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_model"),
     ("mvp_engine.model_engine.fsdp.base_engine", "", "parallelize_model"),
     ("mvp_engine.model_engine.fsdp.base_engine", "FSDPBaseEngine", "_materialize"),
-    ("mvp_engine.hf.adapter", "HFAdapter", "preflight"),
+    ("mvp_engine.hf.model.adapter", "HFAdapter", "preflight"),
     ("mvp_engine.kit.mllm", "", "start_compile_workers"),
     ("mvp_engine.kit.mllm", "", "compile_blocks"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_dataloader"),

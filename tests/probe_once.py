@@ -1,8 +1,8 @@
 """The packing probe of an engine's start, once for each layout in a test file instead of once for each engine.
 
-The probe (`mvp_engine.hf.preflight`) is a third of the CPU time of a test that builds an engine on ranks and compares
-its gradients with those of one rank, a comparison that would find more than the probe does. Tests of the probe itself
-are in the files of `ALWAYS`.
+The probe (`mvp_engine.hf.model.preflight`) is a third of the CPU time of a test that builds an engine on ranks and
+compares its gradients with those of one rank, a comparison that would find more than the probe does. Tests of the
+probe itself are in the files of `ALWAYS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def forget() -> None:
 
 def install(on_ranks: bool = False) -> None:
     """Replace the probe by one that remembers what has passed, as soon as it is imported."""
-    module: Any = sys.modules.get("mvp_engine.hf.adapter")
+    module: Any = sys.modules.get("mvp_engine.hf.model.adapter")
     if module is None or hasattr(module.HFAdapter.preflight, "always"):
         return
     always = module.HFAdapter.preflight

@@ -123,7 +123,7 @@ def _launch(config: str, overrides: list[str]) -> int:
 def _serve(rank: int, pipe: Any) -> None:
     import torch
 
-    import mvp_engine.hf.adapter  # noqa: F401 - for `probe_once`
+    import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
 
     faulthandler.register(signal.SIGUSR1)
     multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything

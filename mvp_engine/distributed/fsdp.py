@@ -29,7 +29,7 @@ def apply_fsdp(
     `reshard=False`: blocks keep their gathered parameters after a forward.
 
     Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather (those of layers in
-    FP8 are quantized: `hf/fp8_layers.py`). FSDP2 cannot shard parameters of 0 dimensions, such as CLIP's
+    FP8 are quantized: `hf/experts/fp8_layers.py`). FSDP2 cannot shard parameters of 0 dimensions, such as CLIP's
     `logit_scale`: they stay replicated, their gradients to be all-reduced.
     """
     policy = MixedPrecisionPolicy()

@@ -18,7 +18,7 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import remove
-from mvp_engine.hf.parts import table, trained_parts
+from mvp_engine.hf.model.model_parts import table, trained_parts
 from mvp_engine.runs import CORRUPT_PREFIX
 
 if TYPE_CHECKING:

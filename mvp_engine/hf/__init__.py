@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from mvp_engine.hf.action_model import ActionModel
-    from mvp_engine.hf.language_model import LanguageModel, ValueModel
-    from mvp_engine.hf.omni_model import OmniModel
-    from mvp_engine.hf.packed_model import PackedModel
+    from mvp_engine.hf.actions.action_model import ActionModel
+    from mvp_engine.hf.model.language_model import LanguageModel, ValueModel
+    from mvp_engine.hf.model.packed_model import PackedModel
+    from mvp_engine.hf.speech.omni_model import OmniModel
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     __getattr__ = lazy_exports(__name__)
 

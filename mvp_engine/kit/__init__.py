@@ -6,7 +6,7 @@ from mvp_engine.imports import lazy_exports
 from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
-    from mvp_engine.hf.lora_settings import Lora
+    from mvp_engine.hf.lora.lora_settings import Lora
     from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
     from mvp_engine.kit.actions.rollout import rollout

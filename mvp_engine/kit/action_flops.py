@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.action_model import NOISE, ActionModel
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.hf.actions.action_model import NOISE, ActionModel
+from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.adapter import cast_frozen_weights
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.hub import ADAPTER_CONFIG
+from mvp_engine.hf.model.adapter import cast_frozen_weights
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.weights.hub import ADAPTER_CONFIG
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.fp8_layers import quantized_once
-from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.hf.experts.fp8_layers import quantized_once
+from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys
 from mvp_engine.model_engine import ModelEngine
 

@@ -20,7 +20,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf.language_model import LanguageModel
+from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.kit.distil_settings import Distil, DistilConfig
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import MLLMEngine

@@ -25,11 +25,11 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.omni_model import OmniModel
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.speech.csm import CsmModel
+from mvp_engine.hf.speech.omni_model import OmniModel
 from mvp_engine.kit.action_flops import (
     add_action_costs,
     language_backbone,

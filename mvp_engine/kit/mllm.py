@@ -35,8 +35,8 @@ from mvp_engine.data.speech import num_positions
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.parts import trained_parts
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice

@@ -16,10 +16,10 @@ from torch import nn
 from mvp_engine.config.schema import Model, Part
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf.lora import add_adapters
-from mvp_engine.hf.lora_export import export_adapter
-from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.parts import parts_of, table, trained_parts
+from mvp_engine.hf.lora.lora_export import export_adapter
+from mvp_engine.hf.lora.lora_layers import add_adapters
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.model_parts import parts_of, table, trained_parts
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 
 

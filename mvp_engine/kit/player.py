@@ -21,8 +21,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, without_speech
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
-from mvp_engine.hf.frame_decoding import Spoken, generate_codes, load_vocoder
-from mvp_engine.hf.speech_protocol import SpeechProtocol
+from mvp_engine.hf.speech.frame_decoding import Spoken, generate_codes, load_vocoder
+from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file
 from mvp_engine.kit.generation import Prompt

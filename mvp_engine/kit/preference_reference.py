@@ -21,9 +21,9 @@ from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
-from mvp_engine.hf.adapter import cast_frozen_weights
-from mvp_engine.hf.load import fingerprint
-from mvp_engine.hf.lora import adapters_off
+from mvp_engine.hf.lora.lora_layers import adapters_off
+from mvp_engine.hf.model.adapter import cast_frozen_weights
+from mvp_engine.hf.weights.load import fingerprint
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.preference import sequence_log_probs

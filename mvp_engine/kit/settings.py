@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Positive, Section
 from mvp_engine.errors import UserError
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.optim.settings import OptimSettings

@@ -22,10 +22,10 @@ from mvp_engine.data.speech import (
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.omni_model import OmniModel
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.speech_protocol import HEADER
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.speech.csm import CsmModel
+from mvp_engine.hf.speech.omni_model import OmniModel
+from mvp_engine.hf.speech.speech_protocol import HEADER
 from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
 from mvp_engine.kit.speech_loss import trains_text
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS

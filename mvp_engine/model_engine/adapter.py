@@ -1,8 +1,8 @@
 """ModelAdapter: what a backend calls on a model beyond `nn.Module`.
 
 This class serves plain modules. A model that needs more (a Hugging Face model: its folder, its exports, checks of its
-batches) has a method `engine_adapter()` that returns an object with the same methods (`hf/adapter.py`). So backends
-never test for the class of a model.
+batches) has a method `engine_adapter()` that returns an object with the same methods (`hf/model/adapter.py`). So
+backends never test for the class of a model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
-from mvp_engine.hf.expert_balance import ExpertBalance
-from mvp_engine.hf.quantize import quantize_layers
+from mvp_engine.hf.experts.expert_balance import ExpertBalance
+from mvp_engine.hf.lora.quantize import quantize_layers
 
 
 class ModelAdapter:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.config.schema import Optim, default_values
 from mvp_engine.errors import UserError
-from mvp_engine.hf.parts import matching
+from mvp_engine.hf.model.model_parts import matching
 
 # ---- Optimizer --------------------------------------------------------------------------------------------------
 

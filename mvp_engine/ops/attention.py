@@ -4,7 +4,7 @@ Legend: T tokens of all sequences, H query heads, K key/value heads, d head size
 
 The kernels, in order of preference: FlashAttention 4, cuDNN, torch's `varlen_attn` (FlashAttention 2), FlexAttention,
 and the reference, which supports every option. What transformers adds (call signatures, mask objects, registration) is
-in `mvp_engine.hf.attention`.
+in `mvp_engine.hf.model.attention`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton kernel for decoding: one query per sequence attends to the cached keys and values of its sequence.
 
-It reads each cached token once, and only those that the sequence has. Plain PyTorch (`hf/kv_cache.py`) reads the
-cache up to the longest sequence, in two batched GEMMs with as many rows as query heads share a key/value head: one to
-eight. With few sequences several programs share one of them (splits), and a second kernel adds up their parts.
+It reads each cached token once, and only those that the sequence has. Plain PyTorch (`hf/model/kv_cache.py`) reads
+the cache up to the longest sequence, in two batched GEMMs with as many rows as query heads share a key/value head:
+one to eight. With few sequences several programs share one of them (splits), and a second kernel adds up their parts.
 
 Legend: S sequences, H query heads, K key/value heads, G query heads per key/value head, C capacity of the cache,
 d head size, e head size of the values, P splits of a sequence.

@@ -65,7 +65,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that runs in FP8 under bf16 autocast, and as nn.Linear otherwise."""
 
     fp8_weight_gradient: bool = False
-    weight_quantized: Fp8Weight | None = None  # the weight: `hf/fp8_layers.py`
+    weight_quantized: Fp8Weight | None = None  # the weight: `hf/experts/fp8_layers.py`
 
     def forward(self, x: Tensor) -> Tensor:
         if autocast_dtype(x) != torch.bfloat16:
@@ -134,7 +134,7 @@ def _matmul_transposed(
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The float8 values in row-major order, which FP8 GEMMs need, and the scale of each row, (..., R, 1)."""
-    if hasattr(rows, "quantized"):  # before it was gathered: `hf/fp8_layers.py`
+    if hasattr(rows, "quantized"):  # before it was gathered: `hf/experts/fp8_layers.py`
         return rows.quantized
     wanted = rows.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) * (1 / LARGEST)
     # The next power of two, by the bits of a float32: below its 8 of exponent are 23.

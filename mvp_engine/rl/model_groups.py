@@ -19,8 +19,8 @@ from mvp_engine.checkpoint.state import SavedState
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.hub import local_folder
-from mvp_engine.hf.load import WeightFiles
+from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.load import WeightFiles
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.policy import ALGORITHMS

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mvp_engine.checkpoint.format import META
 from mvp_engine.errors import UserError, similar_path
-from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
-from mvp_engine.hf.merge import merge
+from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
+from mvp_engine.hf.weights.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.settings import SpeechGeneration
@@ -248,8 +248,8 @@ class SpeechOutput:
 
     def open_player(self, folder: Path) -> None:
         """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
-        from mvp_engine.hf.config_source import read_config
-        from mvp_engine.hf.speech_protocol import SpeechProtocol
+        from mvp_engine.hf.model.config_source import read_config
+        from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
         from mvp_engine.kit.player import Player
         from mvp_engine.kit.speech.codec import open_codec
 

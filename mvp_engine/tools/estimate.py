@@ -14,11 +14,11 @@ from typing import Any
 
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf import experts as stacked_experts
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.config_source import num_heads
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.experts import moe_layers as stacked_experts
+from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
+from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import IN_BACKWARD

@@ -16,10 +16,10 @@ from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.data import accumulation_steps
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.hub import hub_model
-from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.weights.hub import hub_model
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.settings import data_section
 from mvp_engine.kit.estimate.auto import (

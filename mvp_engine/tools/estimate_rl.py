@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import count
-from mvp_engine.hf.config_source import num_heads
+from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.packs import Packs, assumed_packs
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name

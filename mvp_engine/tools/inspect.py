@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import is_lerobot
 from mvp_engine.kit.actions.settings import ActionData

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from mvp_engine.checkpoint.state import HF
-from mvp_engine.hf.hub import ADAPTER_CONFIG, SCHEME, hub_model
-from mvp_engine.hf.hub_datasets import hub_dataset
+from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, SCHEME, hub_model
+from mvp_engine.hf.weights.hub_datasets import hub_dataset
 from mvp_engine.report.facts import writes_text
 from mvp_engine.runs import Run, best_checkpoint, checkpoint_step, flat_keys
 from mvp_engine.tools.merge import model_checkpoint

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.hub import HubRepo, hub_errors
-from mvp_engine.hf.merge import merge
+from mvp_engine.hf.weights.hub import HubRepo, hub_errors
+from mvp_engine.hf.weights.merge import merge
 from mvp_engine.report.facts import writes_text
 from mvp_engine.runs import Run, trained_run
 from mvp_engine.tools.chat import model_folders

@@ -8,7 +8,7 @@ from typing import Any
 
 from mvp_engine.config.schema import Config, Model, Parallel, default_values
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.model_engine import Settings
 

@@ -23,8 +23,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
-from mvp_engine.hf.lora import adapters_off
-from mvp_engine.hf.receive import WeightReceiver
+from mvp_engine.hf.lora.lora_layers import adapters_off
+from mvp_engine.hf.weights.weight_stream import WeightReceiver
 from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit

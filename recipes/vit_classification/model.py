@@ -22,10 +22,10 @@ from mvp_engine.config import Model
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, remove
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.hub import local_folder
-from mvp_engine.hf.load import load
-from mvp_engine.hf.lora import merge_adapters
+from mvp_engine.hf.lora.lora_layers import merge_adapters
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.load import load
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelEngine
 

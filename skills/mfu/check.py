@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import LanguageModel, attention
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import attention
 from mvp_engine.kit import MFUKit
 from mvp_engine.tools.skill_check import run_check
 

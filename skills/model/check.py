@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.hf.lora import adapted_layers
+from mvp_engine.hf.lora.lora_layers import adapted_layers
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.tools.skill_check import run_check

@@ -28,8 +28,8 @@ from triton.runtime.autotuner import Autotuner
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.mixers import functions, kernels
-from mvp_engine.hf.mixers.by_sequence import Packing
 from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
+from mvp_engine.hf.mixers.per_sequence import Packing
 
 LENGTHS = (70, 5, 130)  # kernels work on chunks of 64 tokens
 HEADS_OF_16 = {

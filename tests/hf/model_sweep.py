@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, attention
-from mvp_engine.hf.head_probe import own_head
-from mvp_engine.hf.preflight import check_packing
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.head_probe import own_head
+from mvp_engine.hf.model.preflight import check_packing
 
 EXACT = 1e-5
 LENGTHS = [7, 1, 12, 5]

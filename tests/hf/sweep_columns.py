@@ -25,9 +25,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora import add_adapters
-from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.preflight import check_packing
+from mvp_engine.hf.lora.lora_layers import add_adapters
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.preflight import check_packing
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 

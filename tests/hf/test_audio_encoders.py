@@ -12,8 +12,9 @@ from sync_watch import MovedBatch, device_reads
 from transformers import AutoConfig, AutoModel
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import LanguageModel, OmniModel, audio
-from mvp_engine.hf.attention import ENCODER, use_own_masks
+from mvp_engine.hf import LanguageModel, OmniModel
+from mvp_engine.hf.media import audio
+from mvp_engine.hf.model.attention import ENCODER, use_own_masks
 
 FAMILIES = ["qwen3_omni_moe", "qwen2_5_omni"]
 
@@ -86,7 +87,7 @@ def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) ->
     """The watch itself: the encoder then reads lengths, indexes by a mask and searches for places."""
     whole = qwen3_omni()
     monkeypatch.setattr(audio, "apply_sync_free_audio", lambda model: None)
-    monkeypatch.setattr("mvp_engine.hf.shared_media.frame_mask", lambda base, mask, device: mask)
+    monkeypatch.setattr("mvp_engine.hf.media.shared_media.frame_mask", lambda base, mask, device: mask)
     monkeypatch.setattr("mvp_engine.data.batch.HOST_FIELDS", ("grid_thw", "_counts"))
     batch = MovedBatch.of(packed(whole.config, "audio", ()))
     found = device_reads(ours(whole), batch, ["log_probs"])

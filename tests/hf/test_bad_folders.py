@@ -16,8 +16,9 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, pretrained
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.weights import pretrained
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 
 

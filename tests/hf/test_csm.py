@@ -19,10 +19,11 @@ from mvp_engine.data.speech import SPEECH, num_speech_labels
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, OmniModel, speech_rows
-from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.frame_decoding import generate_codes
-from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.hf import LanguageModel, OmniModel
+from mvp_engine.hf.speech import speech_rows
+from mvp_engine.hf.speech.csm import CsmModel
+from mvp_engine.hf.speech.frame_decoding import generate_codes
+from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory

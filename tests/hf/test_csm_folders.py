@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from mvp_engine.cli import main
 from mvp_engine.data.speech import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.parts import trained_parts
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit, Player, speak
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.generation import check_writes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.hf.input_hooks import mark_sizes
+from mvp_engine.hf.model.input_hooks import mark_sizes
 
 
 class Block(nn.Module):

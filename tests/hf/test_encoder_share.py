@@ -13,7 +13,7 @@ from tiny_models import build_model, samples
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.shared_media import items_by_rank, largest_share
+from mvp_engine.hf.media.shared_media import items_by_rank, largest_share
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 

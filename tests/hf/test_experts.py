@@ -16,8 +16,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.hf import experts
-from mvp_engine.hf.experts import grouped_experts
+from mvp_engine.hf.experts import moe_layers
+from mvp_engine.hf.experts.moe_layers import grouped_experts
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
 def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
     """torch 2.11 breaks the graph there, and runs the layer in pieces."""
     found = [
-        node for node in ast.walk(ast.parse(Path(experts.__file__).read_text())) if isinstance(node, ast.ImportFrom)
+        node for node in ast.walk(ast.parse(Path(moe_layers.__file__).read_text())) if isinstance(node, ast.ImportFrom)
     ]
     names = [node.module for node in found if node.module and node.module.startswith("transformers")]
     assert names

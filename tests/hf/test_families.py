@@ -11,7 +11,7 @@ from tiny_models import shared_model
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
-from mvp_engine.hf.preflight import check_packing
+from mvp_engine.hf.model.preflight import check_packing
 
 LENGTHS = [7, 1, 12, 5]
 

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import experts, fp8_grouped_mm, fp8_layers
-from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
-from mvp_engine.hf.lora import add_adapters
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers, moe_layers
+from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.hf.lora.lora_layers import add_adapters
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import fp8
 
@@ -186,7 +186,7 @@ def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
         with torch.device("meta"):
             block = AutoModelForCausalLM.from_config(config).model.layers[0]
         linear = {key for key, module in block.named_modules() if fp8.fits(module)}
-        found = experts.fp8_layers(block)
+        found = moe_layers.fp8_layers(block)
         left = linear - {key for key, module in block.named_modules() if module in found}
         assert left == {"mlp.router.gate" if name == "afmoe" else "router.proj"}
         assert found

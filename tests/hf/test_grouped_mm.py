@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mvp_engine.hf.grouped_mm import opaque_grouped_mm
+from mvp_engine.hf.experts.grouped_mm import opaque_grouped_mm
 
 
 def test_grouped_mm_compiled_in_float32_has_the_gradients_of_a_loop_over_experts() -> None:

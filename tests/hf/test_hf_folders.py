@@ -20,9 +20,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf import export as hf_export
-from mvp_engine.hf.export import ExportPlan
-from mvp_engine.hf.load import INDEX, WeightFiles
+from mvp_engine.hf.weights import export as hf_export
+from mvp_engine.hf.weights.export import ExportPlan
+from mvp_engine.hf.weights.load import INDEX, WeightFiles
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 from mvp_engine.runs import list_runs
 

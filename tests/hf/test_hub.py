@@ -11,9 +11,9 @@ from fake_hub import FakeHub, use_hub
 from folders import folder_of, language_model, same
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.hub import HubRepo, hub_model, local_folder, pin, portable_name
-from mvp_engine.hf.hub_datasets import _glob
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.weights.hub import HubRepo, hub_model, local_folder, pin, portable_name
+from mvp_engine.hf.weights.hub_datasets import _glob
 
 MODEL = "org/model"
 

@@ -7,7 +7,8 @@ import torch
 from tiny_models import shared_model
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.hf import LanguageModel, language_model
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import language_model
 
 
 def batch_with(share: float) -> PackedBatch:

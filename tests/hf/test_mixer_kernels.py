@@ -15,11 +15,11 @@ from test_mixers import sequences
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.mixers import check_kernels, functions, kernels
-from mvp_engine.hf.mixers.by_sequence import Packing
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
+from mvp_engine.hf.mixers.per_sequence import Packing
+from mvp_engine.hf.model.config_source import read_config
 
 
 def linear_attention(

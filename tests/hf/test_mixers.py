@@ -13,8 +13,9 @@ from mixer_families import MIXERS, VISION_MIXERS, mixer_model
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, ValueModel, attention, preflight
-from mvp_engine.hf.mixers.by_sequence import Packing
+from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.hf.mixers.per_sequence import Packing
+from mvp_engine.hf.model import attention, preflight
 from mvp_engine.model_engine import LanguageModelEngine
 
 LENGTHS = (13, 1, 6, 20, 6)

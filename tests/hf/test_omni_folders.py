@@ -15,7 +15,7 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 

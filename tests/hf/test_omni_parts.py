@@ -17,9 +17,9 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import OmniModel
-from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.parts import parts_of, trained_parts
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.hf.model.model_parts import parts_of, trained_parts
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
 from mvp_engine.model_engine import ModelSource, Settings

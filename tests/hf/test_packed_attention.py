@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.hf import attention
-from mvp_engine.hf.attention import boundaries, encoder_attention, packed_attention
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.attention import boundaries, encoder_attention, packed_attention
 from mvp_engine.ops import attention as attention_ops
 
 LENGTHS = [5, 1, 40, 17]

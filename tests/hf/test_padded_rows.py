@@ -14,7 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.preflight import check_packing, probe
+from mvp_engine.hf.model.preflight import check_packing, probe
 
 # ALiBi from the shape of the batch; attention without boundaries; attention classes chosen by name.
 FAMILIES = ["bloom", "stablelm", "gptj"]
@@ -50,7 +50,7 @@ def test_padded_rows_of_a_copy_and_without_padding_again() -> None:
 
 
 def test_padded_rows_kv_cache_is_a_user_error() -> None:
-    from mvp_engine.hf.kv_cache import KVCache
+    from mvp_engine.hf.model.kv_cache import KVCache
 
     model = padded("bloom")
     assert not model.can_cache

@@ -17,7 +17,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf.parts import parts_of
+from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer

@@ -8,8 +8,9 @@ from families import SMALL, config_of, overrides_of, parallel
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, preflight
+from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.mixers import states
+from mvp_engine.hf.model import preflight
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
 
 

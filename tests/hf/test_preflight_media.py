@@ -13,7 +13,8 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, fp8_grouped_mm
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.experts import fp8_grouped_mm
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import fp8
 

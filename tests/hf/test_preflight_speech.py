@@ -11,12 +11,12 @@ from test_talker import omni
 
 from mvp_engine.data.speech import TEXT
 from mvp_engine.errors import UserError
-from mvp_engine.hf import csm as csm_module
-from mvp_engine.hf import talker as talker_module
-from mvp_engine.hf.csm import CsmPasses
-from mvp_engine.hf.omni_adapter import OmniAdapter, _Trial, check_speech
-from mvp_engine.hf.speech_protocol import SpeechProtocol
-from mvp_engine.hf.talker import Qwen3Talker, packed_hidden
+from mvp_engine.hf.speech import csm as csm_module
+from mvp_engine.hf.speech import talker as talker_module
+from mvp_engine.hf.speech.csm import CsmPasses
+from mvp_engine.hf.speech.omni_adapter import OmniAdapter, _Trial, check_speech
+from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
+from mvp_engine.hf.speech.talker import Qwen3Talker, packed_hidden
 
 MODELS: dict[str, Any] = {"qwen3_omni_moe": omni, "csm": csm}
 

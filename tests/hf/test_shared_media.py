@@ -17,8 +17,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, shared_media
-from mvp_engine.hf.model_inputs import media_inputs
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.media import shared_media
+from mvp_engine.hf.model.model_inputs import media_inputs
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.model_engine import LanguageModelEngine, Settings

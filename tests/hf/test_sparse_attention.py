@@ -8,8 +8,8 @@ from sweep_columns import on_layout, on_two_ranks
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import sparse_attention
-from mvp_engine.hf.preflight import check_packing, probe
+from mvp_engine.hf.mixers import sparse_attention
+from mvp_engine.hf.model.preflight import check_packing, probe
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite"]
 # One indexer per layer; layers that share one; a compressor of windows; blocks; with gated delta nets.

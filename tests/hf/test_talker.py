@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH, TEXT
-from mvp_engine.hf import speech_rows
-from mvp_engine.hf.omni_model import OmniModel
+from mvp_engine.hf.speech import speech_rows
+from mvp_engine.hf.speech.omni_model import OmniModel
 
 FRAMES = 6
 ROWS = {

@@ -47,7 +47,7 @@ def gradients_on_ranks(config: dict[str, Any], sizes: dict[str, int]) -> Any:
 def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error() -> None:
     from model_sweep import tiny_config
 
-    from mvp_engine.hf.tp_plan import _check
+    from mvp_engine.hf.model.tp_plan import _check
 
     config = tiny_config("gemma3n_text")
     with pytest.raises(UserError, match=r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"):

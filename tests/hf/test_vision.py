@@ -11,8 +11,9 @@ from tiny_models import check_packed_is_alone, close, processor_inputs, samples,
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, ValueModel, attention
-from mvp_engine.hf.preflight import MediaPreflight, check_packing
+from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.preflight import MediaPreflight, check_packing
 
 
 @pytest.mark.parametrize("name", VISION)

@@ -15,7 +15,8 @@ from families import VISION, config_of, media_of
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.hf import LanguageModel, PackedModel, attention
+from mvp_engine.hf import LanguageModel, PackedModel
+from mvp_engine.hf.model import attention
 
 M = TypeVar("M", bound=PackedModel)
 VIDEO_TOKEN = 91

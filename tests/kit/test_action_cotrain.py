@@ -16,7 +16,7 @@ from transformers import Qwen3VLConfig
 
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
-from mvp_engine.hf.action_model import ActionModel
+from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.settings import MLLMData

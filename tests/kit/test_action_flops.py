@@ -19,8 +19,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.action_adapter import probe_batch
-from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.hf.actions.action_adapter import probe_batch
+from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory

@@ -25,7 +25,7 @@ from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.state import with_intervals
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.hf.language_model import LanguageModel
+from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.estimate import auto
 from mvp_engine.kit.estimate.choice import USABLE, Workload, choose

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mvp_engine.cli import main
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding

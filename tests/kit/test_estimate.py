@@ -19,9 +19,9 @@ from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.adapter import cast_frozen_base
-from mvp_engine.hf.quantize import quantize_layers
-from mvp_engine.hf.shared_media import largest_share
+from mvp_engine.hf.lora.quantize import quantize_layers
+from mvp_engine.hf.media.shared_media import largest_share
+from mvp_engine.hf.model.adapter import cast_frozen_base
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMData, MLLMModelKit
 from mvp_engine.kit.data.pack.plan import make_packs

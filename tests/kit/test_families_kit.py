@@ -19,7 +19,8 @@ from tiny_models import check_packed_is_alone, close
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.hf import LanguageModel, attention
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.media_info import MediaInfo
 

@@ -18,7 +18,8 @@ from torch._dynamo import eval_frame
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, fp8_grouped_mm, fp8_layers
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers
 from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at, with_completion
 from mvp_engine.kit.generation import (

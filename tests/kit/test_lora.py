@@ -20,7 +20,7 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf import pretrained as load_pretrained
+from mvp_engine.hf.weights import pretrained as load_pretrained
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class

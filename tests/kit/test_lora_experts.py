@@ -17,7 +17,7 @@ from torch import Tensor
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora import adapters_off
+from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.runs import list_runs
 

@@ -11,7 +11,7 @@ from lora_models import engine_of, steps
 from mixer_families import mixer_model
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.lora import adapted_layers
+from mvp_engine.hf.lora.lora_layers import adapted_layers
 from mvp_engine.kit import Lora, MLLMModelKit
 
 SEQUENCES = [torch.arange(3, 14), torch.arange(40, 46)]

@@ -18,7 +18,8 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine import meter as meter_module
 from mvp_engine.engine.meter import Meter
-from mvp_engine.hf import LanguageModel, attention
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import attention
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import causal_pairs
 from mvp_engine.log import peaks

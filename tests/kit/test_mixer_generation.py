@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import attention
-from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.kit.decoding import Decoding, complete
 from mvp_engine.model_engine import LanguageModelEngine
 

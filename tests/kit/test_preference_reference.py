@@ -19,7 +19,7 @@ from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora import adapted_layers, adapters_off
+from mvp_engine.hf.lora.lora_layers import adapted_layers, adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.preference import mismatched_batches
 from mvp_engine.kit.preference_reference import cache_file, frozen_engine

@@ -19,7 +19,7 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.parts import trained_parts
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class

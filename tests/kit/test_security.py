@@ -29,10 +29,10 @@ from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf import config_source
-from mvp_engine.hf.config_source import _config_of_folder
-from mvp_engine.hf.export import Target, write_side_files
-from mvp_engine.hf.load import weight_paths
+from mvp_engine.hf.model import config_source
+from mvp_engine.hf.model.config_source import _config_of_folder
+from mvp_engine.hf.weights.export import Target, write_side_files
+from mvp_engine.hf.weights.load import weight_paths
 from mvp_engine.kit.data.encode import template_marks, template_renderer
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.template_marks import RowMarks

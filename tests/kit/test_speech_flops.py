@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import OmniModel
-from mvp_engine.hf.attention import config_tree
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.attention import config_tree
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.speech.kmeans import ResidualKMeans
 from mvp_engine.kit.tiny_processors import word_tokenizer

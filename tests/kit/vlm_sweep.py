@@ -23,7 +23,7 @@ from vlm_tiny import special_of, tiny_config, tiny_processor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.preflight import MediaPreflight, check_packing
+from mvp_engine.hf.model.preflight import MediaPreflight, check_packing
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import ActionModel
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ActionModelEngine, ModelSource, Settings
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.adapter import HFAdapter
+from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.model_engine.adapter import ModelAdapter, adapter_of
 
 

@@ -187,7 +187,7 @@ def with_norms(found: bool) -> Any:
     import test_packed_layouts as layouts
     from families import parallel
 
-    from mvp_engine.hf import tp_plan as tensor
+    from mvp_engine.hf.model import tp_plan as tensor
 
     world = World.join("cpu")
     before = layouts.overrides_of, tensor._head_norms

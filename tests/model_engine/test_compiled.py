@@ -23,7 +23,8 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, attention
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.fsdp import activation_offload, compile, parallelize
 from mvp_engine.ops import attention as attention_ops

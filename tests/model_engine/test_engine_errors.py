@@ -16,7 +16,7 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf import adapter
+from mvp_engine.hf.model import adapter
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,

@@ -22,7 +22,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.expert_balance import _RouterLoss
+from mvp_engine.hf.experts.expert_balance import _RouterLoss
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 BALANCES = {

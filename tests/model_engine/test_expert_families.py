@@ -16,7 +16,8 @@ from torch import Tensor
 from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, experts
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.experts import moe_layers
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 
@@ -29,7 +30,7 @@ def families() -> list[str]:
                 model = LanguageModel.from_config(tiny_config(name))
         except Exception:  # noqa: BLE001 - `test_model_sweep.py` says why it cannot be built
             continue
-        if experts.modules(model):
+        if moe_layers.modules(model):
             found.append(name)
     return found
 

@@ -22,7 +22,7 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.fp8_layers import GatheredWeight, gather_fp8, run_in_bf16
+from mvp_engine.hf.experts.fp8_layers import GatheredWeight, gather_fp8, run_in_bf16
 from mvp_engine.kit import Lora
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import fp8

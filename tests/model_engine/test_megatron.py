@@ -234,7 +234,7 @@ def continued(sizes: dict[str, int], backend: str, family: str, load: str | None
 @needs_megatron
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, ranks4, tmp_path: Path, family: str) -> None:
-    from mvp_engine.hf.merge import merge
+    from mvp_engine.hf.weights.merge import merge
 
     folders = [str(tmp_path / f"{kind}{i}") for i in range(3) for kind in ("checkpoint", "hf")]
     first = ranks2.run(continued, {"shard": 2}, "fsdp", family, None, folders[0], folders[1])[0]

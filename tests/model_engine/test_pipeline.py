@@ -20,7 +20,7 @@ from mvp_engine.distributed.dtensor import full_tensor, local_tensor
 from mvp_engine.distributed.pipeline import one_forward_one_backward
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.stage_cut import stage_bounds
+from mvp_engine.hf.model.pipeline_cut import stage_bounds
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"

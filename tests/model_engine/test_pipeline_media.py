@@ -19,7 +19,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf.stage_cut import check_supported, cut_model
+from mvp_engine.hf.model.pipeline_cut import check_supported, cut_model
 from mvp_engine.model_engine import LanguageModelEngine, Settings, ValueModelEngine
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops.fp8 import Fp8Linear

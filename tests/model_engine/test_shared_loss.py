@@ -12,7 +12,8 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.hf import LanguageModel, language_model
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model import language_model
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 BATCHES = [PackedBatch.from_sequences([torch.arange(n) % 17 for n in sizes]) for sizes in ((7, 3, 11, 2), (1,), (2,))]

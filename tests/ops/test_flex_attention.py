@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
-from mvp_engine.hf.attention import Overlay, boundaries, packed_attention
+from mvp_engine.hf.model.attention import Overlay, boundaries, packed_attention
 from mvp_engine.ops import flex_attention
 from mvp_engine.ops.attention import AttnSpec
 from mvp_engine.ops.flex_attention import block_mask_of

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.fp8_layers import quantized_once
+from mvp_engine.hf.experts.fp8_layers import quantized_once
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import fp8
 

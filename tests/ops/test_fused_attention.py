@@ -15,7 +15,7 @@ from conftest import ROOT
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.hf.model.attention import boundaries, packed_attention
 from mvp_engine.kit import mllm
 from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention

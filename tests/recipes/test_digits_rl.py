@@ -11,7 +11,7 @@ from conftest import ROOT, read_metrics, readme_commands
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.hf import shared_media
+from mvp_engine.hf.media import shared_media
 from mvp_engine.launch import launch
 from mvp_engine.rl import RLEngine
 
@@ -47,7 +47,7 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
         encoded.append(len(media.row_counts))
         return inputs(model, kind, media, *rest)
 
-    monkeypatch.setattr("mvp_engine.hf.model_inputs.encoder_inputs", spy)
+    monkeypatch.setattr("mvp_engine.hf.model.model_inputs.encoder_inputs", spy)
     monkeypatch.setattr(RLEngine, "train_pre_step", lambda _, ctx: batches.append(ctx.micro_batches[0]))
     shared = trained(base, "shared", "rl.updates=1")
     assert len(batches) == 2

@@ -15,7 +15,7 @@ import pytest
 from forked_launcher import ForkedLauncher
 from worker_cases import TokenLoss, batch_of, spec_of
 
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.worker import WorkerDied, WorkerGroup
 
 STEPS = 9

@@ -12,7 +12,7 @@ from ranks import RankPool
 from worker_cases import TINY, TokenLoss, ValueLossOne, batch_of, spec_of
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.worker import WorkerGroup
 
 BATCH = batch_of(7, 3, 12, 5)

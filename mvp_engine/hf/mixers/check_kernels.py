@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.hf.mixers.by_sequence import Packing
 from mvp_engine.hf.mixers.functions import REPLACEMENTS
 from mvp_engine.hf.mixers.kernels import reference_only
+from mvp_engine.hf.mixers.per_sequence import Packing
 
 LENGTHS = [96, 5, 107, 31, 64, 17]
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mvp_engine.hf.mixers.by_sequence import Packing, run_by_sequence
 from mvp_engine.hf.mixers.kernels import Kernel, kernel_for
+from mvp_engine.hf.mixers.per_sequence import Packing, run_by_sequence
 
 SMALLEST_HEAD = 16  # Triton multiplies matrices of at least this size
 

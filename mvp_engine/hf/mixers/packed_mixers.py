@@ -20,18 +20,18 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.ulysses import UlyssesShard
-from mvp_engine.hf.block_context import BlockContext
-from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.hf.mixers import kernels
-from mvp_engine.hf.mixers.by_sequence import (
+from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
+from mvp_engine.hf.mixers.per_sequence import (
     Packing,
     cut_tokens,
     gather_tokens,
     run_by_sequence,
     without_pack_arguments,
 )
-from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
 from mvp_engine.hf.mixers.states import keeps_states, mixers_of, run_with_states
+from mvp_engine.hf.model.block_context import BlockContext
+from mvp_engine.hf.model.kv_cache import KVCache
 
 LOGGER = logging.getLogger("mvp_engine")
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.hf.mixers.by_sequence import Packing, join_groups, map_token_tensors
+from mvp_engine.hf.mixers.per_sequence import Packing, join_groups, map_token_tensors
 
 # The argument by which a mixer gets the cache.
 _ARGUMENTS = ("cache_params", "past_key_values")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.action_model import ActionSpec
+from mvp_engine.hf.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.act import Normalization, prompt_ids
 from mvp_engine.kit.actions.rows import FrameRow
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder

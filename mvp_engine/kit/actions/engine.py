@@ -26,7 +26,7 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import flow
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit

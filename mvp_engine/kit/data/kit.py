@@ -20,7 +20,7 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
-from mvp_engine.hf.export import drop_local_settings
+from mvp_engine.hf.weights.export import drop_local_settings
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.speech_targets import SpeechTargets

@@ -9,8 +9,8 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside, leads_out
-from mvp_engine.hf.config_source import warn_of_custom_code
-from mvp_engine.hf.hub import local_folder
+from mvp_engine.hf.model.config_source import warn_of_custom_code
+from mvp_engine.hf.weights.hub import local_folder
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -16,15 +16,15 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
-from mvp_engine.hf import experts
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.config_source import num_heads
-from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.omni_model import OmniModel
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.parts import blocks_by_part, by_part
-from mvp_engine.hf.pi0 import Pi0Policy
-from mvp_engine.hf.shared_media import largest_share
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.hf.experts import moe_layers
+from mvp_engine.hf.media.shared_media import largest_share
+from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.speech.csm import CsmModel
+from mvp_engine.hf.speech.omni_model import OmniModel
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
@@ -259,14 +259,14 @@ class BlockCosts:
         """The linear layers and stacked experts of a block that run in FP8."""
         if not self.fp8.get(block.part, False):
             return []
-        layers = experts.fp8_layers(block.module)
+        layers = moe_layers.fp8_layers(block.module)
         if not runs_fp8_experts(self.settings.gpu):
             return layers
-        stacked = experts.modules(block.module).values()
-        return [*layers, *(module for module in stacked if experts.fit_fp8(module))]
+        stacked = moe_layers.modules(block.module).values()
+        return [*layers, *(module for module in stacked if moe_layers.fit_fp8(module))]
 
     def gathered_in_fp8(self) -> set[nn.Parameter]:
-        """The weights that FSDP gathers as float8 values: `hf/fp8_layers.py`."""
+        """The weights that FSDP gathers as float8 values: `hf/experts/fp8_layers.py`."""
         found = set[nn.Parameter]()
         for block in self.blocks:
             layers = [one for one in self._fp8_modules(block) if isinstance(one, nn.Linear)]

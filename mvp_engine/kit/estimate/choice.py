@@ -17,7 +17,7 @@ from typing import Any
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import count
-from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.data.settings import GLOBAL_BATCH_TOKENS, MLLMData
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import DYNAMIC, peak_memory

@@ -14,11 +14,11 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
-from mvp_engine.hf import experts
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.csm import CsmModel
-from mvp_engine.hf.language_model import LanguageModel
-from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.hf.experts import moe_layers
+from mvp_engine.hf.model.language_model import LanguageModel
+from mvp_engine.hf.speech.csm import CsmModel
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.optim.state_stream import BUCKET_BYTES, SLOTS
@@ -110,7 +110,7 @@ def _gathered(costs: BlockCosts) -> float:
     settings = costs.settings
     size = settings.compute_bytes
     low = costs.gathered_in_fp8()
-    stacked = [set(module.parameters()) for module in experts.modules(model).values()]
+    stacked = [set(module.parameters()) for module in moe_layers.modules(model).values()]
     ranks = dict.fromkeys(set[nn.Parameter]().union(*stacked), settings.expert)
     in_blocks = set[nn.Parameter]()
     largest = 0.0

@@ -12,8 +12,8 @@ import torch
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.action_model import NOISE, ActionModel
-from mvp_engine.hf.speech_protocol import HEADER
+from mvp_engine.hf.actions.action_model import NOISE, ActionModel
+from mvp_engine.hf.speech.speech_protocol import HEADER
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.speech_flops import SpeakingModel, assumed_speech

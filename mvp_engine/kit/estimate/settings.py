@@ -39,7 +39,9 @@ MEMORY = {
 PCIE_5 = r"G?B[23]00|H200|H20|H100|H800|RTX PRO 6000|RTX 5090"
 PCIE_5_BYTES = 50e9
 PCIE_4_BYTES = 25e9
-FP8_EXPERTS = r"G?H200|H20|H100|H800|G?B200"  # GPUs with FP8 grouped GEMMs: `hf/fp8_grouped_mm.py`
+FP8_EXPERTS = (
+    r"G?H200|H20|H100|H800|G?B200"  # GPUs with FP8 grouped GEMMs: `hf/experts/fp8_grouped_mm.py`
+)
 COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "H200", "B200")
 FITS = 0.95  # the fraction of the memory that a training can fill
 

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.adapter import cast_frozen_base
-from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.quantize import quantize_layers
+from mvp_engine.hf.lora.quantize import quantize_layers
+from mvp_engine.hf.model.adapter import cast_frozen_base
+from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.model_engine.base import DTYPES

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
-from mvp_engine.hf.parts import matching
+from mvp_engine.hf.model.model_parts import matching
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.model_engine import ModelEngine

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mvp_engine.errors import UserError, similar_path
-from mvp_engine.hf.hub import local_folder
+from mvp_engine.hf.weights.hub import local_folder
 from mvp_engine.imports import load_spec
 
 KEY = "mllm.speech.codec"

@@ -26,7 +26,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
-from mvp_engine.hf.fp8_layers import gather_fp8
+from mvp_engine.hf.experts.fp8_layers import gather_fp8
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
 from mvp_engine.model_engine.ema import WeightEMA

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError, count, did_you_mean
-from mvp_engine.hf.parts import by_part
+from mvp_engine.hf.model.model_parts import by_part
 
 LOGGER = logging.getLogger("mvp_engine")
 WARM_UP_STEPS = 3  # in which every kind of block is compiled

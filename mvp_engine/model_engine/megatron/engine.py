@@ -11,7 +11,7 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf import PackedModel
-from mvp_engine.hf.adapter import HFAdapter
+from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.model_engine.base import Settings
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.megatron.layers import (

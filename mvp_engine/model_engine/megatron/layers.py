@@ -20,7 +20,8 @@ from torch.func import functional_call
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import PackedModel, attention
+from mvp_engine.hf import PackedModel
+from mvp_engine.hf.model import attention
 from mvp_engine.model_engine.megatron.sequence import SummedGrads, join_tokens, split_tokens
 from mvp_engine.ops.autocast import autocast_dtype
 

@@ -18,8 +18,8 @@ from mvp_engine.checkpoint import state
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.parts import parts_of
+from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine

@@ -23,7 +23,7 @@ from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
-from mvp_engine.hf.parts import trained_parts
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.hf import fp8_grouped_mm
+from mvp_engine.hf.experts import fp8_grouped_mm
 from mvp_engine.hf.mixers import kernels as mixer_kernels
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS

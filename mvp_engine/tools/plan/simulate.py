@@ -26,7 +26,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import dim_slices, local_tensor
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf import experts
+from mvp_engine.hf.experts import moe_layers
 from mvp_engine.kit import MLLMModelKit, OptimKit, OptimSettings, TokenNormedLossKit
 from mvp_engine.log import MetricStore
 from mvp_engine.model_engine import Settings, engine_class
@@ -467,11 +467,11 @@ def balance_routing(model: nn.Module) -> None:
             if not isinstance(value, Tensor) or value.is_floating_point():
                 return value
             slots = torch.arange(value.numel()).view(value.shape)
-            return slots % experts.num_experts(module)
+            return slots % moe_layers.num_experts(module)
 
         return tuple(map(in_turn, args)), {name: in_turn(one) for name, one in kwargs.items()}
 
-    for module in experts.modules(model).values():
+    for module in moe_layers.modules(model).values():
         module.register_forward_pre_hook(route, with_kwargs=True)
 
 

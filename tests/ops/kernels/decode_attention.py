@@ -2,7 +2,7 @@
 
 import torch
 
-from mvp_engine.hf.kv_cache import attend_to_cache
+from mvp_engine.hf.model.kv_cache import attend_to_cache
 from mvp_engine.ops.decode_attention import decode_attention
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech_protocol import SpokenTurn
+from mvp_engine.hf.speech.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import (
     Placeholder,

@@ -1,7 +1,7 @@
 """SpeechTargets: the sounds of assistant turns as codes, and as the talker positions of a batch.
 
-How a model's talker reads text and codes is the model's own matter (`hf/speech_protocol.py`); which codes a row has,
-and which rows are bad, is decided here.
+How a model's talker reads text and codes is the model's own matter (`hf/speech/speech_protocol.py`); which codes a row
+has, and which rows are bad, is decided here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from mvp_engine.data.batch import Media
 from mvp_engine.data.speech import SPEECH as SPEECH
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit.data.encode.sequences import FullSequence
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import decoder_errors, open_media

@@ -1,0 +1,1 @@
+"""Vision-language-action models: pi0 and a chunk regressor."""

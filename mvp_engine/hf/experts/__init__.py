@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: GEMMs, balance, expert parallel, and FP8."""

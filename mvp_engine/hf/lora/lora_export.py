@@ -1,0 +1,153 @@
+"""LoRA adapters as a folder for `peft`: `PeftModel.from_pretrained` reads it on top of the base model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mvp_engine.checkpoint.safetensors_io import write_safetensors
+from mvp_engine.distributed import World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path, temporary_path
+from mvp_engine.hf.experts.moe_layers import adapter_name
+from mvp_engine.hf.lora.lora_experts import adapted_experts, peft_matrices
+from mvp_engine.hf.lora.lora_layers import Fetch, adapted_layers
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.weights.hub import repo_of
+
+PREFIX = "base_model.model."  # peft's name for the wrapped model
+
+
+def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -> None:
+    """Write the adapters, and the modules that were trained in full, to `folder`.
+
+    All ranks call it, since `fetch` may be a collective; rank 0 writes.
+    """
+    if getattr(model, "lora", None) is None:
+        raise UserError(
+            f"{type(model).__name__} has no adapters to export: it was not trained with LoRA"
+        )
+    skeleton = model
+    hf_names = {name: name for name in model.state_dict()}
+    if isinstance(model, PackedModel):
+        target = model.export_target()
+        skeleton = target.skeleton
+        hf_names = {own: name for name, own in target.names.items()}
+    config = _adapter_config(model, skeleton, hf_names)
+    tensors: dict[str, Tensor] = {}
+    stacked = _stacked_names(model, hf_names)
+    for name, param in model.named_parameters():
+        if name in stacked:
+            continue
+        if ".lora_" in name:
+            layer, _, rest = name.partition(".lora_")
+            tensors[f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}"] = fetch(name)
+        elif param.requires_grad:
+            tensors[f"{PREFIX}{hf_names[name]}"] = fetch(name)
+    for name, module in stacked.items():
+        if name.endswith(".lora_A"):
+            matrices = peft_matrices(fetch(name), fetch(f"{name.removesuffix('A')}B"))
+            for letter, matrix in zip("AB", matrices, strict=True):
+                tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = matrix
+    with raise_on_all_ranks(world.host_group):
+        if world.is_main:
+            _write(folder, config, tensors)
+
+
+def _stacked_names(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:
+    """The parameters of adapters of stacked experts, each with the module that peft has for it.
+
+    peft wraps the experts once for each parameter, in the order of the parameters: the last one is the outermost.
+    """
+    found: dict[str, str] = {}
+    for name, experts in adapted_experts(model):
+        for wrapped, key in enumerate(reversed(experts.lora_names)):
+            module = hf_names[f"{name}.{key}"].removesuffix(f".{key}") + ".base_layer" * wrapped
+            for letter in "AB":
+                found[f"{name}.{adapter_name(key)}.lora_{letter}"] = module
+    return found
+
+
+def _adapter_config(
+    model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]
+) -> dict[str, Any]:
+    lora: Any = model.lora
+    source: Any = getattr(model, "source", None)
+    repo = repo_of(source) if source else None
+    task = None  # peft wraps a model of another kind as it is
+    if isinstance(model, PackedModel):
+        is_classifier = type(skeleton).__name__.endswith("ForSequenceClassification")
+        task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": repo.name if repo else str(source) if source else None,
+        "revision": repo.revision if repo else None,
+        "r": lora.rank,
+        "lora_alpha": lora.resolved_alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
+        "target_parameters": [
+            hf_names[f"{name}.{key}"]
+            for name, one in adapted_experts(model)
+            for key in one.lora_names
+        ]
+        or None,
+        "modules_to_save": _modules_to_save(model, skeleton, hf_names) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _layer_name(layer: str, hf_names: dict[str, str]) -> str:
+    return hf_names[f"{layer}.weight"].removesuffix(".weight")
+
+
+def _modules_to_save(model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]) -> list[str]:
+    """The outermost modules that were trained in full; raises where `peft` cannot store one of them.
+
+    `peft` stores complete modules, so each tensor of such a module must have been trained, and none may be tied.
+    """
+    trained: list[str] = []
+    for name, param in model.named_parameters():
+        if param.requires_grad and ".lora_" not in name:
+            trained.append(name)
+    modules = {hf_names.get(name, name).rpartition(".")[0] for name in trained}
+    outermost = {module for module in modules if not _is_inside(module, modules)}
+
+    uses = Counter(id(value) for value in model.state_dict(keep_vars=True).values())
+    untied = [name for name in trained if uses[id(model.get_parameter(name))] == 1]
+    storable = {hf_names[name] for name in untied if name in hf_names}
+    complete: set[str] = set()
+    for module in outermost:
+        keys = skeleton.get_submodule(module).state_dict()
+        if all(f"{module}.{key}" in storable for key in keys):
+            complete.add(module)
+
+    for name in trained:
+        if not _is_inside(hf_names.get(name, ""), complete):
+            raise UserError(
+                f"{name} was trained in full, which a peft folder cannot hold: export merged weights instead"
+            )
+    return sorted(outermost)
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty; choose another name, or remove it")
+    with atomic_path(folder, temporary_path(folder)) as temporary:
+        temporary.mkdir(parents=True)
+        write_safetensors(tensors, temporary / "adapter_model.safetensors")
+        text = json.dumps(config, indent=2) + "\n"
+        (temporary / "adapter_config.json").write_text(text)

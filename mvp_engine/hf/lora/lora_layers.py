@@ -1,0 +1,293 @@
+"""LoRA: trainable low-rank adapters on frozen linear layers, with the module names of `peft`.
+
+An adapted layer keeps its class, its forward and its parameter names. `lora_A` and `lora_B` become its child modules,
+and a forward hook adds their output, so meta-device builds, FSDP, activation checkpointing, compilation and checkpoints
+treat an adapted model like any other. Writing a `peft` folder is in `lora_export`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.errors import UserError
+from mvp_engine.hf.experts.moe_layers import adapter_name
+from mvp_engine.hf.lora.lora_experts import adapted_experts, add_expert_adapters, delta
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.model_parts import PARTS, matching, parts_of
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.model.tp_plan import SummedGrad
+
+# Step sizes of selective scans: the mixer multiplies with the weight itself, so the layer's forward never runs.
+READ_DIRECTLY = {"dt_proj"}
+
+Fetch = Callable[[str], Tensor]  # returns the full tensor of a parameter name
+
+
+class _LoraA(nn.Linear):
+    def _init_weights(self, _: nn.Module) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+
+class _LoraB(nn.Linear):
+    def _init_weights(self, _: nn.Module) -> None:
+        nn.init.zeros_(self.weight)  # training starts with the outputs of the base model
+
+
+def add_adapters(model: nn.Module, settings: Lora) -> None:
+    """Freeze a model and add adapters to its target layers.
+
+    Parameters in `settings.train` stay trainable, and so do those that pretrained folders lack, such as a new head:
+    a `PackedModel` knows them, another module may name patterns of them in an attribute `fresh`.
+    """
+    subject: Any = model
+    fresh = getattr(model, "fresh", ())
+    trained = _trained_in_full(model, settings, fresh)
+    layers = _target_layers(model, settings.targets, trained)
+    for name in layers:
+        if f"{name}.weight" in trained:
+            raise UserError(
+                f"lora: {name}.weight is trained in full (lora.train), so it takes no adapter (lora.targets)"
+            )
+    for name, param in model.named_parameters():
+        param.requires_grad_(name in trained)
+    for layer in layers.values():
+        _adapt(layer, settings)
+    add_expert_adapters(model, settings)
+    subject.lora = settings
+    subject.fresh = (*fresh, "*.lora_*")
+
+
+def _trained_in_full(model: nn.Module, settings: Lora, fresh: tuple[str, ...]) -> set[str]:
+    trained: set[str] = set()
+    for pattern in settings.train:
+        trained.update(matching(model, pattern, "lora.train"))
+    for name, _ in model.named_parameters():
+        if any(fnmatchcase(name, new) for new in fresh):
+            trained.add(name)
+    return trained
+
+
+def _adapt(linear: Any, settings: Lora) -> None:
+    options: Any = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
+    linear.lora_A = _LoraA(linear.in_features, settings.rank, **options)
+    linear.lora_B = _LoraB(settings.rank, linear.out_features, **options)
+    for adapter in (linear.lora_A, linear.lora_B):
+        adapter._init_weights(adapter)
+    linear.lora_scaling = settings.scaling
+    linear.lora_dropout = settings.dropout
+    linear.lora_switch = None
+    linear.lora_product = None
+    linear.register_forward_hook(_add_adapter_output)
+
+
+def _add_adapter_output(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    x = args[0]
+    if linear.lora_dropout:
+        x = F.dropout(x, linear.lora_dropout, linear.training)
+    scaling = linear.lora_scaling
+    if linear.lora_switch is not None:
+        scaling = scaling * linear.lora_switch
+    if linear.lora_product is not None:  # adapters of a tensor-parallel layer
+        return out + linear.lora_product(linear, x) * scaling
+    return out + linear.lora_B(linear.lora_A(x)) * scaling
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """A context in which the model computes what it did without its adapters.
+
+    The switch is a number in a tensor, which a compiled forward reads: a flag in Python would compile it again.
+    """
+    layers = [layer for _, layer in (*adapted_layers(model), *adapted_experts(model))]
+    if not layers:
+        raise UserError("adapters_off: the model has no LoRA adapters")
+    if layers[0].lora_switch is None:
+        switch = torch.ones(())
+        for layer in layers:
+            layer.lora_switch = switch
+    switch = layers[0].lora_switch
+    switch.zero_()
+    try:
+        yield
+    finally:
+        switch.fill_(1.0)
+
+
+def _target_layers(
+    model: nn.Module, targets: list[str] | None, trained: set[str]
+) -> dict[str, nn.Linear]:
+    """The linear layers that the targets name; the output head of a language model is never one of them."""
+    parts = parts_of(model)
+    linears = linear_layers(model)
+    class_name = type(model.hf if isinstance(model, PackedModel) else model).__name__
+    if not linears:
+        raise UserError(
+            f"lora: {class_name} has no linear layers apart from its head, so it takes no adapters"
+        )
+    if targets is None and not parts:
+        untrained = {n: linear for n, linear in linears.items() if f"{n}.weight" not in trained}
+        in_blocks = {module for block in blocks(model) for module in block.modules()}
+        return {n: linear for n, linear in untrained.items() if linear in in_blocks} or untrained
+    found: dict[str, nn.Linear] = {}
+    for target in targets or ["llm"]:
+        matches = {n for n in linears if _matches(target, n, parts.get(f"{n}.weight"))}
+        if not matches:
+            last_names = {name.rpartition(".")[2] for name in linears}
+            known: list[str] = [part for part in PARTS if part in parts.values()]
+            known += difflib.get_close_matches(target, last_names, n=4, cutoff=0.0)
+            raise UserError(
+                f"lora.targets: {class_name} has no linear layers {target!r} apart from its head. "
+                f"Name a part or a pattern of layers, such as {', '.join(known)}"
+            )
+        found |= {name: linears[name] for name in linears if name in matches}
+    return found
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The plain linear layers of a model by name that its forward calls, without its head."""
+    prefixes: tuple[str, ...] = ("",)
+    heads: list[nn.Module | None] = []
+    if isinstance(model, PackedModel):
+        prefixes = ("hf.", "talker.")
+        heads = model.heads()
+    params = dict(model.named_parameters())  # a tied weight has its first name only
+    linears: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        is_linear = type(module) is nn.Linear and module not in heads
+        if name.rpartition(".")[2] in READ_DIRECTLY:
+            continue
+        if is_linear and name.startswith(prefixes) and f"{name}.weight" in params:
+            linears[name] = module
+    return linears
+
+
+def _matches(target: str, name: str, part: str | None) -> bool:
+    """Whether a target is the layer's part, or a pattern of its full or last name."""
+    last_name = name.rpartition(".")[2]
+    return target == part or fnmatchcase(name, target) or fnmatchcase(last_name, target)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The names and modules of the linear layers with an adapter."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_scaling") and isinstance(module, nn.Linear):
+            yield name, module
+
+
+def merge_adapters(model: nn.Module, fetch: Fetch) -> Fetch:
+    """A `fetch` that returns the weights of adapted layers with their adapters merged into them."""
+    adapted = {f"{name}.weight": name for name, _ in adapted_layers(model)}
+    stacked = {
+        f"{name}.{key}": one for name, one in adapted_experts(model) for key in one.lora_names
+    }
+
+    @torch.no_grad()
+    def fetch_merged(name: str) -> Tensor:
+        if name in stacked:
+            factors = [fetch(f"{adapter_name(name)}.lora_{factor}") for factor in "AB"]
+            return fetch(name).float() + delta(stacked[name], *factors)
+        if name not in adapted:
+            return fetch(name)
+        layer = adapted[name]
+        weight = fetch(name).float()
+        lora_a = fetch(f"{layer}.lora_A.weight").float()
+        lora_b = fetch(f"{layer}.lora_B.weight").float()
+        linear: Any = model.get_submodule(layer)
+        return weight + linear.lora_scaling * (lora_b @ lora_a)
+
+    return fetch_merged
+
+
+# LoRA adapters on tensor-parallel layers.
+#
+# The output of a column-parallel layer is sharded, and so is `lora_B`, which makes it: each rank has the rows of its
+# outputs. The input of a row-parallel layer is sharded, and so is `lora_A`, which reads it: each rank has the columns
+# of its inputs. The other matrix is whole on every rank, with equal gradients: a rank's part of them is summed where it
+# is smallest, in the `rank` numbers per token between the two. Where a layer has whole inputs and outputs, so have its
+# adapters.
+
+_COLUMN = ("colwise", "packed_colwise")
+_ROW = ("rowwise",)
+_WHOLE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+
+
+def shard_adapters(model: PackedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Shard the adapters of layers that are sharded already, by the styles of a tensor-parallel plan."""
+    assert model.lora is not None
+    if any(True for _ in adapted_experts(model)):
+        raise UserError(
+            f"lora.target_parameters: adapters of stacked experts do not support parallel.tensor={mesh.size()}. Set "
+            "parallel.shard and parallel.expert instead"
+        )
+    for name, layer in adapted_layers(model):
+        if not isinstance(layer.weight, DTensor):
+            continue
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("hf.")), "")
+        if style in _COLUMN:
+            _shard(layer.lora_B, layer, mesh)
+            layer.lora_product = _product(_column_product, mesh)
+        elif style in _ROW:
+            if model.lora.dropout and layer.in_features % mesh.size():
+                raise UserError(
+                    f"lora.dropout: parallel.tensor={mesh.size()} does not divide the {layer.in_features} inputs of "
+                    f"{name}, so the ranks would draw different masks. Set lora.dropout=0, or parallel.tensor=1"
+                )
+            _shard(layer.lora_A, layer, mesh)
+            layer.lora_product = _product(_row_product, mesh)
+        elif style not in _WHOLE:
+            raise UserError(
+                f"lora: the tensor-parallel style {style!r} of {name} takes no adapter. Leave it out of lora.targets, "
+                "or set parallel.shard instead of parallel.tensor"
+            )
+
+
+def _shard(adapter: Any, layer: Any, mesh: DeviceMesh) -> None:
+    """As the layer's own weight: a fused one has a slice of each part on a rank."""
+    weight = adapter.weight
+    sharded = distribute_tensor(weight.detach(), mesh, layer.weight.placements, src_data_rank=None)
+    adapter.weight = nn.Parameter(sharded, requires_grad=weight.requires_grad)
+
+
+def _product(product: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
+    return partial(product, group=mesh.get_group())
+
+
+def _column_product(layer: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    low = SummedGrad.apply(F.linear(x, layer.lora_A.weight), group)
+    return F.linear(low, local_tensor(layer.lora_B.weight))
+
+
+def _row_product(layer: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    low = _AllReduce.apply(F.linear(x, local_tensor(layer.lora_A.weight)), group)
+    return F.linear(low, layer.lora_B.weight)
+
+
+class _AllReduce(Function):
+    """A sum over a group; its backward is the identity, since what follows is equal on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

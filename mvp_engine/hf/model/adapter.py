@@ -1,0 +1,212 @@
+"""HFAdapter: a packed Hugging Face model as model engines see it. The protocol is `model_engine/adapter.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mvp_engine.config.schema import Experts
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.pipeline import StageLink
+from mvp_engine.errors import UserError
+from mvp_engine.hf.experts.expert_balance import ExpertBalance
+from mvp_engine.hf.experts.expert_parallel import apply_expert_parallel
+from mvp_engine.hf.lora.lora_layers import merge_adapters, shard_adapters
+from mvp_engine.hf.lora.quantize import dequantized, quantize_layers, unquantized_shape
+from mvp_engine.hf.model import input_hooks, pipeline_cut, pipeline_stages
+from mvp_engine.hf.model.model_parts import parts_of
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.model.pipeline_cut import WholeWeights
+from mvp_engine.hf.model.preflight import MediaPreflight, check_gradients, check_packing
+from mvp_engine.hf.model.tp_plan import apply_tensor_parallel
+from mvp_engine.hf.weights import export as hf_export
+from mvp_engine.hf.weights.export import ExportPlan
+from mvp_engine.hf.weights.merge import check_base, write_model_info
+from mvp_engine.hf.weights.pretrained import load_pretrained
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+class HFAdapter:
+    compiles_by_default = True
+    extra_forwards: tuple[str, ...] = ("reference_log_probs", "reference_hidden")
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+        self._media = MediaPreflight(model)
+
+    def before_parallelize(self, dtype: torch.dtype) -> None:
+        config: Any = self.model.hf.config
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            LOGGER.warning(
+                "output_router_logits of the model's config asks for transformers' load-balancing loss of experts, "
+                "which is not part of any output here: experts.balance=loss balances them. Set it to false to confirm."
+            )
+        cast_frozen_base(self.model, dtype)
+        parts = parts_of(self.model)
+        trained = {parts[name] for name, p in self.model.named_parameters() if p.requires_grad}
+        if trained and trained <= {"vision", "audio", "projector"}:
+            embedding: Any = self.model.hf.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(input_hooks.keep_graph)
+
+    def set_export_dtype(self, dtype: torch.dtype) -> None:
+        self.model.export_dtype = dtype
+
+    def quantize(self, setting: Mapping[Any, str], dtype: torch.dtype) -> None:
+        quantize_layers(self.model, setting, dtype)
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        plan = apply_tensor_parallel(self.model, mesh)
+        if self.model.lora is not None:
+            shard_adapters(self.model, mesh, plan)
+
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
+        return apply_expert_parallel(self.model, mesh)
+
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        return self.model.expert_balance
+
+    def balance_experts(self, settings: Experts, device: torch.device) -> None:
+        model_type = self.model.hf.config.model_type  # type: ignore[union-attr]
+        self.model.expert_balance = ExpertBalance(self.model, str(model_type), settings, device)
+
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
+        self.model.enable_sequence_parallel(groups, tensor)
+
+    def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        pipeline_cut.cut_model(self.model, link, skeleton)
+
+    def send_stage_outputs(self) -> None:
+        pipeline_stages.send_outputs(self.model)
+
+    @property
+    def stage_link(self) -> StageLink | None:
+        return None if self.model.stage is None else self.model.stage.link
+
+    def elsewhere(self) -> Set[str]:
+        return frozenset() if self.model.stage is None else self.model.stage.elsewhere.keys()
+
+    def stage_copies(self) -> Set[str]:
+        return frozenset() if self.model.stage is None else self.model.stage.copies
+
+    def tied_to_other_stage(self) -> list[nn.Parameter]:
+        names = () if self.model.stage is None else self.model.stage.tied
+        params = dict(self.model.named_parameters())
+        return [params[name] for name in names if name in params]
+
+    def replace_layers(self, layout: Layout, settings: Any) -> None:
+        if settings.sequence_parallel is not None:
+            raise UserError(
+                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
+            )
+
+    def load_weights(self, skeleton: nn.Module) -> set[str]:
+        if self.model.source is None:
+            return set()
+        loaded = load_pretrained(self.model, skeleton)
+        self.model.from_folder = frozenset(loaded)
+        return loaded
+
+    def preflight(self, layout: Layout, exact: bool) -> None:
+        group = layout.world.host_group
+        if layout.world.rank == 0:
+            self.model.mixers.log_kernels(layout.world.device)
+        with raise_on_all_ranks(group):
+            # transformers' own forward knows neither tensor-parallel parameters nor pipeline stages.
+            reference = layout.tensor_mesh is None and layout.pipeline == 1
+            try:
+                check_packing(self.model, exact=exact, reference=reference, group=group)
+            except UserError as error:
+                if layout.tensor_mesh is None:
+                    raise
+                size = layout.tensor_mesh.size()
+                message = f"parallel.tensor={size}, by transformers' tensor-parallel plan: {error}"
+                raise UserError(f"{message} Set parallel.tensor=1, or another model") from error
+
+    def preflight_gradients(self, layout: Layout) -> None:
+        if layout.tensor_mesh is not None:
+            check_gradients(self.model, layout.tensor_mesh, layout.world.host_group)
+
+    def preflight_media(self, engine: Any, batches: Iterable[Any]) -> None:
+        if rows := self._media.unchecked(batches):
+            with engine.eval_mode(), engine.autocast():
+                exact = engine.dtype == torch.float32
+                layout = engine.layout
+                reference = layout.tensor_mesh is None and layout.pipeline == 1
+                self._media.check(rows, exact=exact, reference=reference)
+
+    @property
+    def _whole(self) -> PackedModel:
+        """The model with the blocks of all pipeline stages; without stages, the model itself."""
+        return self.model if self.model.stage is None else self.model.stage.whole
+
+    def check_batch(self, micro_batch: Any) -> None:
+        if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
+            self.model.check(micro_batch)
+
+    def has_lora(self) -> bool:
+        return self.model.lora is not None
+
+    def external_tensors(self) -> set[str]:
+        params = self.model.named_parameters()
+        return {name for name, param in params if not param.requires_grad} & self.model.from_folder
+
+    def external_checksums(self, names: Set[str]) -> dict[str, int]:
+        return {}  # `mvp.json` has a fingerprint of the folder
+
+    def left_out(self, checkpoint: Path, checksums: dict[str, int] | None) -> set[str]:
+        if checksums is None and self.model.lora is None:
+            return set()
+        check_base(checkpoint, self.model)
+        return self.external_tensors()
+
+    def describe(self, folder: Path, engine_class: type, trainable_only: bool) -> None:
+        if self.model.model_type:
+            write_model_info(self.model, folder, engine_class, trainable_only)
+
+    def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
+        target = self.model.export_target(dtype)
+        weights = WholeWeights(self.model)
+        fetch = dequantized(self.model, weights.fetch)
+        like = unquantized_shape(self.model, weights.like)
+        hf_export.export(target, folder, merge_adapters(self._whole, fetch), like, world)
+
+    def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        weights = WholeWeights(self.model)
+        target = self.model.export_target(dtype)
+        plan = ExportPlan(target, unquantized_shape(self.model, weights.like))
+        fetch = dequantized(self.model, weights.fetch)
+        fetch = merge_adapters(self._whole, fetch)
+        for group in plan.groups:
+            if not group.carried:  # the receiver has them: they never change
+                yield from plan.entries(group, fetch)
+
+
+def cast_frozen_base(model: PackedModel, dtype: torch.dtype) -> None:
+    """Keep frozen weights in the half precision that both their folder and the computation have.
+
+    Under LoRA, and in models of which most is frozen (`casts_frozen`); others keep float32, as a later stage may train
+    what this one freezes.
+    """
+    is_half = model.export_dtype == dtype and dtype != torch.float32
+    if is_half and (model.lora is not None or model.casts_frozen):
+        cast_frozen_weights(model, dtype)
+
+
+def cast_frozen_weights(model: PackedModel, dtype: torch.dtype) -> None:
+    """Cast the weights that do not train, except those that transformers keeps in float32."""
+    hf: Any = model.hf
+    in_fp32 = {*(hf._keep_in_fp32_modules or ()), *(hf._keep_in_fp32_modules_strict or ())}
+    for name, param in model.named_parameters():
+        if not param.requires_grad and not in_fp32 & {*name.split(".")}:
+            param.data = param.data.to(dtype)

@@ -1,0 +1,354 @@
+"""LanguageModel: a causal (or multimodal) LM on packed batches, without full logits in memory.
+
+The head is not transformers' forward: `ops.linear_cross_entropy` computes log-probs from hidden
+states and the output embedding, in chunks of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.auto_model import from_auto, generating_class
+from mvp_engine.hf.model.config_source import placeholder_tokens
+from mvp_engine.hf.model.head_probe import (
+    config_logit_steps,
+    measure_logit_steps,
+    open_head,
+    own_head,
+)
+from mvp_engine.hf.model.model_inputs import check_inputs, check_token_range
+from mvp_engine.hf.model.packed_model import Outputs, PackedModel, losses_of
+from mvp_engine.hf.weights.enclosing_folder import WholeFolder
+from mvp_engine.hf.weights.export import Target
+from mvp_engine.ops.linear_cross_entropy import (
+    linear_argmax,
+    linear_log_probs,
+    linear_logits,
+    linear_loss,
+)
+
+if TYPE_CHECKING:
+    from mvp_engine.distributed.ulysses import UlyssesShard
+    from mvp_engine.hf.model.kv_cache import KVCache
+
+OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label
+MOST_LABELS = 0.9  # share of tokens with a label above which the head runs on all tokens
+
+
+class LanguageModel(PackedModel):
+    """A language model; its outputs are per token and float32.
+
+    - `log_probs`: of the labels; 0 where the label is ignored
+    - `entropy`, `log_z`, `mean_log_probs`: of the distribution over the vocabulary
+    - `label_entropy`: the entropy where there is a label; 0 elsewhere
+    - `next_tokens`: the argmax, which is what greedy decoding writes after each position; never a
+      placeholder of media, since no features would follow it
+    - `next_logits`: logits of the token after each sequence, (S, V), to sample from; asked for alone
+    - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
+      without gradient), it is cheaper: the gradients are computed in the forward
+
+    Where all that is asked for concerns labels, the head runs on the tokens with a label alone: of a prompt it computes
+    no logits.
+
+    With `temperature` in the call, all are of the distribution that generation samples from: logits
+    divided by it, and no placeholders. Otherwise of all tokens, at the model's own temperature.
+    """
+
+    model_type = "language_model"
+    provides: tuple[str, ...] = (
+        "log_probs",
+        "entropy",
+        "label_entropy",
+        "log_z",
+        "mean_log_probs",
+        "next_tokens",
+        "next_logits",
+        "hidden_states",
+        "loss",
+        "losses",
+    )
+
+    def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
+        check_inputs(causal_lm)
+        has_backbone = causal_lm.base_model is not causal_lm
+        if not has_backbone:
+            open_head(causal_lm)
+        super().__init__(causal_lm)
+        self.has_backbone = has_backbone
+        self.temperature = temperature
+        self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
+        self._num_labels: int | None = None  # in this forward; None: not known on the host
+        self.chunk = chunk  # tokens per chunk of logits
+        self._added: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {}
+        steps = measure_logit_steps(causal_lm) or config_logit_steps(causal_lm.config)
+        self.scale = steps.scale
+        self.softcap = steps.softcap
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> LanguageModel:
+        from transformers import AutoModelForMultimodalLM
+
+        if getattr(config, "is_encoder_decoder", False):
+            raise UserError(
+                f"{config.model_type} is an encoder-decoder model; "
+                "only decoder-only language models are supported"
+            )
+        if config.model_type.endswith("_assistant") and hasattr(config, "backbone_hidden_size"):
+            raise UserError(
+                f"{config.model_type} drafts tokens for another model and reads that model's keys and values; "
+                "only models that run by themselves are supported"
+            )
+        if config.model_type == "csm":
+            raise UserError("csm speaks and writes no text: set model.type=omni_model")
+        if hasattr(config, "thinker_config"):
+            model = cls(from_auto(AutoModelForMultimodalLM, config.thinker_config), **options)
+            model.whole = WholeFolder(config, {"hf.": "thinker."})
+            return model
+        return cls(from_auto(generating_class(config), config), **options)
+
+    def add_output(self, name: str, compute: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+        """Provide one more output per token: `compute(hidden_TD, head)`, inside of the forward.
+
+        `head` has the arguments of `linear_log_probs` for the output embedding, without labels. With
+        sequence parallel the hidden states are those of this rank's tokens.
+        """
+        self._added[name] = compute
+        self.provides = (*self.provides, name)
+
+    def base(self) -> nn.Module:
+        return self.hf.base_model  # type: ignore[return-value]
+
+    def _hidden_of(self, out: Any) -> Tensor:
+        return out.last_hidden_state if self.has_backbone else out.logits
+
+    def hidden(
+        self,
+        batch: PackedBatch,
+        shard: UlyssesShard | None = None,
+        kv_cache: KVCache | None = None,
+    ) -> Tensor:
+        """The inputs of the output embedding."""
+        hidden_TD = super().hidden(batch, shard, kv_cache)
+        step = self._step_before_head()
+        return hidden_TD if step is None else step(hidden_TD)
+
+    def _step_before_head(self) -> nn.Module | None:
+        """The module that a text model has between its backbone and its output embedding (ModernBERT: dense, norm)."""
+        if self.decoder() is not self.base() or not self.has_backbone:
+            return None
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        others = [
+            child
+            for child in self.hf.children()
+            if child is not self.base() and head not in child.modules()
+        ]
+        if len(others) != 1 or not any(True for _ in others[0].parameters()):
+            return None
+        return others[0] if len(inspect.signature(others[0].forward).parameters) == 1 else None
+
+    def check(self, batch: PackedBatch) -> None:
+        super().check(batch)
+        check_token_range(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        kv_cache: KVCache | None = None,
+        temperature: float | None = None,
+    ) -> Outputs:
+        if temperature is None:
+            return super().forward(batch, outputs, kv_cache)
+        if temperature <= 0:
+            raise UserError(f"temperature={temperature}: log-probs need a temperature above 0")
+        own = self.temperature
+        self.temperature = temperature
+        self._excluded = tuple(self.placeholders)
+        try:
+            return super().forward(batch, outputs, kv_cache)
+        finally:
+            self.temperature = own
+            self._excluded = ()
+
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
+    ) -> Outputs:
+        if "next_logits" not in wanted:
+            if self.sequence_groups is None and OF_LABELS.issuperset(wanted):
+                labels_T = batch.host_labels
+                self._num_labels = None if labels_T is None else int((labels_T != IGNORE).sum())
+            try:
+                return super()._compute(batch, wanted, kv_cache)
+            finally:
+                self._num_labels = None
+        if len(wanted) > 1:
+            raise UserError(
+                "next_logits is per sequence, other outputs are per token: ask for it alone"
+            )
+        states = super()._compute(batch, ("hidden_states",), kv_cache)
+        # Dummies that a model engine runs along have no next token.
+        real = getattr(batch, "num_real_sequences", batch.num_sequences)
+        last_S = batch.cu_seqlens[1 : real + 1].long() - 1
+        return {"next_logits": self._next_logits(states["hidden_states"][last_S])}
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Tokens that stand for features of media. Generation must not write them: none would follow."""
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return placeholder_tokens(self.hf.config, head.weight.shape[0])
+
+    @property
+    def completion_token_type(self) -> int:
+        """The type of tokens that follow a prompt, in fields such as `token_type_ids`.
+
+        1 where type 0 is the prompt, whose tokens attend to each other (PaliGemma); elsewhere 0, text.
+        """
+        config: Any = self.hf.config
+        return int(getattr(config.get_text_config(), "use_bidirectional_attention", None) is True)
+
+    def _next_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Logits over the whole vocabulary."""
+        weight_VD, bias_V, vocab_shard = self._local_head()
+        options: dict[str, Any] = {"bias_V": bias_V, "scale": self.scale, "softcap": self.softcap}
+        logits_SV = linear_logits(hidden_SD, weight_VD, **options, **vocab_shard)
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return logits_SV[:, : head.weight.shape[0]]
+
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
+        # At least one: a dummy batch has no labels, and its loss needs a gradient.
+        if self._num_labels and self._num_labels < MOST_LABELS * len(labels_T):
+            has_label_T = labels_T != IGNORE
+            rows_N = torch.nonzero_static(has_label_T, size=self._num_labels)[:, 0]
+            of_rows = self._head_outputs(hidden_TD[rows_N], labels_T[rows_N], wanted)
+            return {
+                name: value.new_zeros(len(labels_T)).index_copy(0, rows_N, value)
+                if value.ndim
+                else value
+                for name, value in of_rows.items()
+            }
+        return self._head_outputs(hidden_TD, labels_T, wanted)
+
+    def _head_outputs(
+        self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]
+    ) -> Outputs:
+        weight_VD, bias_V, vocab_shard = self._local_head()
+        options: dict[str, Any] = {
+            "bias_V": bias_V,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "chunk": self.chunk,
+        }
+        computed = {"hidden_states": hidden_TD}
+        if "next_tokens" in wanted:
+            never = _local_rows(self.placeholders, weight_VD, vocab_shard)
+            computed["next_tokens"] = linear_argmax(
+                hidden_TD, weight_VD, **options, **vocab_shard, excluded=never
+            )
+        for name in self._added.keys() & set(wanted):
+            head = {"weight_VD": weight_VD, **options, **vocab_shard}
+            computed[name] = self._added[name](hidden_TD, head)
+        options["temperature"] = self.temperature
+        options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
+        missing = set(wanted) - set(computed)
+        if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
+            loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)
+            computed |= {"loss": loss, "losses": losses_T}
+        elif missing:
+            options["mean"] = "mean_log_probs" in wanted
+            if options["mean"] and self._excluded:
+                raise UserError("mean_log_probs is over all tokens: ask for it without temperature")
+            computed |= linear_log_probs(
+                hidden_TD, weight_VD, labels_T, **options, **vocab_shard
+            )._asdict()
+            computed |= losses_of(computed["log_probs"])
+            computed["label_entropy"] = torch.where(labels_T == IGNORE, 0.0, computed["entropy"])
+        return {name: computed[name] for name in wanted}
+
+    def _local_head(self) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Weight and bias of the output embedding, and which slice of the vocabulary they are.
+
+        The third value is empty, or the arguments `group` and `vocab_start` of tensor parallelism.
+        """
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        weight = head.weight
+        bias = head.bias
+        if not isinstance(weight, DTensor):
+            return weight, bias, {}
+        mesh = weight.device_mesh
+        vocab_size = weight.shape[0]
+        rows_per_rank = -(-vocab_size // mesh.size())  # rounded up: the last rank may have fewer
+        vocab_start = min(vocab_size, rows_per_rank * mesh.get_local_rank())
+        vocab_shard = {"group": mesh.get_group(), "vocab_start": vocab_start}
+        return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
+
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
+        with attention.eager_attention(self.hf.config), own_head(self.hf):
+            logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
+        log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)
+        of_labels = log_probs_TV[:-1].gather(-1, batch.labels[:-1, None])[:, 0]
+        return torch.cat([of_labels, of_labels.new_zeros(1)])
+
+
+def _local_rows(
+    tokens: Iterable[int], weight_VD: Tensor, vocab_shard: dict[str, Any]
+) -> tuple[int, ...]:
+    """The rows of these tokens in this rank's slice of the vocabulary."""
+    start = vocab_shard.get("vocab_start", 0)
+    return tuple(token - start for token in tokens if 0 <= token - start < len(weight_VD))
+
+
+# ValueModel: a scalar per token from a linear head on any backbone, as value functions need it.
+
+
+class ValueModel(PackedModel):
+    """A backbone with a linear head: `values`, one float32 per token."""
+
+    model_type = "value_model"
+    provides = ("values", "hidden_states")
+    fresh = ("score.weight",)
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__(backbone)
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+        self._init_weights(self.score)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.score:
+            nn.init.normal_(self.score.weight, std=0.02)
+
+    @classmethod
+    def from_config(cls, config: Any) -> ValueModel:
+        from transformers import AutoModel
+
+        return cls(from_auto(AutoModel, config))
+
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        """A sequence classifier with one label, if transformers has one; else backbone plus head."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
+
+        config_class: Any = type(self.hf.config)
+        if config_class not in CLASSIFIERS:
+            return super().export_target(dtype)
+        skeleton = self._skeleton(CLASSIFIERS[config_class], num_labels=1)
+        prefix = f"{skeleton.base_model_prefix}."
+        names = {}
+        for name in skeleton.state_dict():
+            in_backbone = name.startswith(prefix)
+            names[name] = f"hf.{name.removeprefix(prefix)}" if in_backbone else name
+        folder = self.side_files or self.source
+        return Target(skeleton, names, (), dtype or self.export_dtype, folder)
+
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
+        values_T = self.score(hidden_TD).float()[:, 0]
+        computed = {"values": values_T, "hidden_states": hidden_TD}
+        return {name: computed[name] for name in wanted}

@@ -1,0 +1,394 @@
+"""PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
+
+transformers' classes are not modified. Attention and experts go through transformers' registries
+and inputs are changed by forward hooks; `vision.py`, `audio.py`, `media_features.py` and `shared_media.py`
+change single layers and methods of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
+under the names of its own forward. Heads are subclasses: `language_model.py`, `value_model.py`.
+Models that cannot be packed are found by `preflight.py`, not by a list.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.errors import UserError
+from mvp_engine.hf.experts import moe_layers
+from mvp_engine.hf.media import audio, media_features, shared_media, vision
+from mvp_engine.hf.mixers import PackedMixers
+from mvp_engine.hf.mixers.sparse_attention import (
+    run_sparse_attention_by_sequence,
+    sparse_attention_of,
+)
+from mvp_engine.hf.model import attention, input_hooks, pipeline_stages
+from mvp_engine.hf.model.auto_model import hidden_of_rows, own_attention, use_own_attention
+from mvp_engine.hf.model.config_source import num_heads, packed_length_limit, read_config
+from mvp_engine.hf.model.model_inputs import check_token_range, media_inputs
+from mvp_engine.hf.weights.enclosing_folder import FolderView, WholeFolder, check_folder
+from mvp_engine.hf.weights.export import Target
+from mvp_engine.hf.weights.hub import local_folder
+
+if TYPE_CHECKING:
+    from mvp_engine.config.schema import Part
+    from mvp_engine.hf.experts.expert_balance import ExpertBalance
+    from mvp_engine.hf.lora.lora_settings import Lora
+    from mvp_engine.hf.model.adapter import HFAdapter
+    from mvp_engine.hf.model.kv_cache import KVCache
+
+Outputs = dict[str, Tensor]
+
+
+class PackedModel(nn.Module):
+    """A transformers backbone that runs on packed batches and returns named outputs per token.
+
+    Subclasses define `from_config` and `outputs`; those with their own weights list them in
+    `fresh`. The attributes below are read and written by model engines, LoRA, load and export.
+    """
+
+    # Constants of the subclass.
+    model_type = ""  # the name it is registered under: model.type in a config
+    provides: tuple[str, ...] = ("hidden_states",)  # names that forward accepts in `outputs`
+    fresh: tuple[str, ...] = ()  # name patterns of parameters that pretrained folders may lack
+
+    # Facts about this instance.
+    source: Path | None = None  # the Hugging Face folder that the weights are loaded from
+    side_files: Path | None = None  # the folder of tokenizer and processor files, if not `source`
+    export_dtype = torch.float32  # dtype of exported weights: that of the source folder
+    casts_frozen = False  # frozen weights are kept in half precision without LoRA, too
+    lora: Lora | None = None  # settings of its adapters; None without adapters
+    quantize: dict[str, str] | None = None  # formats of quantized weights by part
+    expert_balance: ExpertBalance | None = None  # of experts in training
+    from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
+    own_parts: dict[nn.Module, Part] | None = None  # modules of a head that are a part of their own
+    stage: pipeline_stages.Stage | None = None  # its slice of the model, with pipeline parallel
+    whole: WholeFolder | None = None  # where the folder holds more than this model: an Omni folder
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.hf = backbone
+        self.sequence_groups: SequenceGroups | None = None
+        self.windows: tuple[int, ...] = ()  # sliding windows of its layers
+        self.shard: UlyssesShard | None = None  # of the forward that runs, with sequence parallel
+        self.packed_length_limit = packed_length_limit(backbone.config)
+        # Why each sequence runs in a padded row of its own; empty: sequences are packed.
+        self.padded_rows = str(getattr(backbone, "needs_padded_rows", ""))
+        if not self.padded_rows:
+            attention.use(backbone.config)
+            attention.use_own_masks(backbone)
+        moe_layers.use(backbone.config)
+        self._register_hooks()
+        sparse = sparse_attention_of(self.decoder())
+        self.mixers = PackedMixers(self.decoder(), sparse)
+        run_sparse_attention_by_sequence(sparse, self.mixers, own_attention(type(backbone)))
+        vision.apply_sync_free_vision(backbone)
+        audio.apply_sync_free_audio(backbone)
+        media_features.apply_sync_free_features(backbone, self.decoder())
+        shared_media.apply_shared_features(self.base())
+
+    def _register_hooks(self) -> None:
+        base = self.base()
+        decoder = self.decoder()
+        if decoder is base:
+            embedding: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(input_hooks.cast_embeddings)
+        else:  # encoder features come in any dtype, so the cast waits until they are inserted
+            decoder.register_forward_pre_hook(input_hooks.cast_decoder_inputs, with_kwargs=True)
+            if "token_type_ids" in inspect.signature(base.forward).parameters:
+                # Then the base, not the decoder, builds the attention mask.
+                base.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+        decoder.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+
+    def engine_adapter(self) -> HFAdapter:
+        """What model engines ask of this model; see `model_engine/adapter.py`."""
+        from mvp_engine.hf.model.adapter import HFAdapter
+
+        return HFAdapter(self)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        raise NotImplementedError(f"{cls.__name__} must define from_config(config)")
+
+    @classmethod
+    def on_meta(cls, path: str | Path | None, overrides: dict[str, Any] | None = None) -> Self:
+        """The model of a Hugging Face folder or of the Hub, or of a config alone, on the meta device.
+
+        The model engine materializes the weights.
+        """
+        folder = local_folder(path) if path else None
+        config = read_config(folder, overrides or {})
+        folder_dtype = config.dtype
+        for part in attention.config_tree(config):
+            part.dtype = torch.float32  # master weights are float32, whatever the folder holds
+        with torch.device("meta"):
+            model = cls.from_config(config)
+        model.source = folder
+        model.export_dtype = folder_dtype or torch.float32
+        model.check_source()
+        return model
+
+    def check_source(self) -> None:
+        """Raise if this model cannot be trained and exported without the folder that it lacks."""
+        check_folder(self)
+
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int = 1) -> None:
+        """Split the tokens of each batch over the ranks of `groups`, which must get equal batches.
+
+        `tensor`: the tensor-parallel size, by which the heads are already divided.
+        """
+        config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+        heads, kv_heads = num_heads(config)
+        if heads and groups.ulysses is not None:
+            ranks = dist.get_world_size(groups.ulysses)
+            check_heads(heads // tensor, kv_heads // tensor, ranks)
+        self.sequence_groups = groups
+        found = [getattr(module, "sliding_window", None) for module in self.decoder().modules()]
+        self.windows = tuple(sorted({one for one in found if isinstance(one, int)}))
+        decoder = self.decoder()
+        if decoder is not self.base():
+            decoder.register_forward_pre_hook(input_hooks.slice_decoder_inputs, with_kwargs=True)
+
+    def use_padded_rows(self, reason: str) -> None:
+        """Run each sequence in a padded row with transformers' own attention; "" packs them again."""
+        self.padded_rows = reason
+        if reason:
+            use_own_attention(self.hf)
+        else:
+            attention.use(self.hf.config)
+            attention.use_own_masks(self.hf)
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether generation can keep what layers computed; otherwise each forward holds all tokens."""
+        return not self.padded_rows and self.mixers.can_cache and self.stage is None
+
+    def decoder(self) -> nn.Module:
+        """The text layers, which process text and media as one sequence of embeddings."""
+        base: Any = self.base()
+        return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+    def base(self) -> nn.Module:
+        """The part of the backbone that returns hidden states."""
+        return self.hf
+
+    def heads(self) -> list[nn.Module | None]:
+        """The output layers, whose weights are read without a call of the layer."""
+        return [self.hf.get_output_embeddings()]  # type: ignore[operator]
+
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        """The contents of a Hugging Face folder of this model."""
+        if self.whole is not None:
+            return self.whole.export_target(self, dtype or self.export_dtype)
+        skeleton = self._skeleton(type(self.hf))
+        names = {name: f"hf.{name}" for name in skeleton.state_dict()}
+        whole = self if self.stage is None else self.stage.whole
+        own_weights = tuple(name for name in whole.state_dict() if not name.startswith("hf."))
+        folder = self.side_files or self.source
+        return Target(skeleton, names, own_weights, dtype or self.export_dtype, folder)
+
+    def folder_view(self) -> FolderView:
+        """How folders of this model name its tensors."""
+        return FolderView(self.hf, {"hf.": ""}) if self.whole is None else self.whole.view()
+
+    def _skeleton(self, model_class: Any, **changes: Any) -> Any:
+        """A plain transformers model with this config, on the meta device."""
+        config: Any = copy.deepcopy(self.hf.config)
+        config._attn_implementation = "eager"  # transformers sets it in all sub-configs
+        for name, value in changes.items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            return model_class(config)
+
+    def hidden(
+        self,
+        batch: PackedBatch,
+        shard: UlyssesShard | None = None,
+        kv_cache: KVCache | None = None,
+    ) -> Tensor:
+        """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
+        limit = self.packed_length_limit
+        longest = max(batch.max_seqlen, 0 if kv_cache is None else kv_cache.max_length + 1)
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"a sequence of {longest} tokens: this model changes its rotary positions "
+                f"for the whole batch when one sequence is longer than {limit}, so the other "
+                "packed sequences would change too. Shorten the sequences"
+            )
+        if self.padded_rows:
+            self._check_padded_rows(kv_cache)
+            return hidden_of_rows(self.base(), self._hidden_of, batch)
+        if kv_cache is not None and not self.can_cache:
+            raise UserError(
+                "this model has mixers whose state is not cached: call it without a KV cache"
+            )
+        if kv_cache is not None and self.stage is not None:
+            raise UserError("a KV cache does not support parallel.pipeline > 1: call without it")
+        input_ids = batch.input_ids
+        position_ids = batch.position_ids  # (T,), or (3, T) for three axes
+        is_first = self.stage is None or self.stage.link.is_first
+        inputs = media_inputs(self.base(), batch, shard) if is_first else {}
+        if shard is not None:
+            if self.decoder() is self.base():  # otherwise sliced after features are inserted
+                self._check_no_media(inputs)
+                input_ids = shard.cut(input_ids)
+                position_ids = shard.cut(position_ids, dim=-1)
+            inputs["ulysses_shard"] = shard
+        if kv_cache is not None:
+            inputs["kv_cache"] = kv_cache
+        input_ids_1T = input_ids[None]
+        options = {
+            "position_ids": position_ids.unsqueeze(-2),
+            "use_cache": False,
+            **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+            **inputs,
+        }
+        balance = self.expert_balance
+        routing = nullcontext() if balance is None else balance.routing(batch, shard)
+        if self.stage is not None:
+            with routing:
+                return pipeline_stages.hidden_of_stage(self, batch, shard, input_ids_1T, options)
+        self._register_media(batch, input_ids_1T)
+        with self.mixers.packing(batch, shard, kv_cache), routing:
+            out = self.base()(input_ids=input_ids_1T, **options)
+        if kv_cache is not None:
+            kv_cache.advance()
+        return self._hidden_of(out)[0]
+
+    def _register_media(self, batch: PackedBatch, input_ids_1T: Tensor) -> None:
+        if batch.media:
+            media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
+            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
+
+    def _hidden_of(self, out: Any) -> Tensor:
+        """The last hidden states in an output of `base()`."""
+        return out.last_hidden_state
+
+    def _check_no_media(self, inputs: dict[str, Any]) -> None:
+        if inputs and self.sequence_groups is not None:
+            keys = self.sequence_groups.keys
+            raise UserError(
+                f"{keys} > 1: {type(self.base()).__name__} inserts the features of media inside of its text layers, "
+                f"where ranks have a part of the tokens. Set {keys}=1"
+            )
+
+    def _check_padded_rows(self, kv_cache: KVCache | None) -> None:
+        model_type = self.hf.config.model_type  # type: ignore[union-attr]
+        if self.sequence_groups is not None:
+            keys = self.sequence_groups.keys
+            raise UserError(
+                f"{keys} > 1: {model_type} runs on padded rows ({self.padded_rows}), which have no tokens "
+                f"to share between ranks. Set {keys}=1"
+            )
+        if self.expert_balance is not None:
+            raise UserError(
+                f"experts: {model_type} runs on padded rows ({self.padded_rows}), whose padding would count as tokens "
+                "of experts. Set experts.balance=none and experts.z=0"
+            )
+        if kv_cache is not None:
+            raise UserError(
+                f"{model_type} runs on padded rows, which have no KV cache: call without it"
+            )
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        kv_cache: KVCache | None = None,
+        temperature: float | None = None,
+    ) -> Outputs:
+        """Outputs by name, for all tokens of the batch, on every rank that shares the batch.
+
+        `kv_cache`: for generation. The first batch holds the prompts, later ones a token of each.
+        `temperature`: of the distribution over tokens, in models that have one.
+        """
+        wanted = tuple(outputs)
+        unknown = [name for name in wanted if name not in self.provides]
+        if unknown:
+            hint = (
+                ". Logits of a whole batch are never in memory: see skills/loss"
+                if "logits" in unknown
+                else ""
+            )
+            raise UserError(
+                f"{type(self).__name__} does not provide {unknown}; "
+                f"it provides {', '.join(self.provides)}{hint}"
+            )
+        if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
+            self.check(batch)
+        if self.stage is not None and not self.stage.link.is_last:
+            return pipeline_stages.run_stage(self, batch)
+        computed = self._compute(batch, wanted, kv_cache)
+        # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
+        return {
+            name: value.clone() if value._is_view() else value for name, value in computed.items()
+        }
+
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
+    ) -> Outputs:
+        if self.sequence_groups is None:
+            hidden_TD = self.hidden(batch, kv_cache=kv_cache)
+            return self.outputs(hidden_TD, batch.labels, wanted)
+        if kv_cache is not None:
+            keys = self.sequence_groups.keys
+            raise UserError(f"a KV cache does not support {keys} > 1: call without it")
+        losses = {"loss", "losses"}
+        if "loss" in wanted and not set(wanted) <= losses:
+            # The loss then follows from the log-probs, which are computed anyway.
+            names = [name for name in (*wanted, "log_probs") if name not in losses]
+            others = self._compute(batch, tuple(dict.fromkeys(names)))
+            others |= losses_of(others["log_probs"])
+            return {name: others[name] for name in wanted}
+        device = batch.input_ids.device
+        shard = self.sequence_groups.shard(batch.host_lengths, device, self.windows)
+        self.shard = shard
+        try:
+            local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
+        finally:
+            self.shard = None
+        return {
+            name: shard.gather(value) if value.ndim else shard.total(value)
+            for name, value in local.items()
+        }
+
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
+        """The head: compute the `wanted` outputs from hidden states. Subclasses override it."""
+        return {"hidden_states": hidden_TD}
+
+    def check(self, batch: PackedBatch) -> None:
+        """Raise for token ids that the model does not have. Runs on host tensors."""
+        config: Any = self.hf.config
+        if not config.sub_configs:  # encoders may have placeholder ids outside of the embeddings
+            check_token_range(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
+
+    def reference_hidden(self, batch: PackedBatch) -> Tensor:
+        """The hidden states of one sequence from transformers' own forward, for `preflight_media`."""
+        with attention.eager_attention(self.hf.config):
+            out = self.base()(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids.unsqueeze(-2),
+                # Without it, transformers would take repeated positions for the start of another sequence.
+                attention_mask=torch.ones_like(batch.input_ids)[None],
+                use_cache=False,
+                **media_inputs(self.base(), batch),
+            )
+        return self._hidden_of(out)[0]
+
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
+        """Log-probs of the labels from transformers' own forward, for `preflight`; None without."""
+        return None
+
+
+def losses_of(log_probs_T: Tensor) -> Outputs:
+    """The summed loss, and the loss of each token, detached."""
+    return {"loss": -log_probs_T.sum(), "losses": -log_probs_T.detach()}

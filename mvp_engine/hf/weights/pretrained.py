@@ -1,0 +1,107 @@
+"""Loading the pretrained weights of a folder into a model that is parallelized already."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from mvp_engine.errors import UserError, count
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.hf.weights import load
+from mvp_engine.hf.weights.enclosing_folder import FolderView
+from mvp_engine.hf.weights.hub import fetch_weights
+from mvp_engine.ops.nf4 import quantized_layers
+
+LOGGER = logging.getLogger("mvp_engine")
+T = TypeVar("T")
+
+
+def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
+    """Load the model's folder; returns the names of the tensors that were loaded.
+
+    Only tensors that the model type adds may be missing there. `skeleton` is the same model on the meta device.
+    """
+    assert model.source is not None
+    assert isinstance(skeleton, PackedModel)
+    fetch_weights(model.source)
+    state = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    view = skeleton.folder_view()
+    wrapped = _by_folder_name(view, own)
+    quantized = _by_folder_name(view, quantized_layers(model))
+    others = frozenset() if model.stage is None else model.stage.elsewhere.keys()
+    elsewhere = _by_folder_name(view, dict.fromkeys(others)).keys()
+    names, unused = load.load(view.model, model.source, wrapped, quantized, elsewhere)
+    found = {name for name in map(view.own_name, names) if name is not None}
+    # Tied tensors count with each other.
+    filled = {own[name] for name in found if name not in others}
+    loaded = {name for name, value in own.items() if value in filled}
+    if others:
+        loaded |= _tied_to(skeleton, found) & others
+    heads = [name for name in own if view.folder_name(name) is None and name in unused]
+    if heads:
+        load.load_by_name(model.source, {name: own[name] for name in heads})
+        loaded |= set(heads)
+    _check_missing(model, skeleton, [name for name in own if name not in loaded])
+    unexpected = [name for name in unused if name not in heads]
+    unexpected = [name for name in unexpected if not _is_expected(view, name)]
+    if unexpected:
+        LOGGER.warning("in %s, but not in the model: %s", model.source, _first(unexpected))
+    return loaded
+
+
+def _tied_to(skeleton: nn.Module, names: set[str]) -> set[str]:
+    """The names of these tensors, and of those that are tied to them."""
+    tensors = skeleton.state_dict(keep_vars=True)
+    found = {tensors[name] for name in names}
+    return {name for name, value in tensors.items() if value in found}
+
+
+def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) -> None:
+    """Tensors that the folder lacks are initialized at random, if the model type says that they may be new."""
+    missing = [n for n in names if not any(fnmatchcase(n, fresh) for fresh in model.fresh)]
+    if missing:
+        head = skeleton.hf.get_output_embeddings()  # type: ignore[operator]
+        params = {skeleton.get_parameter(name) for name in missing}
+        only_head = head is not None and params <= set(head.parameters())
+        hint = "Is it a folder of this architecture?"
+        if only_head:
+            hint = "If its embeddings are its head too, set model.config.tie_word_embeddings=true."
+        raise UserError(
+            f"{model.source} lacks {count(len(missing), 'parameter')} of {type(skeleton.hf).__name__}, "
+            f"such as {missing[0]}. {hint}"
+        )
+    new = [name for name in names if ".lora_" not in name]  # no base folder has adapters
+    if new:
+        LOGGER.info("not in %s, initialized from the seed: %s", model.source, _first(new))
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _by_folder_name(view: FolderView, values: Mapping[str, T]) -> dict[str, T]:
+    named = ((view.folder_name(name), value) for name, value in values.items())
+    return {name: value for name, value in named if name is not None}
+
+
+def _is_expected(view: FolderView, name: str) -> bool:
+    """May a folder have this entry, which its model has not?
+
+    Entries of other parts of the folder, heads of a backbone, and what transformers drops.
+    """
+    model = view.model
+    if view.own_name(name) is None:
+        return True
+    dropped = {r"rotary_emb\.inv_freq", r"position_ids$"}
+    dropped |= set(model._keys_to_ignore_on_load_unexpected or ())
+    is_backbone = model.base_model is model
+    if is_backbone and not name.startswith(f"{model.base_model_prefix}."):
+        return True
+    return any(re.search(pattern, name) for pattern in dropped)
