@@ -3,7 +3,7 @@
 Legend: T tokens, D hidden size, V vocabulary.
 
 The teacher is a second model engine on the student's layout. In a forward step it computes the hidden states of the
-micro-batch; the divergence is an output of the student, computed from both heads in chunks (`distil_head.py`), so no
+micro-batch; the divergence is an output of the student, computed from both heads in chunks (below), so no
 logits of a whole batch are in memory.
 """
 

@@ -1,6 +1,6 @@
 """Rollouts by servers over HTTP: prompts shared by several servers, checks of what they return, servers that vanish.
 
-What is particular to one kind of server is in `openai_rollout.py` and `vllm_rollout.py`. Token ids go in and come out;
+What is particular to one kind of server is in `OpenAIRollout` and `vllm_rollout.py`. Token ids go in and come out;
 nothing is tokenized again.
 """
 

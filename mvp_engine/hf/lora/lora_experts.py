@@ -3,7 +3,7 @@
 Legend: E experts, r rank, I inputs, O outputs of an expert's matrix.
 
 Each stacked parameter gets a child module with `lora_A` (E, r, I) and `lora_B` (E, O, r), which the grouped GEMMs of
-`experts.py` multiply with the rows of each expert. peft computes the product of the two for all experts, and its
+`moe_layers.py` multiply with the rows of each expert. peft computes the product of the two for all experts, and its
 gradient, the size of all experts, in every pass. FSDP and expert parallel shard the adapters as the experts themselves.
 peft stores them as two matrices, (E * r, I) and (O, r * E): `peft_matrices` converts.
 """

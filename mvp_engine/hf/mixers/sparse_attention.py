@@ -2,7 +2,7 @@
 
 An indexer scores all tokens before a query and keeps the best few; some layers also compress windows of tokens into one
 entry. On a pack both would pick tokens of other sequences, and their score matrix would grow with the square of the
-pack. So these attention layers run by sequence, like mixers without a kernel (`mixers/by_sequence.py`), with
+pack. So these attention layers run by sequence, like mixers without a kernel (`per_sequence.py`), with
 transformers' own attention and a causal mask for each group of sequences. Everything else in the model stays packed.
 """
 

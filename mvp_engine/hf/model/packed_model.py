@@ -3,7 +3,7 @@
 transformers' classes are not modified. Attention and experts go through transformers' registries
 and inputs are changed by forward hooks; `vision.py`, `audio.py`, `media_features.py` and `shared_media.py`
 change single layers and methods of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
-under the names of its own forward. Heads are subclasses: `language_model.py`, `value_model.py`.
+under the names of its own forward. Heads are subclasses, in `language_model.py`.
 Models that cannot be packed are found by `preflight.py`, not by a list.
 """
 

@@ -1,4 +1,4 @@
-"""The forward of a pipeline stage of a Hugging Face model, which `stage_cut.py` made of it.
+"""The forward of a pipeline stage of a Hugging Face model, which `pipeline_cut.py` made of it.
 
 The decoder's own forward runs on every stage: it makes positions and masks, and each block gets those of its own index.
 Blocks of other stages are modules that return their input. The one in front of a stage's blocks returns what the stage

@@ -169,7 +169,7 @@ def probe(
 
     Most of all, a sequence must not change with its neighbour in the pack: shapes are equal
     there, so the results are bit-equal, and a leak in one layer of many shows. The probe rejects
-    mixers that `mixers/detect.py` does not find, position schemes that ignore `position_ids`, heads
+    mixers that `mixers/states.py` does not find, position schemes that ignore `position_ids`, heads
     with unknown steps, and layers that need attention features that packed attention lacks.
 
     `exact`: the model computes in float32. In half precision the bound is the model's own

@@ -134,7 +134,7 @@ class CsmModel(PackedModel):
 
 
 class CsmPasses:
-    """The passes of CSM, as `speech_outputs.py` calls them."""
+    """The passes of CSM, as `speech_rows.py` calls them."""
 
     def __init__(self, csm: Any) -> None:
         self.csm = csm

@@ -185,7 +185,7 @@ class Draw:
         return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
 
 
-# Speech by generation: codes from an OmniModel, which `vocoder.py` plays.
+# Speech by generation: codes from an OmniModel, which the vocoder below plays.
 #
 # Legend: B prompts, R rows of speech, K codebooks, D hidden size, T tokens.
 #

@@ -29,7 +29,7 @@ _CAUSAL = {"full_attention": None, "sliding_attention": None}
 
 
 class Qwen3Talker:
-    """The passes of a talker, as `speech_outputs.py` calls them."""
+    """The passes of a talker, as `speech_rows.py` calls them."""
 
     def __init__(self, talker: Any, embed: nn.Module) -> None:
         """`embed` are the thinker's embeddings."""

@@ -2,7 +2,7 @@
 
 Legend: C steps of a chunk, A and Q the action and state sizes of the model. A frame is a prompt for the model's own
 processor and chat template: the images of its cameras, then the instruction. Rows of other sources have zeros in the
-action fields, so that both kinds fit into one pack. `encode_pi0.py` has the prefixes of pi0.
+action fields, so that both kinds fit into one pack.
 """
 
 from __future__ import annotations

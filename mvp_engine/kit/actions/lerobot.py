@@ -1,7 +1,7 @@
 """LeRobot dataset folders, versions 2.1 and 3.0: their metadata.
 
 Version 2.1 has one parquet file and one video per episode and camera; version 3.0 joins many episodes in one file, and
-its metadata say where an episode begins. `frames.py` reads the numbers of the frames, `video.py` their images.
+its metadata say where an episode begins. `rows.py` reads the numbers of the frames and their images.
 """
 
 from __future__ import annotations

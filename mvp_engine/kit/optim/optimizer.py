@@ -329,7 +329,7 @@ def _without_step(state: dict[str, Any]) -> dict[str, Tensor]:
 
 # Muon: updates that are the momentum of a matrix with all singular values brought near 1.
 #
-# The full matrix is needed (`orthogonalize.py`); everything else here works on this rank's shards.
+# The full matrix is needed (`orthogonalize`); everything else here works on this rank's shards.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """MediaHandler: images, videos and audio through the model's own Hugging Face processor.
 
 The processor itself is called, one item at a time, with the item's placeholder as the text
-(`processor_calls.py`). A packing plan calls it in the same way with tensors that have a size but no
+(`processor_runner.py`). A packing plan calls it in the same way with tensors that have a size but no
 data, so what the plan counts is what training gets. No model family has code here: what differs is
 found in the processor's outputs.
 """

@@ -4,10 +4,9 @@ A conversation is rendered once, whole. Its messages are not searched for in the
 compiled a second time with marks around its messages (`template_marks.py`). Without the marks that
 text must be equal to the tokenizer's own, else the row is bad. What carries loss:
 
-- Assistant turns, or what a message's `loss` says, from the generation prompt to the stop token
-  (`loss_spans.py`). Not turns whose reasoning the template leaves out because another question follows:
-  their answers alone are not what the model should write. Not an empty reasoning block that the
-  template adds to a turn without reasoning.
+- Assistant turns, or what a message's `loss` says, from the generation prompt to the stop token. Not
+  turns whose reasoning the template leaves out because another question follows: their answers alone are not what the
+  model should write. Not an empty reasoning block that the template adds to a turn without reasoning.
 - Of other roles with `loss: true` their texts, without surrounding white space, and the stop token
   after the last.
 - Never media placeholders, nor the special tokens that enclose them.
