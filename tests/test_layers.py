@@ -25,7 +25,7 @@ ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
 FILES = 422
-ONE_IMPORTER_MODULES = 83
+ONE_IMPORTER_MODULES = 84
 CONFIG_KEYS = 268
 COMMANDS = 26
 SFT_MODULES = 290
