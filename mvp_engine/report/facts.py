@@ -242,10 +242,12 @@ class RunFacts:
         config_file = self.run.dir / "config.yaml"
         config = yaml.load(config_file.read_text(), LOADER) if config_file.is_file() else {}
         steps = {}
-        if self.slow_steps:
-            steps["Find the slow line"] = (
-                f"mvp profile {folder} --step {self.slow_steps[0]['step']}"
-            )
+        # A profile repeats the step without its evaluation and checkpoint.
+        repeated = [
+            one for one in self.slow_steps if one["phase"] not in ("evaluation", "checkpoint")
+        ]
+        if repeated:
+            steps["Find the slow line"] = f"mvp profile {folder} --step {repeated[0]['step']}"
         if (self.run.dir / "processor").is_dir():
             exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
             if writes_text(self.run):

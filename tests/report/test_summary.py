@@ -38,6 +38,17 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
     assert "mvp chat" not in summary_text(RunFacts(run), seconds=1)  # it writes no text
 
 
+def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    slow = {"rank": 0, "seconds": 9.0, "usual_seconds": 1.0, "usual_split": {"evaluation": 1.0, "forward": 1.0}}
+    steps = [{**slow, "step": 10, "phase": "evaluation", "split": {"evaluation": 9.0}}]
+    (tmp_path / "slow_steps.jsonl").write_text(json.dumps(steps[0]) + "\n")
+    assert "mvp profile" not in summary_text(RunFacts(run), seconds=1)
+    steps.append({**slow, "step": 7, "phase": "forward", "split": {"forward": 9.0}})
+    (tmp_path / "slow_steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert "--step 7" in summary_text(RunFacts(run), seconds=1)
+
+
 def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = run_folder(tmp_path)
     answer = {"prompt": "What is it?", "expected": "a cat", "written": "a dog", "right": False}
