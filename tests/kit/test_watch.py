@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit: Any
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
     with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"):
+        list(kit.loader("train", num_workers=2))
+
+
+def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit: Any, monkeypatch) -> None:
+    """The other worker holds the pipe open, so that the reader alone would wait for ever."""
+
+    def send_half(connection: Connection, message: Any, *_: Any) -> None:
+        os.write(connection.fileno(), bytes(message[: len(message) // 2]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    broken_at(kit, 7, lambda: setattr(Connection, "_send", send_half))
+    monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
+    with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid"):
         list(kit.loader("train", num_workers=2))
 
 

@@ -68,6 +68,7 @@ class WorkerWatchdog:
             try:
                 if iterator is None:
                     iterator = start_without_sigchld_handler(start)
+                    end_all_after_the_first(iterator)
                 item = next(iterator)
             except StopIteration:
                 return
@@ -117,6 +118,29 @@ def _worker_death(iterator: Any, error: Exception) -> str | None:
         return None
     worker = workers[dead[0]]
     return f"DataLoader worker (pid {worker.pid}) is gone, exit code {worker.exitcode}."
+
+
+def end_all_after_the_first(iterator: Any) -> None:
+    """Start a thread that ends all workers some time after one of them has died, if torch has not reported it.
+
+    A worker that is killed while it writes leaves half of a message. The reader waits for the rest
+    until no process has the pipe open for writing: neither the other workers nor this one.
+    """
+    workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", ())}
+    if not workers:
+        return
+    results = iterator._worker_result_queue
+
+    def watch() -> None:
+        first = workers[wait(workers)[0]]
+        if first.exitcode == 0:  # the end of an epoch
+            return
+        time.sleep(2 * CHECK_SECONDS)
+        for worker in workers.values():
+            worker.kill()
+        results._writer.close()
+
+    threading.Thread(target=watch, name="mvp-workers", daemon=True).start()
 
 
 def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
