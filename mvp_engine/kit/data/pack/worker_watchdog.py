@@ -133,6 +133,7 @@ def end_all_after_the_first(iterator: Any) -> None:
 
     def watch() -> None:
         first = workers[wait(workers)[0]]
+        first.join()  # its exit code may follow a moment later
         if first.exitcode == 0:  # the end of an epoch
             return
         time.sleep(2 * CHECK_SECONDS)
