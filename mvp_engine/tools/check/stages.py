@@ -30,7 +30,10 @@ from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
-from mvp_engine.kit.policy import ALGORITHMS
+from mvp_engine.kit.rl import ALGORITHMS
+from mvp_engine.kit.rl.engine import RLEngine
+from mvp_engine.kit.rl.prompts import Prompt
+from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
 from mvp_engine.log.format import number
@@ -38,9 +41,6 @@ from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.fsdp.activation_offload import host_bytes
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.rl.engine import RLEngine
-from mvp_engine.rl.prompts import Prompt
-from mvp_engine.rl.rollout import Sample
 from mvp_engine.runs import Run
 from mvp_engine.tools.check.checked_engine import (
     CheckedEngine,
@@ -63,7 +63,7 @@ DIVERGING = 2.0  # the last loss of the steps, relative to the first
 LONG_WAIT = 0.2  # of the step time; with less, three steps say little
 LONG_WAIT_SECONDS = 0.01  # steps of milliseconds always wait
 FEW_STEPS = 10  # of a training on rows: that few hardly train a model
-RL_ENGINE = "mvp_engine.rl.engine.RLEngine"
+RL_ENGINE = "mvp_engine.kit.rl.engine.RLEngine"
 LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
