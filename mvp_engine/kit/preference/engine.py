@@ -17,6 +17,7 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
+from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.preference.losses import (
@@ -24,7 +25,6 @@ from mvp_engine.kit.preference.losses import (
     StepTerms,
     check_pairs,
     mismatched_batches,
-    sequence_log_probs,
 )
 from mvp_engine.kit.preference.reference import (
     AdaptersOffReference,

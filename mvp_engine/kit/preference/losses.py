@@ -20,6 +20,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.kit.loss import per_token, sequence_log_probs, sequence_sums
 from mvp_engine.kit.preference.settings import PreferenceLoss
 
 PER_TOKEN = ("ipo", "simpo", "orpo")  # losses on the mean log-prob of a side's tokens
@@ -176,23 +177,6 @@ class PreferenceLossKit:
         if "sample" in fields:
             return fields["sample"] >= 0
         return torch.ones_like(fields["label"], dtype=torch.bool)
-
-
-def sequence_sums(values_T: Tensor, batch: PackedBatch) -> Tensor:
-    """The sum over each sequence's tokens, in a fixed order: an `index_add` on a GPU has none."""
-    offsets = batch.cu_seqlens.long()
-    sums: Tensor = torch.segment_reduce(values_T.float(), "sum", offsets=offsets, unsafe=True)
-    return sums
-
-
-def sequence_log_probs(log_probs_T: Tensor, batch: PackedBatch) -> Tensor:
-    """The log-prob of each sequence's answer: the sum over its tokens with a label."""
-    return sequence_sums(torch.where(batch.labels == IGNORE, 0.0, log_probs_T), batch)
-
-
-def per_token(values_S: Tensor, batch: PackedBatch) -> Tensor:
-    """The value of each token's sequence."""
-    return values_S.repeat_interleave(batch.lengths, output_size=batch.num_tokens)
 
 
 def log_odds(scores_S: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.hf.model.adapter import cast_frozen_weights
 from mvp_engine.hf.weights.load import fingerprint
 from mvp_engine.kit.data import MLLMDataKit
+from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.preference.losses import sequence_log_probs
 from mvp_engine.model_engine import ModelEngine, Settings, engine_class
 from mvp_engine.model_engine.base import DTYPES
 

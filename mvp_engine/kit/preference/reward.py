@@ -16,14 +16,10 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.preference.losses import check_pairs
 from mvp_engine.kit.preference.reward_settings import RewardConfig, RewardLoss
-
-
-def last_token_scores(values_T: Tensor, batch: PackedBatch) -> Tensor:
-    """The value of each sequence at its last token."""
-    return values_T[batch.cu_seqlens[1:].long() - 1]
 
 
 class RewardLossKit:

@@ -23,7 +23,7 @@ from mvp_engine.hf.weights.hub import local_folder
 from mvp_engine.hf.weights.load import WeightFiles
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.decoding import with_completion
-from mvp_engine.kit.preference.reward import last_token_scores
+from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.rl import ALGORITHMS
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.preference.losses import per_token, sequence_sums
+from mvp_engine.kit.loss import per_token, sequence_sums
 from mvp_engine.kit.rl.advantages import Estimator, clamp_log_ratio, kl_penalty
 
 Log = Callable[[str, Tensor, Tensor | float], None]
