@@ -24,14 +24,20 @@ if TYPE_CHECKING:
     from mvp_engine.kit.optim import OptimKit, OptimSettings
     from mvp_engine.kit.player import Player, Sound, speak
     from mvp_engine.kit.preference.contrastive import ContrastiveEngine, ContrastiveLossKit
-    from mvp_engine.kit.preference.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.preference.distil import DistilEngine, DistilLossKit
-    from mvp_engine.kit.preference.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.preference.engine import PreferenceEngine
     from mvp_engine.kit.preference.losses import PreferenceLossKit, StepTerms
     from mvp_engine.kit.preference.reward import RewardEngine, RewardLossKit
-    from mvp_engine.kit.preference.reward_settings import RewardConfig, RewardLoss
-    from mvp_engine.kit.preference.settings import PreferenceConfig, PreferenceLoss
+    from mvp_engine.kit.preference.settings import (
+        ContrastiveConfig,
+        ContrastiveLoss,
+        Distil,
+        DistilConfig,
+        PreferenceConfig,
+        PreferenceLoss,
+        RewardConfig,
+        RewardLoss,
+    )
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
     from mvp_engine.kit.speech.codec import Codec, open_codec

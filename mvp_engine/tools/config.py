@@ -83,10 +83,12 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     if config_file is not None:
         return [find_schema(_read_incomplete(config_file, [])[0])[0]]
     from mvp_engine.kit.actions.settings import ActionConfig
-    from mvp_engine.kit.preference.contrastive_settings import ContrastiveConfig
-    from mvp_engine.kit.preference.distil_settings import DistilConfig
-    from mvp_engine.kit.preference.reward_settings import RewardConfig
-    from mvp_engine.kit.preference.settings import PreferenceConfig
+    from mvp_engine.kit.preference.settings import (
+        ContrastiveConfig,
+        DistilConfig,
+        PreferenceConfig,
+        RewardConfig,
+    )
     from mvp_engine.kit.rl.settings import RLConfig
     from mvp_engine.kit.settings import MLLMConfig
 

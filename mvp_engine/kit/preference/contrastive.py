@@ -25,7 +25,7 @@ from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.kit.preference.contrastive_settings import ContrastiveConfig, ContrastiveLoss
+from mvp_engine.kit.preference.settings import ContrastiveConfig, ContrastiveLoss
 
 # Per-sequence fields of packed micro-batches, with the values of a row at its first sequence.
 LOSSES = "contrastive_losses"

@@ -24,8 +24,8 @@ from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.preference.distil_settings import Distil, DistilConfig
-from mvp_engine.kit.preference.reference import frozen_engine
+from mvp_engine.kit.preference.engine import frozen_engine
+from mvp_engine.kit.preference.settings import Distil, DistilConfig
 from mvp_engine.model_engine import ModelEngine, ModelSource
 from mvp_engine.ops.autocast import autocast_dtype
 from mvp_engine.ops.logit_gradients import HeadGradients

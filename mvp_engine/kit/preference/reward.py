@@ -19,7 +19,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.preference.losses import check_pairs
-from mvp_engine.kit.preference.reward_settings import RewardConfig, RewardLoss
+from mvp_engine.kit.preference.settings import RewardConfig, RewardLoss
 
 
 class RewardLossKit:

@@ -1,4 +1,4 @@
-"""The config of a PreferenceEngine. It imports no torch."""
+"""The configs of the engines of this kit. It imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mvp_engine.config.schema import Fraction, NonNegative, Positive, Section
+from mvp_engine.config.schema import Config, Fraction, NonNegative, Positive, Section
 from mvp_engine.kit.settings import MLLMConfig
 
 Reference = Literal["copy", "adapters_off", "cached", "none"]
@@ -102,3 +102,112 @@ class PreferenceConfig(MLLMConfig):
                 "Set preference.reference=copy"
             )
         return self
+
+
+# The config of a RewardEngine. It imports no torch.
+
+
+class RewardLoss(Section):
+    """The config section of the loss of scores: Bradley-Terry on pairs, or regression on a column."""
+
+    margin: str | None = None
+    """A column of mllm.fields: by how much the chosen score should exceed the rejected one; null: 0 for all rows."""
+    centring: NonNegative = 0.0
+    """Weight of the squared sum of a pair's two scores, which keeps scores near 0; 0.01 is usual."""
+    target: str | None = None
+    """A column of mllm.fields: the score that each row should have (squared error); null: rows are pairs."""
+    huber: Positive | None = None
+    """With target: the Huber loss, which is linear where an error is larger than this; null: the squared error."""
+
+
+class RewardConfig(MLLMConfig):
+    """The config of a RewardEngine."""
+
+    reward: RewardLoss = RewardLoss()
+    """The loss of scores."""
+
+    @model_validator(mode="after")
+    def _rows_fit_the_loss(self) -> RewardConfig:
+        reward = self.reward
+        if reward.target is None:
+            if not self.mllm.pairs:
+                raise ValueError(
+                    "a reward model compares pairs: set mllm.pairs=true, or reward.target to a column of scores"
+                )
+            if reward.huber is not None:
+                raise ValueError(
+                    "reward.huber: pairs have no targets. Set reward.target, or remove it"
+                )
+        elif self.mllm.pairs or reward.margin is not None or reward.centring:
+            raise ValueError(
+                "reward.target: rows with a score are no pairs. Set mllm.pairs=false and remove margin and centring"
+            )
+        for key in ("margin", "target"):
+            column = getattr(reward, key)
+            if column is not None and column not in self.mllm.fields:
+                raise ValueError(
+                    f"reward.{key}={column} is no column of numbers: set mllm.fields={{{column}: float}}"
+                )
+        if self.eval_generation is not None:
+            raise ValueError("eval_generation: a reward model generates nothing. Remove it")
+        return self
+
+
+# The config of a DistilEngine. It imports no torch.
+
+
+class Distil(Section):
+    """The config section of distillation."""
+
+    teacher: str
+    """The teacher: a folder, or a model of the Hub, with the student's tokenizer."""
+    divergence: Literal["forward", "reverse"] = "forward"
+    """The KL divergence per token: forward (teacher to student, covers all that the teacher may say) or reverse
+    (student to teacher, prefers what the teacher finds likely)."""
+    temperature: Positive = 1.0
+    """By which the logits of both models are divided."""
+    nll: NonNegative = 0.0
+    """Weight of the NLL per token of the rows' own answers; 0: the teacher alone."""
+
+
+class DistilConfig(MLLMConfig):
+    """The config of a DistilEngine."""
+
+    distil: Distil
+    """The teacher, and the divergence from it."""
+
+    @model_validator(mode="after")
+    def _a_language_model_on_answers(self) -> DistilConfig:
+        if self.model.type != "language_model":
+            raise ValueError(
+                f"model.type={self.model.type}: distillation compares distributions over tokens. "
+                "Set model.type=language_model"
+            )
+        if self.mllm.pairs:
+            raise ValueError("mllm.pairs: distillation reads rows with one answer. Set it to false")
+        if self.loss.z_loss or self.loss.label_smoothing:
+            raise ValueError(
+                "loss: distillation has terms of its own. Remove z_loss and label_smoothing"
+            )
+        return self
+
+
+# The config of a ContrastiveEngine. It imports no torch.
+
+
+class ContrastiveLoss(Section):
+    """The config section of contrastive losses."""
+
+    loss: Literal["infonce", "siglip"] = "infonce"
+    """InfoNCE: softmax over all rows of the step, in both directions. SigLIP: each pair of rows by itself."""
+    temperature: Positive = 0.07
+    """Similarities are divided by it, unless the model learns a `log_scale`. SigLIP starts with 0.1."""
+    bias: float = -10.0
+    """SigLIP: added to scaled similarities, unless the model learns a `bias`."""
+
+
+class ContrastiveConfig(Config):
+    """The config of a ContrastiveEngine."""
+
+    contrastive: ContrastiveLoss = ContrastiveLoss()
+    """The loss on pairs of views."""

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from mvp_engine.kit.rl.advantages import (
+    from mvp_engine.kit.rl.engine import RLEngine
+    from mvp_engine.kit.rl.policy import (
+        PolicyLoss,
+        ValueLoss,
         advantage_fields,
         gae,
         group_advantages,
@@ -16,13 +19,10 @@ if TYPE_CHECKING:
         token_rewards,
         whiten,
     )
-    from mvp_engine.kit.rl.algorithms import ALGORITHMS, Algorithm
-    from mvp_engine.kit.rl.engine import RLEngine
-    from mvp_engine.kit.rl.policy import PolicyLoss, ValueLoss
     from mvp_engine.kit.rl.prompts import Prompt
     from mvp_engine.kit.rl.rewards import Answer
     from mvp_engine.kit.rl.rollout import Rollout, Sample, Sampling
-    from mvp_engine.kit.rl.settings import RLConfig
+    from mvp_engine.kit.rl.settings import ALGORITHMS, Algorithm, RLConfig
 else:  # configs name `RLConfig`, and `mvp config show` imports no torch
     __getattr__ = lazy_exports(__name__)
 

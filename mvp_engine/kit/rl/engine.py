@@ -32,14 +32,19 @@ from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.rl import ALGORITHMS
-from mvp_engine.kit.rl.batches import rollout_batch
-from mvp_engine.kit.rl.collector import Collector, Learner, Updates
-from mvp_engine.kit.rl.experience import Experience
+from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
 from mvp_engine.kit.rl.gap import check_mean_gap, measure_gap
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
-from mvp_engine.kit.rl.rollout import PackedRollout, Reason, Rollout, Sample, Sampling
+from mvp_engine.kit.rl.rollout import (
+    PackedRollout,
+    Reason,
+    Rollout,
+    Sample,
+    Sampling,
+    rollout_batch,
+)
 from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections
 from mvp_engine.kit.rl.server_rollout import server_rollout
 from mvp_engine.kit.rl.settings import RLConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,13 +20,56 @@ from mvp_engine.config.schema import (
 )
 from mvp_engine.kit.settings import MLLMConfig
 
-Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    # group: the reward minus the mean of the prompt's samples. leave_one_out: minus the mean of the other samples.
+    # reinforce_pp: returns, whitened over the step. gae: with the values of a critic.
+    advantages: Literal["group", "leave_one_out", "reinforce_pp", "gae"]
+    std: bool = False  # divide by the standard deviation of a group's rewards
+    kl_in_reward: bool = (
+        False  # where a KL penalty belongs: inside of the rewards, or a term of the loss
+    )
+    loss: dict[str, Any] = field(default_factory=dict)  # options of PolicyLoss, as published
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantages == "gae"
+
+    @property
+    def has_groups(self) -> bool:
+        return self.advantages in ("group", "leave_one_out")
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("grpo", "group", std=True, loss={"norm": "sequence"}),
+        Algorithm("dr_grpo", "group", loss={"norm": "constant"}),
+        Algorithm("rloo", "leave_one_out", kl_in_reward=True, loss={"norm": "constant"}),
+        Algorithm("reinforce_pp", "reinforce_pp", kl_in_reward=True, loss={"norm": "token"}),
+        Algorithm("ppo", "gae", kl_in_reward=True, loss={"norm": "token"}),
+        Algorithm(
+            "gspo",
+            "group",
+            std=True,
+            loss={"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
+        ),
+        # No lower bound, and ratios up to 5.
+        Algorithm(
+            "cispo", "group", std=True, loss={"norm": "token", "cispo": True, "clip": (1.0, 4.0)}
+        ),
+    )
+}
 
 
 class RL(Section):
     """The algorithm and the size of a step."""
 
-    algorithm: Algorithm = "grpo"
+    algorithm: AlgorithmName = "grpo"
     """How advantages and the policy loss are computed; ppo trains a critic too."""
     prompts: Count = 32
     """Prompts of one step."""

@@ -12,12 +12,10 @@ import torch
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.feed import Feed
-from mvp_engine.kit.rl.batches import rollout_batch, with_fields
-from mvp_engine.kit.rl.collector import Collector
-from mvp_engine.kit.rl.experience import Experience
+from mvp_engine.kit.rl.collector import Collector, Experience
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
-from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.kit.rl.rollout import Sample, rollout_batch, with_fields
 
 
 def prompt(key: int, *ids: int) -> Prompt:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.rl import server as server_module
 from mvp_engine.kit.rl import server_rollout
+from mvp_engine.kit.rl import server_rollout as server_module
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample, Sampling
 from mvp_engine.kit.rl.server_rollout import LOGGER, NoServer, OpenAIRollout

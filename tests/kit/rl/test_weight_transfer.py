@@ -20,8 +20,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import vllm_plugin
 from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
 from mvp_engine.kit.rl.settings import RolloutSettings
-from mvp_engine.kit.rl.vllm_rollout import VLLMRollout
-from mvp_engine.kit.rl.weight_transfer import Communicator, IPCTransfer, NCCLTransfer, Packed, transfer_of
+from mvp_engine.kit.rl.vllm_rollout import Communicator, IPCTransfer, NCCLTransfer, Packed, VLLMRollout, transfer_of
 from mvp_engine.worker.buckets import checksum
 
 
