@@ -33,9 +33,8 @@ from PIL import Image
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.rl.gap import measure_gap
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
-from mvp_engine.kit.rl.rollout import Sample, Sampling, rollout_batch
+from mvp_engine.kit.rl.rollout import Sample, Sampling, measure_gap, rollout_batch
 from mvp_engine.kit.rl.server_rollout import OpenAIRollout, Server, ServerGone
 from mvp_engine.kit.rl.vllm_plugin import BACKEND
 from mvp_engine.kit.rl.vllm_rollout import VLLMRollout

@@ -104,9 +104,6 @@ class PreferenceConfig(MLLMConfig):
         return self
 
 
-# The config of a RewardEngine. It imports no torch.
-
-
 class RewardLoss(Section):
     """The config section of the loss of scores: Bradley-Terry on pairs, or regression on a column."""
 
@@ -153,9 +150,6 @@ class RewardConfig(MLLMConfig):
         return self
 
 
-# The config of a DistilEngine. It imports no torch.
-
-
 class Distil(Section):
     """The config section of distillation."""
 
@@ -190,9 +184,6 @@ class DistilConfig(MLLMConfig):
                 "loss: distillation has terms of its own. Remove z_loss and label_smoothing"
             )
         return self
-
-
-# The config of a ContrastiveEngine. It imports no torch.
 
 
 class ContrastiveLoss(Section):

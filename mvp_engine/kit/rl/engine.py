@@ -33,7 +33,6 @@ from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.rl import ALGORITHMS
 from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
-from mvp_engine.kit.rl.gap import check_mean_gap, measure_gap
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
@@ -43,6 +42,8 @@ from mvp_engine.kit.rl.rollout import (
     Rollout,
     Sample,
     Sampling,
+    check_mean_gap,
+    measure_gap,
     rollout_batch,
 )
 from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections

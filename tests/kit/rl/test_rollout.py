@@ -17,9 +17,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.decoding import with_completion
-from mvp_engine.kit.rl.gap import GapTooLarge, check_mean_gap, measure_gap
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rollout import PackedRollout, Sample, Sampling
+from mvp_engine.kit.rl.rollout import GapTooLarge, PackedRollout, Sample, Sampling, check_mean_gap, measure_gap
 from mvp_engine.model_engine import Settings
 from mvp_engine.worker import WorkerGroup, WorkerSpec
 
