@@ -29,7 +29,6 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.kit.rl import RLEngine
 from mvp_engine.kit.row_checks import row_groups, row_name, select_rows
 from mvp_engine.launch import launch, leave
 from mvp_engine.model_engine.fsdp.grad_norm import first_nonfinite_grad, local_grad_norm_sq
@@ -138,11 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
-    if issubclass(composed.engine_class, RLEngine):
-        raise UserError(
-            f"mvp replay: {run.dir} is an RL run, whose models are in other processes. The prompts of step {step} "
-            "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
-        )
+    composed.engine_class.check_command(composed.config, "replay", run.dir, step)
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:

@@ -86,6 +86,9 @@ class RewardEngine(MLLMEngine):
     config: RewardConfig
     title = "A reward model"
 
+    def describe_training(self) -> dict[str, Any]:
+        return {"next_steps": {"Train with it": "mvp train RL_CONFIG reward.model={export}"}}
+
     @property
     def reward(self) -> RewardLossKit:
         return RewardLossKit(self.config.reward)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine import StepContext
+from mvp_engine.engine.hooks import CheckStage
 from mvp_engine.engine.meter import Meter
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.kit.rl import ALGORITHMS
+from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
@@ -46,7 +48,7 @@ from mvp_engine.kit.rl.rollout import (
     measure_gap,
     rollout_batch,
 )
-from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections
+from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections, rollouts_html
 from mvp_engine.kit.rl.server_rollout import server_rollout
 from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.model_engine import StepNumbers, precision_on
@@ -60,6 +62,8 @@ from mvp_engine.worker.errors import WorkerDied
 
 
 class RLMeter(Meter):
+    evaluation_keys = "evaluation.samples"
+
     def __init__(self, world: World, folder: Path, step: int) -> None:
         super().__init__(world, folder, step)
         self.seconds: dict[str, float] = {}
@@ -73,6 +77,9 @@ class RLMeter(Meter):
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
+    def peak(self) -> int:
+        return self.peak_memory or super().peak()
+
     def read(
         self, totals: dict[str, float], waited: float, remaining_steps: int | None
     ) -> dict[str, float]:
@@ -85,6 +92,8 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
+CARD_KEYS = ["rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl"]
+CARD_KEYS += ["rollout.max_new_tokens", "rollout.temperature"]
 
 
 class RLEngine(MLLMEngine):
@@ -92,6 +101,8 @@ class RLEngine(MLLMEngine):
     config: RLConfig
     title = "What the policy answers"
     batch_unit = "prompt"
+    batch_size_keys = ("rl.prompts",)
+    trains_in_process = False
     model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
@@ -123,6 +134,37 @@ class RLEngine(MLLMEngine):
     @property
     def parallel(self) -> Parallel:
         return self.config.groups.actor.parallel.with_timeout(self.config.parallel.timeout)
+
+    # ---- What commands ask ----------------------------------------------------------------------------------------
+
+    def describe_layout(self) -> str:
+        return f"{self.config.groups.actor.ranks or 1} x {self.model_device.type}"
+
+    def describe_training(self) -> dict[str, Any]:
+        method = f"reinforcement learning ({self.config.rl.algorithm}; {{how}})"
+        return {"method": method, "headline": "reward", "keys": CARD_KEYS}
+
+    @property
+    def samples_per_step(self) -> float | None:
+        return self.global_batch_size * self.config.rl.group
+
+    def check_stages(self) -> Mapping[str, CheckStage]:
+        return {"rollouts": partial(rollout_stage, self)}
+
+    @classmethod
+    def check_command(cls, config: RLConfig, command: str, run: Path | None, step: int) -> None:
+        where = config.workers.where
+        if command == "replay":
+            raise UserError(
+                f"mvp replay: {run} is an RL run, whose models are in other processes. The prompts of step {step} "
+                "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
+            )
+        if where != "local" or run is not None:
+            raise UserError(
+                f"mvp profile measures its own process, and workers.where={where} has the models in others: set "
+                "workers.where=local and leave out groups.actor.ranks; and steps of an RL run (--step) cannot be "
+                "repeated"
+            )
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 
@@ -405,7 +447,7 @@ class RLEngine(MLLMEngine):
             subtitle=f"{self.run.id}, step {self.step}",
             figures=None if figures is None else self.page_figures(figures),
             panels=rl_panels(RunFacts(self.run)),
-            rollouts=rollout_sections(self.run.dir, self.data),
+            sections=rollouts_html(rollout_sections(self.run.dir, self.data)),
             config=self.config.to_yaml(),
         )
         self.logger.info("report: %s", self.run.dir / "report.html")

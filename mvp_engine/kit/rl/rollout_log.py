@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from mvp_engine.kit.examples import media_files
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.report import PromptRollouts, RolloutText
+from mvp_engine.log.format import number
 from mvp_engine.report.facts import RunFacts
+from mvp_engine.report.page_media import media_item
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 EVAL_PROMPTS = 24  # held-out prompts of each evaluation that are written
@@ -119,6 +122,71 @@ MAX_OVER_STEPS = 4  # prompts whose completions are shown over the training
 MAX_STEPS = 8  # of the completions of one prompt over the training
 # Metrics with a plot of their own, where the run has them.
 PANELS = ("length", "kl", "entropy", "ratio", "clip_fraction", "gap", "values", "finished")
+MAX_SHOWN = 2000  # of a completion on the page
+STYLE = """<style>
+.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
+.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
+.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
+</style>"""
+
+
+@dataclass(frozen=True)
+class RolloutText:
+    """One completion."""
+
+    text: str
+    reward: float | None  # None: it failed
+    note: str = ""  # such as the step, or why the completion ended
+
+
+@dataclass(frozen=True)
+class PromptRollouts:
+    """A prompt and its completions. `media` returns files as in `Example`; `facts` are other columns of the row."""
+
+    prompt: str
+    completions: Sequence[RolloutText]
+    media: Callable[[], Sequence[bytes]] = list
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def rollouts_html(sections: Mapping[str, Sequence[PromptRollouts]]) -> list[str]:
+    """Sections of cards, by title; those without prompts are left out."""
+    html = [STYLE]
+    for title, prompts in sections.items():
+        if prompts:
+            completions = [shown for prompt in prompts for shown in prompt.completions]
+            rewards = [shown.reward for shown in completions if shown.reward is not None]
+            html += [f"<h2>{escape(title)}</h2>", "<div class=cards>"]
+            html += [_prompt_card(prompt, rewards) for prompt in prompts]
+            html.append("</div>")
+    return html
+
+
+def _prompt_card(prompt: PromptRollouts, rewards: list[float]) -> str:
+    media = "".join(media_item(data) for data in prompt.media())
+    html = f"<div class=media>{media}</div>" if media else ""
+    html += f"<dl><dt>prompt<dd>{escape(prompt.prompt)}"
+    for name, text in prompt.facts.items():
+        html += f"<dt>{escape(name)}<dd>{escape(text)}"
+    html += "</dl><table class=rollouts>"
+    for shown in prompt.completions:
+        text = shown.text if len(shown.text) <= MAX_SHOWN else shown.text[:MAX_SHOWN] + " ..."
+        written = escape(text) if text else "<span class=dim>(empty)</span>"
+        note = f"<span class=dim>{escape(shown.note)}</span>" if shown.note else ""
+        html += f'<tr><td class="reward {_colour(shown.reward, rewards)}">{number(shown.reward)}'
+        html += f"<td class=text>{written} {note}</tr>"
+    return f"<div class=card>{html}</table></div>"
+
+
+def _colour(reward: float | None, rewards: list[float]) -> str:
+    """Green in the upper third of the rewards on the page, red in the lower third."""
+    if reward is None:
+        return "bad"
+    lowest, highest = min(rewards), max(rewards)
+    if highest == lowest:
+        return ""
+    place = (reward - lowest) / (highest - lowest)
+    return "good" if place >= 2 / 3 else "bad" if place <= 1 / 3 else ""
 
 
 def rl_panels(facts: RunFacts) -> dict[str, dict[str, str]]:

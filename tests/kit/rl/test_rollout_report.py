@@ -15,7 +15,7 @@ from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Reward, reward_metrics
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.rollout_log import RolloutLog, read_rollouts, rl_panels, rollout_sections
+from mvp_engine.kit.rl.rollout_log import RolloutLog, read_rollouts, rl_panels, rollout_sections, rollouts_html
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts, metric_texts
 from mvp_engine.runs import Run
@@ -116,7 +116,13 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run: Any, tmp_
     }
     file = tmp_path / "report.html"
     write_report(
-        file, Run(tmp_path), title="RL", subtitle="", panels=rl_panels(facts), rollouts=sections, next_steps={}
+        file,
+        Run(tmp_path),
+        title="RL",
+        subtitle="",
+        panels=rl_panels(facts),
+        sections=rollouts_html(sections),
+        next_steps={},
     )
     page = file.read_text()
     assert "&lt;b&gt;2&lt;/b&gt;" in page
