@@ -1,11 +1,15 @@
-"""PolicyLoss and ValueLoss: policy optimization on packed batches.
+"""Policy optimization on packed batches: advantages and returns of samples, PolicyLoss and ValueLoss.
 
-Legend: T tokens, S sequences.
+Legend: T tokens, S sequences, A actions: tokens with a label, in the order of the batch.
 
-Both are small frozen dataclasses, so that a controller can send them to its workers. They return a sum and a weight;
+The controller computes advantages for a whole step before its updates. Sums run in float64 and results are float32. The
+tokens of a tool or a user inside of an answer have no label: they are no actions, and the next state of an action is
+the one before the next action.
+
+The losses are small frozen dataclasses, so that a controller can send them to its workers. They return a sum and a weight;
 the model engine adds both over micro-batches and ranks and divides once. All fields are per token: entry t is about
 `labels[t]`, and tokens without a label count nowhere. Numbers that a whole step must agree on, such as the statistics
-of a group, are in the advantages (`advantages.py`), which are computed before the step.
+of a group, are in the advantages.
 """
 
 from __future__ import annotations
@@ -22,14 +26,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import per_token, sequence_sums
 from mvp_engine.kit.rl.settings import Algorithm
 
-# Advantages and returns of samples, which a controller computes for a whole step before its updates.
-#
-# Legend: T tokens, S sequences, A actions: tokens with a label, in the order of the batch.
-#
-# Sums run in float64 and results are float32. The tokens of a tool or a user inside of an answer have no label: they
-# are no actions, and the next state of an action is the one before the next action.
-
 Estimator = Literal["k1", "k2", "k3"]
+Norm = Literal["token", "sequence", "constant"]
+Log = Callable[[str, Tensor, Tensor | float], None]
 EPSILON = 1e-6  # added to the standard deviation of a group
 LARGEST_LOG_RATIO = 20.0  # exp of more overflows in sums, and infinity times a zero gradient is NaN
 
@@ -232,8 +231,7 @@ def _sums(values_T: Tensor, batch: PackedBatch) -> Tensor:
     return zeros.index_add(0, sequence_A, values_T.double()[actions.tokens])
 
 
-Log = Callable[[str, Tensor, Tensor | float], None]
-Norm = Literal["token", "sequence", "constant"]
+# ---- Losses -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
