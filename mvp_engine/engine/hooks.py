@@ -122,8 +122,8 @@ class EngineHooks:
         """What summaries and model cards say of this kind of training; it is noted in run.json.
 
         `method`: its name, with `{how}` in place of "LoRA" or "fine-tuning of all weights". `headline`: the metric that
-        says how it went, by default the loss. `keys`: config keys for the model card. `next_steps`: commands by what
-        they do, with `{export}` in place of the newest export.
+        says how it went, by default the loss. `keys`: config keys for the model card, with those of the size of a step.
+        `next_steps`: commands by what they do, with `{export}` in place of the newest export.
         """
         return {}
 

@@ -20,9 +20,9 @@ from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.packs import Packs, assumed_packs
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import BANDWIDTH_EFFICIENCY, REST
-from mvp_engine.kit.rl import ALGORITHMS
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader
 from mvp_engine.kit.rl.rollout import Sample, rollout_batch
+from mvp_engine.kit.rl.settings import ALGORITHMS
 from mvp_engine.tools.estimate_config import Estimator
 from mvp_engine.tools.inspect import config_data_kit
 

@@ -145,8 +145,10 @@ def _results(run: Run) -> str:
 def _settings(run: Run, config: dict[str, Any]) -> str:
     """Config keys, and the versions of the last launch, which need not be those that are installed here."""
     flat = flat_keys(config)
-    keys = [*SHOWN_KEYS, *training_facts(run).get("keys", [])]
-    shown = {key: flat[key] for key in keys if flat.get(key) not in (None, [], {}, "")}
+    if keys := training_facts(run).get("keys", []):
+        flat.pop("data.global_batch_size", None)  # the kind of training has keys of its own for it
+    flat = {key: flat.get(key) for key in [*SHOWN_KEYS, *keys]}
+    shown = {key: value for key, value in flat.items() if value not in (None, [], {}, "")}
     rows = [f"| `{key}` | {value} |" for key, value in shown.items()]
     versions = run.info.get("setup", {}).get("versions", {})
     rows += [f"| {package} | {version} |" for package, version in versions.items()]

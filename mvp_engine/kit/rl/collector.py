@@ -15,18 +15,12 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.feed import Feed
-from mvp_engine.kit.rl import (
-    ALGORITHMS,
-    PolicyLoss,
-    ValueLoss,
-    advantage_fields,
-    kl_penalty,
-)
 from mvp_engine.kit.rl.model_groups import ModelGroups
+from mvp_engine.kit.rl.policy import PolicyLoss, ValueLoss, advantage_fields, kl_penalty
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample, with_fields
-from mvp_engine.kit.rl.settings import RLConfig
+from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
 from mvp_engine.worker.worker import UpdateNumbers
 
 # Experience: prompts, their samples and rewards, on the way from the rollout to the update.

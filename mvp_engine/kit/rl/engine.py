@@ -32,7 +32,6 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
-from mvp_engine.kit.rl import ALGORITHMS
 from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
@@ -40,7 +39,6 @@ from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, promp
 from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
 from mvp_engine.kit.rl.rollout import (
     PackedRollout,
-    Reason,
     Rollout,
     Sample,
     Sampling,
@@ -50,7 +48,7 @@ from mvp_engine.kit.rl.rollout import (
 )
 from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections, rollouts_html
 from mvp_engine.kit.rl.server_rollout import server_rollout
-from mvp_engine.kit.rl.settings import RLConfig
+from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
 from mvp_engine.model_engine import StepNumbers, precision_on
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.optim import parameter_groups
@@ -425,11 +423,8 @@ class RLEngine(MLLMEngine):
         )
         packed = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
-        samples = []
-        for one in self.model_engine.actor.generate(packed, decoding, keys):
-            reason: Reason = "stop" if one.is_finished else "length"
-            samples.append(Sample(one.prompt, one.tokens, one.log_probs, self.step, reason))
-        return samples
+        completions = self.model_engine.actor.generate(packed, decoding, keys)
+        return [Sample.of(completion, self.step) for completion in completions]
 
     def eval_end(self, ctx: StepContext) -> None:
         """After an evaluation: log more metrics here."""

@@ -24,10 +24,9 @@ from mvp_engine.hf.weights.load import WeightFiles
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.loss import last_token_scores
-from mvp_engine.kit.rl import ALGORITHMS
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.settings import Group, RLConfig
+from mvp_engine.kit.rl.settings import ALGORITHMS, Group, RLConfig
 from mvp_engine.model_engine import Settings, StepStatus
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.spec import WorkerSpec

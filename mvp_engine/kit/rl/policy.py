@@ -6,10 +6,10 @@ The controller computes advantages for a whole step before its updates. Sums run
 tokens of a tool or a user inside of an answer have no label: they are no actions, and the next state of an action is
 the one before the next action.
 
-The losses are small frozen dataclasses, so that a controller can send them to its workers. They return a sum and a weight;
-the model engine adds both over micro-batches and ranks and divides once. All fields are per token: entry t is about
-`labels[t]`, and tokens without a label count nowhere. Numbers that a whole step must agree on, such as the statistics
-of a group, are in the advantages.
+The losses are small frozen dataclasses, so that a controller can send them to its workers. They return a sum and a
+weight; the model engine adds both over micro-batches and ranks and divides once. All fields are per token: entry t is
+about `labels[t]`, and tokens without a label count nowhere. Numbers that a whole step must agree on, such as the
+statistics of a group, are in the advantages.
 """
 
 from __future__ import annotations

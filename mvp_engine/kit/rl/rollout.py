@@ -7,7 +7,7 @@ actor's own weights. Servers are in modules of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.decoding import Decoding, with_completion
+from mvp_engine.kit.decoding import Completion, Decoding, with_completion
 from mvp_engine.kit.rl.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -40,28 +40,27 @@ class Sample:
     version: int  # of the weights that wrote it
     reason: Reason  # "length": cut after `max_new_tokens`
 
+    @classmethod
+    def of(cls, completion: Completion, version: int) -> Sample:
+        reason: Reason = "stop" if completion.is_finished else "length"
+        return cls(completion.prompt, completion.tokens, completion.log_probs, version, reason)
+
 
 @dataclass(frozen=True)
-class Sampling:
-    """How rollouts are sampled. There is no top_k or top_p: a trainer's log-probs would not be those of the sampler."""
+class Sampling(Decoding):
+    """How rollouts are sampled: by temperature alone, so that a trainer computes the log-probs of the sampler."""
 
-    max_new_tokens: int
     temperature: float = 1.0
-    samples: int = 1  # completions per prompt
-    seed: int = 0  # the same prompts get other completions with another seed
-    # Token ids; a completion ends with the first of these, and includes it.
-    stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.samples < 1:
-            raise UserError(
-                f"Sampling: max_new_tokens={self.max_new_tokens} and samples={self.samples} must be at least 1"
-            )
+        super().__post_init__()
         if self.temperature <= 0:
             raise UserError(
                 f"Sampling: temperature={self.temperature} must be more than 0: a greedy completion has no log-probs "
                 "to train with"
             )
+        if self.top_k is not None or self.top_p != 1.0:
+            raise UserError("Sampling: log-probs of a trainer know no top_k and no top_p")
 
 
 class Rollout(Protocol):
@@ -93,27 +92,10 @@ class PackedRollout:
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         if not prompts:
             return []
-        decoding = Decoding(
-            sampling.max_new_tokens,
-            stop=sampling.stop,
-            temperature=sampling.temperature,
-            samples=sampling.samples,
-            seed=sampling.seed,
-            budget=self.budget,
-        )
         batch = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
-        found = self.group.generate(batch, decoding, keys)
-        return [
-            Sample(
-                one.prompt,
-                one.tokens,
-                one.log_probs,
-                self.version,
-                "stop" if one.is_finished else "length",
-            )
-            for one in found
-        ]
+        completions = self.group.generate(batch, replace(sampling, budget=self.budget), keys)
+        return [Sample.of(completion, self.version) for completion in completions]
 
     def sync(self, weights: Buckets | None, version: int) -> None:
         if weights is not None:
