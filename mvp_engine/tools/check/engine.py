@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.checkpoint import state
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.checkpoint.round_trip import changed_attributes, optimizer_round_trip
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.model.model_parts import parts_of
+from mvp_engine.hf.model.model_parts import names_by_part
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
@@ -159,10 +154,11 @@ def report_unused_parameters(record: CheckRecord, engine: CheckedEngine) -> None
         names = [name for name in names if not name.endswith(LORA_A)]
     record.facts.without_gradient = names
     if names:
+        where = names_by_part(engine.model, names, MAX_IDS)
         record.warning(
             f"{len(names)} of {len(_trained_names(engine.model))} parameters that train got no gradient in "
-            f"{engine.step} steps: {_by_part(engine.model, names)}. Is the loss computed without them, or do the rows "
-            "of these steps lack their data (images, ...)? model.freeze freezes them"
+            f"{engine.step} steps: {where}. Is the loss computed without them, or do the rows of these steps lack "
+            "their data (images, ...)? model.freeze freezes them"
         )
 
 
@@ -170,135 +166,35 @@ def _trained_names(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if param.requires_grad]
 
 
-def _by_part(model: nn.Module, names: list[str]) -> str:
-    """Parameter names for a message: first parts of the model that are complete, then some names."""
-    parts = parts_of(model)
-    kept = {parts.get(name) for name in _trained_names(model) if name not in names}
-    affected = {parts.get(name) for name in names}
-    whole = [part for part in dict.fromkeys(parts.values()) if part in affected - kept]
-    others = [name for name in names if parts.get(name) not in whole]
-    more = [f"{len(others) - MAX_IDS} more"] if len(others) > MAX_IDS else []
-    return ", ".join([*(f"all of {part}" for part in whole), *others[:MAX_IDS], *more])
-
-
-# ---- The optimizer -----------------------------------------------------------------------------------------------
-
-
 def check_optimizer_state(record: CheckRecord, engine: CheckedEngine) -> None:
-    """Does the optimizer come back from a checkpoint bit by bit? All ranks call it.
-
-    It saves and loads one parameter for each kind of state and each parameter group, the smallest.
-    """
+    """Does the optimizer come back from a checkpoint bit by bit? All ranks call it."""
     model_engine: Any = engine.model_engine
     if not isinstance(model_engine, FSDPBaseEngine):
         return
-    world = engine.world
     trained = model_engine.optimizer
-    names: dict[Tensor, str] = {param: name for name, param in engine.model.named_parameters()}
-    chosen = _one_of_each_kind(trained)
-    part = nn.Module()
-    parameters: dict[str, Any] = {names[param]: param for param in chosen}
-    part._parameters.update(parameters)
-    saved: Any = object.__new__(type(trained))  # of the chosen parameters only
-    saved.state = {param: trained.state[param] for param in chosen if param in trained.state}
-    saved.param_groups = _groups_of(chosen, trained)
-    loaded: Any = engine.prepare_optimizer(engine.model)
-    loaded.param_groups = _groups_of(chosen, loaded)
+    loaded = engine.prepare_optimizer(engine.model)
     try:
-        state.check_ranks_agree(engine.model, trained, world)
-        with raise_on_all_ranks(world.host_group):
-            initial = model_engine.initial_groups
-            tensors = state.collect(part, saved, {}, {}, world.rank, initial_groups=initial)
-        folder = engine.run.dir / "optimizer"
-        state.save(folder, tensors, world)
-        whole_groups = not isinstance(model_engine.scheduler, LambdaLR)
-        state.restore(folder, part, loaded, world.host_group, whole_groups)
+        differences = optimizer_round_trip(
+            engine.model,
+            trained,
+            loaded,
+            engine.run.dir / "optimizer",
+            engine.world,
+            initial_groups=model_engine.initial_groups,
+            whole_groups=not isinstance(model_engine.scheduler, LambdaLR),
+        )
     except UserError as error:
         record.problem(str(error))
         return
     kind = type(trained).__name__
-    differences = [*chain(*world.all_gather(optimizer_differences(saved, loaded, names)))]
     if differences:
         record.problem(
             f"{kind} does not come back from a checkpoint as it was: {'; '.join(differences[:MAX_IDS])}. A resume "
             "would not be exact: does its load_state_dict or its state_dict change states? See docs/optim.md, Your own "
             "optimizer"
         )
-    attributes = [
-        key
-        for key, value in vars(trained).items()
-        if type(value) in (int, float) or isinstance(value, Tensor)  # schedulers set flags
-        if key not in ("found_inf", "grad_scale")  # of the model engine
-        if not _is_same(value, vars(loaded).get(key))
-    ]
-    if attributes:
+    if attributes := changed_attributes(trained, loaded):
         record.warning(
             f"{kind} changes its {count(len(attributes), 'attribute')} {', '.join(attributes)} in training, which a "
             "checkpoint does not save: keep this in param_groups"
         )
-
-
-def _groups_of(chosen: set[Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups with these parameters only."""
-    groups = []
-    for group in optimizer.param_groups:
-        groups.append({**group, "params": [param for param in group["params"] if param in chosen]})
-    return groups
-
-
-def _one_of_each_kind(optimizer: Optimizer) -> set[Tensor]:
-    """The smallest parameter of each group, and the smallest with each kind of state."""
-    smallest: dict[Any, Tensor] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in sorted(group["params"], key=lambda param: param.numel()):
-            param_state = optimizer.state.get(param, {})
-            kind = tuple((key, *_kind(param, value)) for key, value in param_state.items())
-            for key in (index, kind):
-                if key not in smallest or param.numel() < smallest[key].numel():
-                    smallest[key] = param
-    return set(smallest.values())
-
-
-def _kind(param: Tensor, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Tensor):
-        return (type(value),)
-    is_contiguous = local_tensor(value).is_contiguous()
-    return type(value), value.dtype, value.device.type, value.shape == param.shape, is_contiguous
-
-
-def optimizer_differences(
-    saved: Optimizer, loaded: Optimizer, names: Mapping[Tensor, str]
-) -> list[str]:
-    """What differs between an optimizer and one that was loaded from its checkpoint: keys, layouts, bits."""
-    differences = []
-    for group, other in zip(saved.param_groups, loaded.param_groups, strict=True):
-        for key in sorted({*group, *other} - {"params"}) if group["params"] else []:
-            if not _is_same(group.get(key), other.get(key)):
-                differences.append(f"param_groups have another {key!r}")
-    for param, param_state in saved.state.items():
-        other_state = loaded.state.get(param, {})
-        for key in {**param_state, **other_state}:
-            if not _is_same(param_state.get(key), other_state.get(key)):
-                differences.append(f"{names[param]} has another state {key!r}")
-    return differences
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Equal in type, layout and bits, also inside of containers."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, Mapping):
-        same_keys = value.keys() == other.keys()
-        return same_keys and all(_is_same(value[key], other[key]) for key in value)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    if not isinstance(value, Tensor):
-        return bool(value == other) or repr(value) == repr(other)  # NaN
-    a, b = local_tensor(value.detach()), local_tensor(other.detach())
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return _layout(value, a) == _layout(other, b) and torch.equal(*bits)
-
-
-def _layout(value: Tensor, local: Tensor) -> tuple[Any, ...]:
-    placements = getattr(value, "placements", None)  # of a DTensor
-    return placements, value.shape, local.dtype, local.device, local.shape, local.stride()

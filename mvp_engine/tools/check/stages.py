@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 
 from mvp_engine.config import Composed, Config
@@ -27,7 +28,6 @@ from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
-from mvp_engine.log.backends import Backend
 from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.fsdp.activation_offload import host_bytes
 from mvp_engine.process.pipes import ignore_broken_pipes
@@ -69,16 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr) if args.quiet else contextlib.nullcontext():
         check = Check(CheckRecord(args.config, args.folder, args.quiet))
         return leave(launch(args.config, args.overrides, check.run, check.record.fail))
-
-
-class Recorder(Backend):
-    """A logging backend that keeps the records in memory."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def metrics(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
 
 
 class WarningCollector(logging.Handler):
@@ -157,18 +147,19 @@ class Check:
         record = self.record
         engine = self.engine
         self._data_stage()
-        recorder = self._model_stage()
+        self._model_stage()
         with engine.model_engine.train_mode():
             record.begin_stage("step")
             engine.do_train()
             engine._read_status()
             check_rare_media(engine)
-            self._step_stage(recorder.records)
+            records = list(engine.run.records("train"))
+            self._step_stage(records)
             if engine.trains_in_process and not engine.world.broadcast(bool(self.facts.problems)):
                 split_stage(record, engine)
             for name, stage in engine.check_stages().items():
                 record.begin_stage(name)
-                result = stage(recorder.records)
+                result = stage(records)
                 setattr(self.facts, name, result.facts)
                 self.facts.warnings += result.warnings
                 record.figures += result.figures
@@ -240,21 +231,17 @@ class Check:
 
     # ---- Model, steps, evaluation ---------------------------------------------------------------------
 
-    def _model_stage(self) -> Recorder:
+    def _model_stage(self) -> None:
         engine = self.engine
         self.record.begin_stage("model")
         engine.before_train()
         # The folder of this check is gone when somebody reads the command.
         engine.guard.replay_command = "mvp replay RUN, after a training with this config"
-        recorder = Recorder()
-        if engine.world.is_main:
-            engine.hub.backends.append(recorder)
         parts = trained_parts(engine.model, engine.model_engine.param_groups)
         self.facts.parts = parts
         total = parts[-1]
         self.record.end_stage(f"{total['trained']:,} of {total['parameters']:,} parameters train")
         self.record.print_parts()
-        return recorder
 
     def _step_stage(self, records: list[dict[str, Any]]) -> None:
         record = self.record
@@ -351,7 +338,7 @@ def short_config(config: Config) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "loop": {"eval_interval": None, "eval_batches": 1},
         "guard": {"max_consecutive_skips": STEPS + 1, "max_total_skips": None},
-        "log": {"interval": 1, "backends": []},
+        "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None, "patience": None},
     }
     generation = getattr(config, "eval_generation", None)
@@ -409,13 +396,9 @@ def _tokens(records: list[dict[str, Any]]) -> list[float]:
 
 def _first_good(kit: MLLMDataKit, split: str) -> str | None:
     """The index of the first row that can be trained on."""
-    index = 0
-    for cost in kit.measured(split)[1]:
-        for tokens in cost.tokens.tolist():
-            if tokens > 0:
-                return str(index)
-            index += 1
-    return None
+    tokens = np.concatenate([cost.tokens for cost in kit.measured(split)[1]])
+    good = np.flatnonzero(tokens > 0)
+    return str(good[0]) if len(good) else None
 
 
 def _memory(engine: CheckedEngine) -> MemoryFacts:
