@@ -1,4 +1,4 @@
-"""`mvp estimate` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
+"""`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
 
 A step is estimated with completions of `rollout.max_new_tokens`. Generation reads all weights once for each new token
 of the prompts that are completed together; that of a server is not counted.
@@ -14,26 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from mvp_engine.errors import count
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf.model.config_source import num_heads
-from mvp_engine.kit.estimate.memory import DYNAMIC
-from mvp_engine.kit.estimate.packs import Packs, assumed_packs
-from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name
-from mvp_engine.kit.estimate.step import BANDWIDTH_EFFICIENCY, REST
+from mvp_engine.kit.plan.costs import PlanSettings, facts_of
+from mvp_engine.kit.plan.hardware import FITS, GIB, gpu_by_name
+from mvp_engine.kit.plan.packs import Packs, assumed_packs
+from mvp_engine.kit.plan.planner import Planner
+from mvp_engine.kit.plan.step import BANDWIDTH_EFFICIENCY, DYNAMIC, REST
 from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.rl.batches import rollout_batch
 from mvp_engine.rl.prompts import Prompt, prompt_loader
 from mvp_engine.rl.rollout import Sample
-from mvp_engine.tools.estimate_config import Estimator
-from mvp_engine.tools.inspect import config_data_kit
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")
 SAMPLED_PROMPTS = 64
 
 
-class RLEstimator(Estimator):
-    """An Estimator of the actor's ranks; groups on other processes are not counted."""
+class RLPlanner(Planner):
+    """A Planner of the actor's ranks; groups on other processes are not counted."""
 
     layout = "groups.actor.parallel"
     is_rl = True
@@ -50,7 +49,12 @@ class RLEstimator(Estimator):
     def default_gpus(self) -> int:
         return self.config.groups.actor.ranks or super().default_gpus
 
-    def settings(self, config: Any) -> EstimateSettings:
+    def settings(self, config: Any) -> PlanSettings:
+        if self.parallel(config).pipeline > 1:
+            raise UserError(
+                "mvp plan of an RL config does not know groups.actor.parallel.pipeline > 1: plan with pipeline=1 and as "
+                "many more shards, whose ranks hold as many weights"
+            )
         reference = config.groups.reference
         is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)
         here = reference is None or reference.on == "actor"
@@ -63,7 +67,7 @@ class RLEstimator(Estimator):
         """Tokens of each prompt; without data, as many as a completion has."""
         if self.is_assumed:
             return np.array([self.config.rollout.max_new_tokens])
-        _, costs = config_data_kit(self.engine_class, self.config).measured("train")
+        _, costs = self.data_kit(self.config).measured("train")
         tokens = np.concatenate([cost.tokens for cost in costs])
         return tokens[tokens > 0]
 
@@ -81,10 +85,12 @@ class RLEstimator(Estimator):
             if self.is_assumed:
                 rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
                 data = data.model_copy(update=rows)
-                found = assumed_packs(self.model(config).hf.config, data, self.media_share)
+                facts = facts_of(self.model(config), config)
+                share = self.question.media_share
+                packs = assumed_packs(facts, data, data.pack_tokens, share)
             else:
-                found = _rollout_packs(config_data_kit(self.engine_class, config), config)
-            self._packs[key] = found
+                packs = _rollout_packs(self.data_kit(config), config)
+            self._packs[key] = packs
         return self._packs[key]
 
     # ---- A step ---------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
-"""CollectiveRecorder: every collective that runs inside of it, in order, on real ranks and on simulated ones alike."""
+"""CollectiveRecorder: every collective that runs inside of it, in order, on real ranks and on simulated ones alike.
+
+`find_differences` compares those of ranks: a difference is a hang, or mixes up data.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise, zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -158,3 +162,90 @@ def _line(frames: list[FrameType]) -> str:
         if not file.startswith((TORCH, OWN_FOLDER, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
     return ""
+
+
+# ---- Hangs ---------------------------------------------------------------------------------------------------------
+
+Calls = Sequence[Collective]
+POINT_TO_POINT = ("send", "receive")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first call in which a rank differs from another one."""
+
+    rank: int
+    other: int
+    number: int  # of the call, counted from 1, among those that both ranks make together
+    call: Collective | None  # None: the rank has no such call
+    expected: Collective | None
+
+    def __str__(self) -> str:
+        calls = (self.call, self.expected)
+        mine, theirs = ("missing" if call is None else f"{call} ({call.where})" for call in calls)
+        return (
+            f"rank {self.rank} would hang: call {self.number} that it shares with rank {self.other} is {mine}; "
+            f"on rank {self.other} it is {theirs}"
+        )
+
+
+def find_differences(calls_of: Mapping[int, Calls]) -> list[Difference]:
+    """One difference for each rank that is not like the others, the rank with most differences first.
+
+    Of two ranks that differ only from each other, the higher one is named. They are compared by the calls over groups
+    that both are members of. Sends are compared with the receives of the other rank, apart from the collectives: a
+    pipeline orders them differently on its two sides.
+    """
+    pairs = combinations(sorted(calls_of), 2)
+    compared = [_compare(a, calls_of[a], b, calls_of[b]) for a, b in pairs]
+    left = [difference for difference in compared if difference is not None]
+    named = list[Difference]()
+    while left:
+        votes = Counter(rank for difference in left for rank in (difference.rank, difference.other))
+        odd = max(votes, key=lambda rank: (votes[rank], rank))
+        first = min((d for d in left if odd in (d.rank, d.other)), key=lambda d: d.number)
+        if first.rank != odd:
+            first = Difference(odd, first.rank, first.number, first.expected, first.call)
+        named.append(first)
+        left = [d for d in left if odd not in (d.rank, d.other)]
+    return named
+
+
+def _compare(rank: int, calls: Calls, other: int, other_calls: Calls) -> Difference | None:
+    together = [c for c in calls if other in c.ranks and c.kind not in POINT_TO_POINT]
+    theirs = [c for c in other_calls if rank in c.ranks and c.kind not in POINT_TO_POINT]
+    # Ranks that send each other the sizes of later calls agree on them, whatever a simulation assumes.
+    agreed = {call.ranks for call in together if call.kind == "all-to-all" and not call.sent}
+    for number, (mine, its) in enumerate(zip_longest(together, theirs), 1):
+        if not _match(rank, mine, other, its, agreed):
+            return Difference(other, rank, number, its, mine)
+    for sender, sending, receiver, receiving in (
+        (rank, calls, other, other_calls),
+        (other, other_calls, rank, calls),
+    ):
+        sent = [c for c in sending if c.kind == "send" and c.peer == receiver]
+        received = [c for c in receiving if c.kind == "receive" and c.peer == sender]
+        for number, (mine, its) in enumerate(zip_longest(sent, received), 1):
+            if mine is None or its is None or (mine.bytes, mine.dtype) != (its.bytes, its.dtype):
+                return Difference(receiver, sender, number, its, mine)
+    return None
+
+
+def _match(
+    rank: int,
+    one: Collective | None,
+    other: int,
+    two: Collective | None,
+    agreed: set[tuple[int, ...]],
+) -> bool:
+    if one is None or two is None:
+        return False
+    if (one.kind, one.ranks, one.dtype, one.peer) != (two.kind, two.ranks, two.dtype, two.peer):
+        return False
+    if not one.sent or not two.sent:
+        return one.bytes == two.bytes
+    if one.ranks in agreed:
+        return True
+    mine = one.ranks.index(rank)
+    its = one.ranks.index(other)
+    return one.sent[its] == two.received[mine] and one.received[its] == two.sent[mine]
