@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from mvp_engine import plugins
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
@@ -234,9 +235,8 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
                 config = changed(config, batch_choice.values)
                 data = getattr(config, section)
             choice = default_choice(config, section, data)
-            if gpu is not None and kit is not None and is_open(config, data):
-                from mvp_engine.kit.plan.choice import choose_for_gpu
-
+            choose_for_gpu = plugins.load("auto", "gpu")
+            if gpu is not None and choose_for_gpu is not None and is_open(config, data):
                 tried = note.get("out_of_memory", [])
                 choice = choose_for_gpu(config, kit, gpu, engine.layout.data_size, tried)
             choice = batch_choice + choice

@@ -52,8 +52,8 @@ class RLPlanner(Planner):
     def settings(self, config: Any) -> PlanSettings:
         if self.parallel(config).pipeline > 1:
             raise UserError(
-                "mvp plan of an RL config does not know groups.actor.parallel.pipeline > 1: plan with pipeline=1 and as "
-                "many more shards, whose ranks hold as many weights"
+                "mvp plan of an RL config does not know groups.actor.parallel.pipeline > 1: plan with "
+                "pipeline=1 and as many more shards, whose ranks hold as many weights"
             )
         reference = config.groups.reference
         is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)

@@ -47,7 +47,9 @@ GPUS: dict[str, tuple[float, float, float]] = {
 # A copy between host and GPU reaches 50 GB/s in each direction over PCIe 5, and 25 over PCIe 4: assumed, four fifths
 # of the specification.
 PCIE_5 = r"G?B[23]00|H200|H20|H100|H800|RTX PRO 6000|RTX 5090"
-FP8_EXPERTS = r"G?H200|H20|H100|H800|G?B200"  # with FP8 grouped GEMMs: `hf/experts/fp8_grouped_mm.py`
+FP8_EXPERTS = (
+    r"G?H200|H20|H100|H800|G?B200"  # with FP8 grouped GEMMs: `hf/experts/fp8_grouped_mm.py`
+)
 
 
 @dataclass(frozen=True)

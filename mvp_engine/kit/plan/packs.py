@@ -136,9 +136,7 @@ def assumed_packs(
         if placeholder is not None:
             ids[: number * item_tokens] = placeholder
         kind = "audio clip" if name == "input_features" else "image"
-        text += (
-            f", {count(number, kind)} of {item_tokens:,} tokens per pack (--media-share)"
-        )
+        text += f", {count(number, kind)} of {item_tokens:,} tokens per pack (--media-share)"
     elif media_share and any(getattr(config, name, None) for name in ENCODERS):
         text += "; the encoder is not counted"
     batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
@@ -155,7 +153,9 @@ def assumed_batches(
     def batch(tokens: int) -> PackedBatch:
         of_model = facts.assumed_batch(tokens)
         whole = max(row_tokens, tokens - tokens % row_tokens)
-        return of_model[0] if of_model else assumed_packs(facts, data, whole, media_share).sampled[0]
+        return (
+            of_model[0] if of_model else assumed_packs(facts, data, whole, media_share).sampled[0]
+        )
 
     return batch
 

@@ -182,9 +182,7 @@ class Planner:
         packs = self.packs(config, packs_per_step)
         step = [packs.sampled[i % len(packs.sampled)] for i in range(micro_batches)]
         accumulates = data_packs(config) is None  # then steps may have any number of micro-batches
-        step_facts = estimate_step(
-            self.model(config), packs.largest, step, settings, accumulates
-        )
+        step_facts = estimate_step(self.model(config), packs.largest, step, settings, accumulates)
         activations = [step_facts["memory_gib"]["activations"]]
         slower = 1.0
         if stages > 1:
@@ -329,7 +327,7 @@ def _kind_facts(
     if first.stage < len(facts["activations_of_stage"]) - 1:
         memory["loss"] = 0.0
     peak = sum(memory.values())
-    sizes = first.bytes_of_ranks.values()
+    sizes = [sum(plan.held.values()) for plan in plans]
     return {
         "ranks": sorted(plan.rank for plan in plans),
         "stage": first.stage,
@@ -338,7 +336,6 @@ def _kind_facts(
         "peak_gib": peak,
         "fits": peak < facts["room_gib"] * facts["usable"],
         "held_bytes": first.held,
-        # Over the ranks that share these parameters, simulated or not.
         "held_gib_smallest": min(sizes) / GIB,
         "held_gib_largest": max(sizes) / GIB,
         "collectives": _table(calls, first.groups, network),

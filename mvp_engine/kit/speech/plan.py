@@ -77,7 +77,9 @@ class SpeechFacts(PlanFacts):
         talker_rows = ROW_TOKENS // 2 + HEADER + FRAMES
         rows = max(1, tokens // (ROW_TOKENS + talker_rows))
         books = self.model.speech_sizes.books
-        values = torch.empty(rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta")
+        values = torch.empty(
+            rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta"
+        )
         counts = torch.full((rows,), talker_rows)
         fields = {FRAME_COUNTS: torch.full((rows,), FRAMES), TURN_COUNTS: torch.ones(rows).long()}
         fields[SOURCE_COUNTS] = torch.zeros(rows).long()
