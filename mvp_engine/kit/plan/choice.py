@@ -23,7 +23,7 @@ from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.settings import MLLMData, data_section
 from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings, facts_of, meta_model
 from mvp_engine.kit.plan.hardware import GIB, Gpu, gpu_by_name
-from mvp_engine.kit.plan.packs import SampledBatches, assumed_batches
+from mvp_engine.kit.plan.packs import MEDIA_SHARE, SampledBatches, assumed_batches
 from mvp_engine.kit.plan.step import DYNAMIC, micro_batch_seconds, peak_memory
 
 LAST_RESORT = "offload"  # needs memory of the host, about which nothing is known: only where nothing else fits
@@ -63,11 +63,6 @@ class Workload:
     # The encoder work of the heaviest micro-batch of so many tokens, as a multiple of that of `batch`.
     heaviest: Callable[[int], float] = lambda _: 1.0
 
-    def with_rows(self, kit: MLLMDataKit) -> Workload:
-        """With batches of sampled rows."""
-        rows = SampledBatches(kit)
-        return replace(self, batch=rows, heaviest=rows.heaviest)
-
 
 def choose_for_gpu(
     config: Any,
@@ -82,22 +77,37 @@ def choose_for_gpu(
         known = gpu_by_name(name)
     except UserError:
         known = gpu_by_name(UNKNOWN_GPU)
-    section, data = data_section(config)
-    plain = with_defaults(config)
-    settings = PlanSettings.of(plain, config.parallel, UNKNOWN_GPU)
-    model = meta_model(plain, settings)
-    assumed = assumed_batches(facts_of(model, plain), data)
-    work = Workload(model, settings, assumed, replace(known, memory=memory), data_ranks)
-    if not kit.is_stream():
-        work = work.with_rows(kit)
+    settings = PlanSettings.of(with_defaults(config), config.parallel, UNKNOWN_GPU)
+    rows = None if kit.is_stream() else kit
     room = LESS * min(one["peak"] for one in tried) if tried else None
-    choice = choose(config, section, data, data_packs(plain), work, room)
+    choice = choose_sizes(config, settings, replace(known, memory=memory), data_ranks, rows, room)
     if choice.values in [one["values"] for one in tried]:
         raise UserError(
             f"out of memory with the sizes that need least ({choice.reason}): `mvp plan CONFIG` prints settings that "
             "fit"
         )
     return choice
+
+
+def choose_sizes(
+    config: Any,
+    settings: PlanSettings,
+    gpu: Gpu,
+    data_ranks: int,
+    kit: MLLMDataKit | None,
+    room: float | None = None,
+    media_share: float = MEDIA_SHARE,
+) -> Choice:
+    """`kit`: the data whose rows are sampled; without it, they are assumed."""
+    section, data = data_section(config)
+    plain = with_defaults(config)
+    model = meta_model(plain, settings)
+    batch = assumed_batches(facts_of(model, plain), data_section(plain)[1], media_share)
+    work = Workload(model, settings, batch, gpu, data_ranks)
+    if kit is not None:
+        rows = SampledBatches(kit)
+        work = replace(work, batch=rows, heaviest=rows.heaviest)
+    return choose(config, section, data, data_packs(plain), work, room)
 
 
 def data_packs(config: Any) -> int | None:

@@ -23,14 +23,13 @@ from mvp_engine.kit.auto import (
 )
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.settings import MLLMData, data_section
-from mvp_engine.kit.plan.choice import Workload, choose, data_packs
+from mvp_engine.kit.plan.choice import choose_sizes, data_packs
 from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings, facts_of, meta_model
 from mvp_engine.kit.plan.hardware import GIB, Network, gpu_by_name
 from mvp_engine.kit.plan.packs import (
     MEDIA_SHARE,
     DataPacks,
     Packs,
-    assumed_batches,
     assumed_packs,
 )
 from mvp_engine.kit.plan.record import Collective, find_differences, ranks_text
@@ -107,18 +106,14 @@ class Planner:
                 batch_choice = global_batch(config, self.data_kit(plain))
             config = changed(config, batch_choice.values)
             plain = with_defaults(config)
-        data = self.data(config)
-        if not is_open(config, data):
+        if not is_open(config, self.data(config)):
             return batch_choice
         settings = self.settings(plain)
-        model = self.model(plain)
         ranks = self.gpus // settings.text_ranks
-        facts = facts_of(model, plain)
-        batch = assumed_batches(facts, self.data(plain), self.question.media_share)
-        work = Workload(model, settings, batch, gpu_by_name(self.gpu), ranks)
-        if not self.is_assumed:
-            work = work.with_rows(self.data_kit(plain))
-        return batch_choice + choose(config, self.section, data, data_packs(plain), work)
+        kit = None if self.is_assumed else self.data_kit(plain)
+        share = self.question.media_share
+        gpu = gpu_by_name(self.gpu)
+        return batch_choice + choose_sizes(config, settings, gpu, ranks, kit, media_share=share)
 
     # ---- Of a config ----------------------------------------------------------------------------------------------
 
