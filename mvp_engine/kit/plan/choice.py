@@ -125,9 +125,10 @@ def choose(
     room: float | None = None,
 ) -> Choice:
     """`packs_per_step`: those of a config that fixes the pack size. `room`: the bytes to fill, by default `USABLE`."""
-    sizes = [(data.pack_tokens, packs_per_step or work.data_ranks)]
     if data.micro_batch_tokens == AUTO:
         sizes = list(_pack_sizes(data, work.data_ranks))
+    else:
+        sizes = [(data.pack_tokens, packs_per_step or work.data_ranks)]
     modes: list[Mode] = [config.model.activation_checkpointing]
     if modes[0] == AUTO:
         modes = list(_modes(work))
