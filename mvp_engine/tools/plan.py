@@ -123,10 +123,7 @@ def page(facts: dict[str, Any]) -> str:
     if not kinds:
         lines += [*_memory_lines(facts, facts), ""]
     lines += _host_lines(facts)
-    if facts["fits"]:
-        lines += _time_lines(facts)
-    else:
-        lines += _advice_lines(facts)
+    lines += _time_lines(facts) if facts["fits"] else _advice_lines(facts)
     if kinds:
         lines += ["", *(f"HANG: {text}" for text in facts["hangs"])]
         if not facts["hangs"]:
@@ -165,35 +162,31 @@ def _kind_lines(kind: dict[str, Any], facts: dict[str, Any]) -> list[str]:
 
 def _host_lines(facts: dict[str, Any]) -> list[str]:
     """Host memory that optimizer states and inputs of blocks need."""
+    sizes = {what: size for what, size in facts.get("host_memory_gib", {}).items() if size}
     lines = []
-    for what, size in facts.get("host_memory_gib", {}).items():
-        if size:
-            text = f"{size:8.2f} GiB per GPU, pinned: {what} ({OFFLOAD_KEYS[what]})"
-            lines += [f"  {'host memory':<22}{text}", ""]
+    for what, size in sizes.items():
+        text = f"{size:8.2f} GiB per GPU, pinned: {what} ({OFFLOAD_KEYS[what]})"
+        lines += [f"  {'host memory':<22}{text}", ""]
     return lines
 
 
 def _time_lines(facts: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, seconds in facts["seconds"].items():
-        lines.append(f"  {name:<22}{1e3 * seconds:8.1f} ms")
     throughput = f"{rate(facts['tokens_per_s'])} tokens/s, MFU {facts['mfu']:.1%}"
-    step = f"{1e3 * facts['step_s']:8.1f} ms, {facts['tokens_per_step']:,} tokens: {throughput}"
-    lines.append(f"  {'step':<22}{step}")
+    texts = {name: f"{1e3 * seconds:8.1f} ms" for name, seconds in facts["seconds"].items()}
+    texts["step"] = (
+        f"{1e3 * facts['step_s']:8.1f} ms, {facts['tokens_per_step']:,} tokens: {throughput}"
+    )
     if facts["idle_ranks"]:
-        text = (
-            f"{facts['idle_ranks']} data parallel ranks have no pack: raise data.global_batch_size"
-        )
-        lines.append(f"  {'idle':<22}{text}")
+        text = "data parallel ranks have no pack: raise data.global_batch_size"
+        texts["idle"] = f"{facts['idle_ranks']} {text}"
     if facts["steps"] is not None:
-        training = f"{facts['steps']:8,} steps, about {duration(facts['eta_s'])}"
-        lines.append(f"  {'training':<22}{training}")
+        texts["training"] = f"{facts['steps']:8,} steps, about {duration(facts['eta_s'])}"
     left_out = "Waiting for data or host is not included."
-    if facts["gpus"] > 1 and "kinds" not in facts:
-        left_out = "Communication (--simulate) and waiting for data or host are not included."
     if "kinds" in facts:
-        host = f"{facts['host_collectives']:8,} in a step"
-        lines.append(f"  {'host collectives':<22}{host}")
+        texts["host collectives"] = f"{facts['host_collectives']:8,} in a step"
+    elif facts["gpus"] > 1:
+        left_out = "Communication (--simulate) and waiting for data or host are not included."
+    lines = [f"  {name:<22}{text}" for name, text in texts.items()]
     return [*lines, "", f"{left_out} Accuracy: docs/plan.md"]
 
 

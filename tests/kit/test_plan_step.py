@@ -334,7 +334,7 @@ def test_plan_with_data_advises_packs_that_hold_its_longest_row(
     words = ["plan", str(next(recipe.glob("chat/**/*.yaml"))), "--gpu", "T4", "--json"]
     assert main(words) == 0
     peak = json.loads(capsys.readouterr().out)["peak_gib"]
-    monkeypatch.setitem(GPUS, "T4", (peak, 0.32, 25.0))
+    monkeypatch.setitem(GPUS, "T4", (peak, 0.32, 25, 25, False))
     assert main(words) == EXIT_USER_ERROR
     (advice,) = json.loads(capsys.readouterr().out)["advice"]
     assert advice["words"].startswith("mllm.micro_batch_tokens=")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -159,18 +159,18 @@ class Block:
         return _gemm_flops(self.module.modules(), self.experts_config)
 
 
-@dataclass
-class Amount:
+class Amount(NamedTuple):
     """An amount of text blocks and one of encoder blocks: ranks shard the text model only."""
 
     text: float = 0.0
     encoder: float = 0.0
 
-    def add(self, block: Block, value: float) -> None:
-        if block.is_text:
-            self.text += value
-        else:
-            self.encoder += value
+    @classmethod
+    def of(cls, values: Iterable[tuple[Block, float]]) -> Amount:
+        sums = [0.0, 0.0]
+        for block, value in values:
+            sums[not block.is_text] += value
+        return cls(*sums)
 
 
 class BlockCosts:
@@ -229,6 +229,10 @@ class BlockCosts:
         """Whether backward computes the GEMMs of a block a second time."""
         return block.in_backward and self.mode(block) in REPEATING
 
+    def passes(self, block: Block) -> int:
+        """Forwards and backwards to inputs."""
+        return 1 + block.in_backward + self.repeats(block)
+
     def repeats_attention(self, block: Block) -> bool:
         is_mixer = not block.elements.attention  # of a hybrid model
         if self.checkpointing.get(block.part) == "attention" and is_mixer:
@@ -242,11 +246,8 @@ class BlockCosts:
 
         Not the inputs of blocks that are on the host.
         """
-        amount = Amount()
-        for block, mode, size in self._saved(batch, checkpointed):
-            if mode != "offload":
-                amount.add(block, size)
-        return amount
+        saved = self._saved(batch, checkpointed)
+        return Amount.of((block, size) for block, mode, size in saved if mode != "offload")
 
     def offloaded_bytes(self, batch: PackedBatch) -> list[float]:
         """Bytes of the inputs of blocks that wait on the host for backward, the largest first."""
@@ -341,13 +342,11 @@ class BlockCosts:
 
         def gain(block: Block) -> float:
             modules = self._fp8_modules(block)
-            passes = 1 + block.in_backward + self.repeats(block)
-            low = passes * _gemm_flops(modules, block.experts_config) * (1 - 1 / FP8_SPEEDUP)
+            flops = self.passes(block) * _gemm_flops(modules, block.experts_config)
+            low = flops * (1 - 1 / FP8_SPEEDUP)
             if not self.settings.fp8_weight_gradients:
                 return low
-            params = [
-                p for layer in modules if fp8.fits(layer) for p in layer.parameters(recurse=False)
-            ]
+            params = [p for module in modules if fp8.fits(module) for p in module.parameters(False)]
             trained = sum(p.numel() for p in params if p.requires_grad and p not in self.unused)
             return low + 2.0 * trained * (1 - 1 / FP8_WEIGHT_GRADIENT_SPEEDUP)
 
@@ -355,10 +354,7 @@ class BlockCosts:
 
     def _total(self, batch: PackedBatch, per_row: Callable[[Block], float]) -> Amount:
         rows = self._num_rows(batch)
-        amount = Amount()
-        for block in self.blocks:
-            amount.add(block, per_row(block) * rows.get(block.rows, 0.0))
-        return amount
+        return Amount.of((b, per_row(b) * rows.get(b.rows, 0.0)) for b in self.blocks)
 
     def _fp8_modules(self, block: Block) -> list[nn.Module]:
         """The linear layers and stacked experts of a block that run in FP8."""
@@ -385,8 +381,7 @@ class BlockCosts:
         for block in self.blocks:
             layers = quantized_layers(block.module).values()
             weights = sum(layer.in_features * layer.out_features for layer in layers)
-            passes = 1 + block.in_backward + self.repeats(block)
-            moved += passes * weights * (9 / 16 + self.settings.compute_bytes)
+            moved += self.passes(block) * weights * (9 / 16 + self.settings.compute_bytes)
         return moved
 
     def autocast_bytes(self) -> float:
@@ -397,16 +392,12 @@ class BlockCosts:
         """
         total = 0.0
         for block in self.blocks if self.settings.half_precision else []:
-            if not block.in_backward or self.mode(block) != "none":
-                continue
-            low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
-            for param in block.module.parameters():
-                if param in self.unused or param.element_size() <= 2:
-                    continue
-                if param not in low:
-                    total += 2.0 * param.numel()
-                elif self.compiled.get(block.part):
-                    total += param.numel()
+            if block.in_backward and self.mode(block) == "none":
+                low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
+                of_low = 1.0 if self.compiled.get(block.part) else 0.0
+                for param in set(block.module.parameters()) - self.unused:
+                    if param.element_size() > 2:
+                        total += param.numel() * (of_low if param in low else 2.0)
         return total
 
 
@@ -447,11 +438,8 @@ def saved_elements(block: nn.Module) -> SavedElements:
     """
     saved = SavedElements()
     for group in block.children():
-        linear = [
-            module
-            for name, module in group.named_modules()
-            if isinstance(module, nn.Linear) and "lora_" not in name
-        ]
+        modules = [module for name, module in group.named_modules() if "lora_" not in name]
+        linear = [module for module in modules if isinstance(module, nn.Linear)]
         experts = [p for p in group.parameters() if p.ndim == 3]
         if linear:
             _add_linear(saved, group, linear)
@@ -496,12 +484,9 @@ def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear])
 
 
 def _experts_per_token(group: nn.Module) -> int:
-    for module in group.modules():
-        for name in ("top_k", "num_experts_per_tok"):
-            number = getattr(module, name, None)
-            if isinstance(number, int):
-                return number
-    return 1
+    names = ("top_k", "num_experts_per_tok")
+    numbers = (getattr(module, name, None) for module in group.modules() for name in names)
+    return next((number for number in numbers if isinstance(number, int)), 1)
 
 
 def has_fused_attention(block: nn.Module) -> bool:

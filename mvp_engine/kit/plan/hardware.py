@@ -18,38 +18,33 @@ GIB = 2**30
 FITS = 0.95  # the fraction of the memory that a training can fill
 COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "H200", "B200")
 
-# By a pattern in the GPU's name, of which the first counts: memory in GiB as the driver reports it, its bandwidth in
-# TB/s, and GB/s in each direction between the GPUs of a node: NVLink or Infinity Fabric, else PCIe.
-PCIE = 25.0
-GPUS: dict[str, tuple[float, float, float]] = {
-    r"G?B[23]00": (178, 7.7, 900),
-    r"H200": (139.8, 4.8, 450),
-    r"H20": (95, 4.0, 450),
-    r"H100": (79.1, 3.35, 450),
-    r"H800": (79.1, 3.35, 200),
-    r"A100.*40GB": (39.4, 1.56, 300),
-    r"A100": (79.1, 2.0, 300),
-    r"A800": (79.1, 2.0, 200),
-    r"A40|RTX A6000": (44.4, 0.7, PCIE),
-    r"L40S?": (44.4, 0.86, PCIE),
-    r"A30": (23.5, 0.93, PCIE),
-    r"A10G?": (22, 0.6, PCIE),
-    r"L4": (22, 0.3, PCIE),
-    r"RTX PRO 6000": (95, 1.79, PCIE),
-    r"RTX 6000 Ada": (47.5, 0.96, PCIE),
-    r"RTX 5090": (31.3, 1.79, PCIE),
-    r"RTX 4090": (23.5, 1.0, PCIE),
-    r"RTX 4080": (15.6, 0.72, PCIE),
-    r"RTX 3090": (23.5, 0.94, PCIE),
-    r"T4": (14.6, 0.32, PCIE),
-    r"MI3[02]": (191, 5.3, 448),
+# By a pattern in the GPU's name, of which the first counts: memory in GiB as the driver reports it; its bandwidth in
+# TB/s; GB/s in each direction to the other GPUs of a node (NVLink, Infinity Fabric or PCIe) and to the host; whether it
+# has FP8 grouped GEMMs (`hf/experts/fp8_grouped_mm.py`). Of PCIe four fifths of the specification are assumed.
+GPUS: dict[str, tuple[float, float, float, float, bool]] = {
+    r"G?B200": (178, 7.7, 900, 50, True),
+    r"G?B300": (178, 7.7, 900, 50, False),
+    r"H200": (139.8, 4.8, 450, 50, True),
+    r"H20": (95, 4.0, 450, 50, True),
+    r"H100": (79.1, 3.35, 450, 50, True),
+    r"H800": (79.1, 3.35, 200, 50, True),
+    r"A100.*40GB": (39.4, 1.56, 300, 25, False),
+    r"A100": (79.1, 2.0, 300, 25, False),
+    r"A800": (79.1, 2.0, 200, 25, False),
+    r"A40|RTX A6000": (44.4, 0.7, 25, 25, False),
+    r"L40S?": (44.4, 0.86, 25, 25, False),
+    r"A30": (23.5, 0.93, 25, 25, False),
+    r"A10G?": (22, 0.6, 25, 25, False),
+    r"L4": (22, 0.3, 25, 25, False),
+    r"RTX PRO 6000": (95, 1.79, 25, 50, False),
+    r"RTX 6000 Ada": (47.5, 0.96, 25, 25, False),
+    r"RTX 5090": (31.3, 1.79, 25, 50, False),
+    r"RTX 4090": (23.5, 1.0, 25, 25, False),
+    r"RTX 4080": (15.6, 0.72, 25, 25, False),
+    r"RTX 3090": (23.5, 0.94, 25, 25, False),
+    r"T4": (14.6, 0.32, 25, 25, False),
+    r"MI3[02]": (191, 5.3, 448, 25, False),
 }
-# A copy between host and GPU reaches 50 GB/s in each direction over PCIe 5, and 25 over PCIe 4: assumed, four fifths
-# of the specification.
-PCIE_5 = r"G?B[23]00|H200|H20|H100|H800|RTX PRO 6000|RTX 5090"
-FP8_EXPERTS = (
-    r"G?H200|H20|H100|H800|G?B200"  # with FP8 grouped GEMMs: `hf/experts/fp8_grouped_mm.py`
-)
 
 
 @dataclass(frozen=True)
@@ -57,26 +52,20 @@ class Gpu:
     flops_per_s: float
     memory: float  # bytes
     bytes_per_s: float
+    node_gb_per_s: float = 25.0  # to the other GPUs of its node, in each direction
     host_bytes_per_s: float = 25e9  # between host and GPU, in each direction
-    node_gb_per_s: float = PCIE  # to the other GPUs of its node, in each direction
     fp8_experts: bool = False
 
 
 def gpu_by_name(name: str) -> Gpu:
     name = re.sub(r"^(?:rtx)? ?(\d{4})$", r"RTX \1", name, flags=re.IGNORECASE)  # 4090, rtx4090
     peak = peak_of(name)
-    for pattern, (gib, terabytes_per_s, node) in GPUS.items():
-        if peak is not None and _is(pattern, name):
-            host = 50e9 if _is(PCIE_5, name) else 25e9
-            fp8 = _is(FP8_EXPERTS, name)
-            return Gpu(peak, gib * GIB, terabytes_per_s * 1e12, host, node, fp8)
+    for pattern, (gib, terabytes_per_s, node, host, fp8) in GPUS.items():
+        is_it = re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE)
+        if peak is not None and is_it:
+            return Gpu(peak, gib * GIB, terabytes_per_s * 1e12, node, host * 1e9, fp8)
     known = ", ".join(COMMON_GPUS)
     raise UserError(f"--gpu {name}: unknown. Known are, among others, {known}")
-
-
-def _is(pattern: str, name: str) -> bool:
-    """Whether a GPU's name has the pattern as a word."""
-    return re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE) is not None
 
 
 def usable_gib(gpu: str) -> float:

@@ -303,26 +303,40 @@ class Planner:
 def _kinds(plans: Sequence[RankPlan]) -> list[list[RankPlan]]:
     """Ranks of one stage with equal collectives, whatever the members of their groups; most memory first."""
     kinds = dict[str, list[RankPlan]]()
-    for plan in plans:
+    for plan in sorted(plans, key=lambda plan: -sum(plan.held.values())):
         calls = [(call.kind, len(call.ranks), call.bytes, call.dtype) for call in plan.calls]
         kinds.setdefault(f"{plan.stage} {calls}", []).append(plan)
-    return [
-        sorted(kind, key=lambda plan: sum(plan.held.values()), reverse=True)
-        for kind in kinds.values()
-    ]
+    return sorted(kinds.values(), key=lambda kind: min(plan.rank for plan in kind))
 
 
 def _kind_facts(
     plans: list[RankPlan], calls: Counter[Collective], network: Network, facts: dict[str, Any]
 ) -> dict[str, Any]:
     first = plans[0]
+    activations = facts["activations_of_stage"]
     memory = {kind: size / GIB for kind, size in first.held.items()}
     memory |= {kind: gib for kind, gib in facts["memory_gib"].items() if kind not in COUNTED}
-    memory["activations"] = facts["activations_of_stage"][first.stage]
-    if first.stage < len(facts["activations_of_stage"]) - 1:
+    memory["activations"] = activations[first.stage]
+    if first.stage < len(activations) - 1:
         memory["loss"] = 0.0
     peak = sum(memory.values())
-    sizes = [sum(plan.held.values()) for plan in plans]
+    sizes = [sum(plan.held.values()) / GIB for plan in plans]
+    rows = dict[tuple[Any, ...], dict[str, Any]]()  # in the order of their first call
+    for call, number in calls.items():
+        key = (call.ranks, call.kind, call.dtype, call.overlaps)
+        row = {
+            "group": first.groups.get(call.ranks, "other"),
+            "ranks": ranks_text(call.ranks),
+            "size": len(call.ranks),
+            "kind": call.kind,
+            "dtype": call.dtype,
+            "overlaps": call.overlaps,
+            **dict.fromkeys(("calls", "bytes", "seconds"), 0),
+        }
+        row = rows.setdefault(key, row)
+        row["calls"] += number
+        row["bytes"] += number * call.total_bytes
+        row["seconds"] += number * network.seconds(call)
     return {
         "ranks": sorted(plan.rank for plan in plans),
         "stage": first.stage,
@@ -331,37 +345,11 @@ def _kind_facts(
         "peak_gib": peak,
         "fits": peak < facts["room_gib"] * facts["usable"],
         "held_bytes": first.held,
-        "held_gib_smallest": min(sizes) / GIB,
-        "held_gib_largest": max(sizes) / GIB,
-        "collectives": _table(calls, first.groups, network),
+        "held_gib_smallest": min(sizes),
+        "held_gib_largest": max(sizes),
+        "collectives": list(rows.values()),
         "communication": network.communication(calls, facts["step_s"]),
     }
-
-
-def _table(
-    calls: Counter[Collective], groups: dict[tuple[int, ...], str], network: Network
-) -> list[dict[str, Any]]:
-    """Calls, bytes and time by process group and kind, in the order of their first call."""
-    rows = dict[tuple[Any, ...], dict[str, Any]]()
-    for call, number in calls.items():
-        row = rows.setdefault(
-            (call.ranks, call.kind, call.dtype, call.overlaps),
-            {
-                "group": groups.get(call.ranks, "other"),
-                "ranks": ranks_text(call.ranks),
-                "size": len(call.ranks),
-                "kind": call.kind,
-                "dtype": call.dtype,
-                "overlaps": call.overlaps,
-                "calls": 0,
-                "bytes": 0,
-                "seconds": 0.0,
-            },
-        )
-        row["calls"] += number
-        row["bytes"] += number * call.total_bytes
-        row["seconds"] += number * network.seconds(call)
-    return list(rows.values())
 
 
 def _gpu_of_machine() -> str:
@@ -377,13 +365,9 @@ def _replica_size(parallel: Any) -> int:
 
 def _check_gpus(gpus: int, parallel: Any) -> None:
     size = _replica_size(parallel)
-    if parallel.replicate == -1:
-        fits = gpus > 0 and gpus % size == 0
-        needed = f"a multiple of {size}"
-    else:
-        fits = gpus == size
-        needed = f"{size}"
-    if not fits:
+    any_number = parallel.replicate == -1
+    if gpus < 1 or gpus % size or not (any_number or gpus == size):
+        needed = f"a multiple of {size}" if any_number else f"{size}"
         raise UserError(
             f"--gpus {gpus}: the parallel layout of the config needs {needed}. parallel.replicate=-1 fits any number "
             "of replicas"

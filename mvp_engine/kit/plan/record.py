@@ -196,8 +196,7 @@ def find_differences(calls_of: Mapping[int, Calls]) -> list[Difference]:
     that both are members of. Sends are compared with the receives of the other rank, apart from the collectives: a
     pipeline orders them differently on its two sides.
     """
-    pairs = combinations(sorted(calls_of), 2)
-    compared = [_compare(a, calls_of[a], b, calls_of[b]) for a, b in pairs]
+    compared = [_compare(calls_of, *pair) for pair in combinations(sorted(calls_of), 2)]
     left = [difference for difference in compared if difference is not None]
     named = list[Difference]()
     while left:
@@ -211,20 +210,19 @@ def find_differences(calls_of: Mapping[int, Calls]) -> list[Difference]:
     return named
 
 
-def _compare(rank: int, calls: Calls, other: int, other_calls: Calls) -> Difference | None:
-    together = [c for c in calls if other in c.ranks and c.kind not in POINT_TO_POINT]
-    theirs = [c for c in other_calls if rank in c.ranks and c.kind not in POINT_TO_POINT]
+def _compare(calls_of: Mapping[int, Calls], rank: int, other: int) -> Difference | None:
+    together, theirs = (
+        [c for c in calls_of[one] if two in c.ranks and c.kind not in POINT_TO_POINT]
+        for one, two in ((rank, other), (other, rank))
+    )
     # Ranks that send each other the sizes of later calls agree on them, whatever a simulation assumes.
     agreed = {call.ranks for call in together if call.kind == "all-to-all" and not call.sent}
     for number, (mine, its) in enumerate(zip_longest(together, theirs), 1):
-        if not _match(rank, mine, other, its, agreed):
+        if mine is None or its is None or not _match(rank, mine, other, its, agreed):
             return Difference(other, rank, number, its, mine)
-    for sender, sending, receiver, receiving in (
-        (rank, calls, other, other_calls),
-        (other, other_calls, rank, calls),
-    ):
-        sent = [c for c in sending if c.kind == "send" and c.peer == receiver]
-        received = [c for c in receiving if c.kind == "receive" and c.peer == sender]
+    for sender, receiver in ((rank, other), (other, rank)):
+        sent = [c for c in calls_of[sender] if (c.kind, c.peer) == ("send", receiver)]
+        received = [c for c in calls_of[receiver] if (c.kind, c.peer) == ("receive", sender)]
         for number, (mine, its) in enumerate(zip_longest(sent, received), 1):
             if mine is None or its is None or (mine.bytes, mine.dtype) != (its.bytes, its.dtype):
                 return Difference(receiver, sender, number, its, mine)
@@ -232,20 +230,12 @@ def _compare(rank: int, calls: Calls, other: int, other_calls: Calls) -> Differe
 
 
 def _match(
-    rank: int,
-    one: Collective | None,
-    other: int,
-    two: Collective | None,
-    agreed: set[tuple[int, ...]],
+    rank: int, one: Collective, other: int, two: Collective, agreed: set[tuple[int, ...]]
 ) -> bool:
-    if one is None or two is None:
-        return False
     if (one.kind, one.ranks, one.dtype, one.peer) != (two.kind, two.ranks, two.dtype, two.peer):
         return False
     if not one.sent or not two.sent:
         return one.bytes == two.bytes
-    if one.ranks in agreed:
-        return True
-    mine = one.ranks.index(rank)
-    its = one.ranks.index(other)
-    return one.sent[its] == two.received[mine] and one.received[its] == two.sent[mine]
+    mine, its = one.ranks.index(rank), one.ranks.index(other)
+    exchanged = (one.sent[its], one.received[its]) == (two.received[mine], two.sent[mine])
+    return one.ranks in agreed or exchanged
