@@ -106,12 +106,12 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
+    from dataclasses import fields
+
     from mvp_engine.kit.plan.planner import Question
     from mvp_engine.tools.plan import print_plan
 
-    names = ("what", "overrides", "gpu", "gpus", "tokens", "media_share")
-    names += ("simulate", "ranks", "gpus_per_node", "network")
-    question = Question(**{name: getattr(args, name) for name in names})
+    question = Question(**{field.name: getattr(args, field.name) for field in fields(Question)})
     return print_plan(question, as_json=args.json)
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
 
 LOGGER = logging.getLogger("mvp_engine")
-AUTO = "auto"
+AUTO: Final = "auto"
 NOTE = "auto"  # the key in run.json
 CHECKPOINTING = "model.activation_checkpointing"
 # The first step allocates everything, and packs are nearly full: later ones need no more.

@@ -144,12 +144,12 @@ class RLPlanner(Planner):
         update = sum(seconds[name] for name in UPDATE)
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
-        found = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
+        more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
         if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.on == "actor":
-            found["critic"] = forward + update + optimizer
+            more["critic"] = forward + update + optimizer
         if config.rollout.backend == "packed" and config.groups.rollout is None:
-            found["generation"] = self._generation_seconds(config, gpus)
-        return found
+            more["generation"] = self._generation_seconds(config, gpus)
+        return more
 
     def _together(self, config: Any, gpus: int) -> tuple[int, int]:
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
@@ -193,16 +193,16 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     new = config.rollout.max_new_tokens
     group = config.rl.group
     budget = config.mllm.pack_tokens
-    found = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
+    packs = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
-        found.largest = [*found.largest, _pack([longest], new, group, budget)]
-    found.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
+        packs.largest = [*packs.largest, _pack([longest], new, group, budget)]
+    packs.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
     mean = float(tokens[tokens > 0].mean())
-    found.text = (
+    packs.text = (
         f"{count(config.rl.prompts, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
         f"in packs of up to {budget:,}"
     )
-    return found
+    return packs
 
 
 def _pack(prompts: list[Prompt], new: int, group: int, budget: int) -> Any:

@@ -43,6 +43,20 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()
+
+
+def on_meta(shape: str) -> Any:
+    return LanguageModel.on_meta(None, data.shape(shape))
+
+
+def packed(shape: str, rows: int, mix: str = "mix") -> PackedBatch:
+    return data.packed(data.rows(mix, 1)[:rows], shape, PIXELS)
+
+
+def estimated(model: Any, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
+    return estimate_step(model, [batch], [batch], PlanSettings(**settings))
+
+
 LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
 
 
@@ -89,8 +103,8 @@ def test_plan_is_within_ten_percent_of_measurements(
 
 
 def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
-    rows = [data.packed(data.rows("mix", 1)[:size], "qwen3_1_7b", PIXELS) for size in (12, 1)]
+    model = on_meta("qwen3_1_7b")
+    rows = [packed("qwen3_1_7b", size) for size in (12, 1)]
     for batch in rows:
         one, two = (estimate_step(model, [batch], [batch] * count, PlanSettings()) for count in (1, 2))
         gradients = two["memory_gib"]["gradients"]
@@ -99,50 +113,44 @@ def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
 
 
 def test_plan_settings_change_memory_and_time_as_expected() -> None:
-    shape, plain = data.shape("qwen3_vl_2b"), PlanSettings()
-    model, pixels = LanguageModel.on_meta(None, shape), data.Pixels()
-    batch = data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", pixels)
+    model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
 
-    def estimated(settings: PlanSettings, model: Any = model) -> dict[str, Any]:
-        return estimate_step(model, [batch], [batch] * 2, settings)
+    def step(model: Any = model, **settings: Any) -> dict[str, Any]:
+        return estimate_step(model, [batch], [batch] * 2, PlanSettings(**settings))
 
-    base = estimated(plain)
-    kept = base["memory_gib"]["activations"]
-    full, some = (
-        estimated(replace(plain, activation_checkpointing=mode))["memory_gib"]["activations"]
-        for mode in ("full", "selective")
-    )
+    def memory(model: Any = model, **settings: Any) -> dict[str, float]:
+        return step(model, **settings)["memory_gib"]
+
+    base = memory()
+    kept = base["activations"]
+    full, some = (memory(activation_checkpointing=mode)["activations"] for mode in ("full", "selective"))
     assert full < some < kept
-    assert estimated(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
-    assert estimated(replace(plain, activation_checkpointing={"vision": "full"}))["memory_gib"]["activations"] < kept
-    assert (
-        estimated(replace(plain, state_dtype="int8"))["memory_gib"]["optimizer states"]
-        < base["memory_gib"]["optimizer states"] / 3
-    )
-    shared = estimated(replace(plain, shard=8))["memory_gib"]
-    assert shared["weights"] == pytest.approx(base["memory_gib"]["weights"] / 8)
-    gathered = estimated(replace(plain, shard=8, reshard=False))["memory_gib"]["all-gathered weights"]
+    assert memory(compile={"llm": "inductor"})["activations"] > kept
+    assert memory(activation_checkpointing={"vision": "full"})["activations"] < kept
+    assert memory(state_dtype="int8")["optimizer states"] < base["optimizer states"] / 3
+    shared = memory(shard=8)
+    assert shared["weights"] == pytest.approx(base["weights"] / 8)
+    gathered = memory(shard=8, reshard=False)["all-gathered weights"]
     everything = sum(param.numel() for param in model.parameters()) * 2 / 2**30  # in bf16
     assert shared["all-gathered weights"] < everything < gathered < everything + shared["all-gathered weights"]
-    assert estimated(replace(plain, ulysses=2))["memory_gib"]["activations"] < kept
-    assert estimated(replace(plain, gpu="RTX 4090"))["step_s"] > 3 * base["step_s"]
-    assert not estimated(replace(plain, gpu="RTX 4090"))["fits"]
-    adapted = MLLMModelKit(Lora(rank=8)).build(ModelSource(None, shape))
-    lora = estimated(plain, adapted)["memory_gib"]
-    assert lora["optimizer states"] < base["memory_gib"]["optimizer states"] / 20
+    assert memory(ulysses=2)["activations"] < kept
+    slow = step(gpu="RTX 4090")
+    assert slow["step_s"] > 3 * step()["step_s"]
+    assert not slow["fits"]
+    lora = memory(MLLMModelKit(Lora(rank=8)).build(ModelSource(None, data.shape("qwen3_vl_2b"))))
+    assert lora["optimizer states"] < base["optimizer states"] / 20
     assert lora["activations"] < kept  # the encoder is frozen, and nothing before it trains
-    frozen = LanguageModel.on_meta(None, shape)
+    frozen = on_meta("qwen3_vl_2b")
     freeze(frozen, ["llm"])
-    assert estimated(plain, frozen)["memory_gib"]["activations"] == pytest.approx(kept)  # gradients pass through it
+    assert memory(frozen)["activations"] == pytest.approx(kept)  # gradients pass through it
 
 
 @pytest.mark.parametrize("dimension", ["ulysses", "context"])
 def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
-    shape, plain = data.shape("qwen3_vl_2b"), PlanSettings()
-    model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
+    model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
     text = replace(batch, media={})
-    alone, shared = (estimate_step(model, [batch], [batch], replace(plain, **{dimension: n})) for n in (1, 4))
-    words = estimate_step(model, [batch], [text], replace(plain, **{dimension: 4}))["seconds"]
+    alone, shared = (estimated(model, batch, **{dimension: n}) for n in (1, 4))
+    words = estimate_step(model, [batch], [text], PlanSettings(**{dimension: 4}))["seconds"]  # type: ignore[arg-type]
     for name in ("weights", "gradients", "optimizer states"):  # FSDP shards over these ranks
         assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
     assert shared["seconds"]["optimizer"] == pytest.approx(alone["seconds"]["optimizer"] / 4)
@@ -155,13 +163,15 @@ def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension: 
 
 
 def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
-    batch = replace(data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS), media={})
+    model = on_meta("qwen3_vl_2b")
+    batch = replace(packed("qwen3_vl_2b", 6, "images"), media={})
     kept = {}
     for mode in ("none", "full"):
-        settings = PlanSettings(activation_checkpointing=mode)
-        both = [replace(settings, ulysses=4), replace(settings, context=4)]
-        ulysses, context = (estimate_step(model, [batch], [batch], one)["memory_gib"]["activations"] for one in both)
+        both = (
+            estimated(model, batch, activation_checkpointing=mode, **ranks)
+            for ranks in ({"ulysses": 4}, {"context": 4})
+        )
+        ulysses, context = (facts["memory_gib"]["activations"] for facts in both)
         kept[mode] = context - ulysses
     config = model.hf.config.get_text_config()
     row = 2 * config.num_key_value_heads * config.head_dim * 2  # keys and values in bf16
@@ -172,30 +182,29 @@ def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
 def test_plan_of_lora_on_a_bf16_base() -> None:
     """The base weights are stored once, the head has no gradient, and FP8 speeds up no more than all GEMMs."""
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    batch = packed("qwen3_8b", 8)
     model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
     cast_frozen_base(model, torch.bfloat16)
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    found = estimate_step(model, [batch], [batch], PlanSettings())
+    found = estimated(model, batch)
     assert found["memory_gib"]["weights"] * 2**30 == pytest.approx(2 * base, rel=0.03)
     assert found["memory_gib"]["bf16 weight copies"] < 0.2
     assert found["memory_gib"]["loss"] < 2.0  # a chunk of logits
-    whole = estimate_step(LanguageModel.on_meta(None, shape), [batch], [batch], PlanSettings())["memory_gib"]
+    whole = estimated(LanguageModel.on_meta(None, shape), batch)["memory_gib"]
     assert found["memory_gib"]["activations"] == pytest.approx(whole["activations"], rel=0.05)
-    low = estimate_step(model, [batch], [batch], PlanSettings(fp8=True))["seconds"]["GEMM"]
+    low = estimated(model, batch, fp8=True)["seconds"]["GEMM"]
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
 
 
 def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     """Their outputs and input gradients; on other GPUs bf16 copies of experts are kept for backward."""
-    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_a3b_6"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_a3b_6", PIXELS)
+    model: Any = on_meta("qwen3_a3b_6")
+    batch = packed("qwen3_a3b_6", 8)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens  # FLOPs of outputs, input gradients
     saved = {}
     for gpu in ("H200", "L40S"):
-        both = [PlanSettings(gpu=gpu, fp8=low) for low in (False, True)]
-        plain, low = (estimate_step(model, [batch], [batch], settings) for settings in both)
+        plain, low = (estimated(model, batch, gpu=gpu, fp8=low) for low in (False, True))
         flops = GEMM_EFFICIENCY * gpu_by_name(gpu).flops_per_s
         saved[gpu] = (plain["seconds"]["GEMM"] - low["seconds"]["GEMM"]) * flops
         copies = low["memory_gib"]["bf16 weight copies"] * 2**30
@@ -204,12 +213,10 @@ def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
 
 
 def test_plan_counts_weight_gradients_in_fp8() -> None:
-    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
-    gemm = []
-    for gradients in (False, True):
-        settings = PlanSettings(fp8=True, fp8_weight_gradients=gradients)
-        gemm.append(estimate_step(model, [batch], [batch], settings)["seconds"]["GEMM"])
+    model: Any = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
+    both = (estimated(model, batch, fp8=True, fp8_weight_gradients=low) for low in (False, True))
+    gemm = [facts["seconds"]["GEMM"] for facts in both]
     assert 0.8 * gemm[0] < gemm[1] < 0.97 * gemm[0]
 
 
@@ -228,7 +235,7 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
     def kept(*frozen: str) -> float:
         model = LanguageModel.on_meta(None, shape)
         freeze(model, frozen)
-        return estimate_step(model, [batch], [batch], PlanSettings())["memory_gib"]["activations"]
+        return estimated(model, batch)["memory_gib"]["activations"]
 
     assert kept("llm", "vision") == pytest.approx(kept("vision"))  # the projector trains, through all text layers
     assert 0 < kept("vision") < kept()
@@ -236,11 +243,10 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
 
 
 def test_plan_full_activation_checkpointing_adds_one_forward() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    model = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
     none, some, attention, full, offload = (
-        estimate_step(model, [batch], [batch], PlanSettings(activation_checkpointing=mode))
-        for mode in CHECKPOINTING_MODES
+        estimated(model, batch, activation_checkpointing=mode) for mode in CHECKPOINTING_MODES
     )
     assert none["step_s"] == some["step_s"]  # the time of selective checkpointing is not modelled
     # Backward of attention, whose scores are computed again, is 2.5 forwards.
@@ -288,8 +294,8 @@ def test_plan_of_attention_of_long_sequences_is_near_its_measurements() -> None:
 
 
 def test_plan_offload_waits_for_copies_over_a_slow_link() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    model = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
     costs = BlockCosts(model, PlanSettings(activation_checkpointing="offload"))
     gpu = gpu_by_name("H200")
     slow = replace(gpu, host_bytes_per_s=1e8)
@@ -315,7 +321,7 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
     density = batch.media["pixel_values"].values.numel() / batch.num_tokens
     assert density < 0.8 * heaviest
     assert density * batches.heaviest(size) == pytest.approx(heaviest)
-    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
+    model = on_meta("qwen3_vl_2b")
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
     fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
     work = Workload(model, PlanSettings(), batches, gpu_by_name("H200"), 1)
@@ -369,14 +375,14 @@ def test_plan_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  
 
 def test_plan_of_qlora_counts_4_bit_weights_and_their_dequantization() -> None:
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    batch = packed("qwen3_8b", 8)
     found = []
     for quantize in ({}, {"llm": "nf4"}):
         model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
         cast_frozen_base(model, torch.bfloat16)
         if quantize:
             quantize_layers(model, quantize, torch.bfloat16)
-        found.append(estimate_step(model, [batch], [batch], PlanSettings(quantize=quantize)))
+        found.append(estimated(model, batch, quantize=quantize))
     lora, qlora = found
     blocks = 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288)
     saved = (lora["memory_gib"]["weights"] - qlora["memory_gib"]["weights"]) * 2**30

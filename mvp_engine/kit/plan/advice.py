@@ -52,7 +52,7 @@ class Change:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
     return str(value)
 
 
@@ -142,7 +142,7 @@ def _qlora_change(planner: Planner, lora: Change | None) -> Change | None:
     has_lora = getattr(config, "lora", None) is not None
     is_used = config.model.quantize or config.model.fp8 or planner.parallel(config).tensor > 1
     decoder = planner.model(config).decoder()
-    if is_used or not (has_lora or lora) or not any(nf4.fits(one) for one in decoder.modules()):
+    if is_used or not (has_lora or lora) or not any(map(nf4.fits, decoder.modules())):
         return None
     values = {**(lora.values if lora else {}), "model.quantize": {"llm": "nf4"}}
     return Change(0, values, ("QLoRA: adapters train, the weights are frozen, in 4 bits",))

@@ -79,9 +79,9 @@ def choose_for_gpu(
         known = gpu_by_name(UNKNOWN_GPU)
     settings = PlanSettings.of(with_defaults(config), config.parallel, UNKNOWN_GPU)
     rows = None if kit.is_stream() else kit
-    room = LESS * min(one["peak"] for one in tried) if tried else None
+    room = LESS * min(note["peak"] for note in tried) if tried else None
     choice = choose_sizes(config, settings, replace(known, memory=memory), data_ranks, rows, room)
-    if choice.values in [one["values"] for one in tried]:
+    if choice.values in [note["values"] for note in tried]:
         raise UserError(
             f"out of memory with the sizes that need least ({choice.reason}): `mvp plan CONFIG` prints settings that "
             "fit"
@@ -133,17 +133,17 @@ def choose(
     if modes[0] == AUTO:
         modes = list(_modes(work))
     room = USABLE * work.gpu.memory if room is None else room
-    estimates = [one for mode in modes for one in _estimates(work, sizes, mode, room)]
-    fitting = [one for one in estimates if one.peak <= room]
+    estimates = [option for mode in modes for option in _estimates(work, sizes, mode, room)]
+    fitting = [option for option in estimates if option.peak <= room]
     if not fitting and config.model.activation_checkpointing == AUTO:
         estimates += _estimates(work, sizes, LAST_RESORT, room)
-        fitting = [one for one in estimates if one.peak <= room]
+        fitting = [option for option in estimates if option.peak <= room]
     if fitting:
-        fastest = min(one.seconds for one in fitting)
-        nearly = [one for one in fitting if one.seconds <= NEARLY_EQUAL * fastest]
-        best = min(nearly, key=lambda one: (_checkpointed(one.mode), one.packs))
+        fastest = min(option.seconds for option in fitting)
+        nearly = [option for option in fitting if option.seconds <= NEARLY_EQUAL * fastest]
+        best = min(nearly, key=lambda option: (_checkpointed(option.mode), option.packs))
     else:
-        best = min(estimates, key=lambda one: one.peak)
+        best = min(estimates, key=lambda option: option.peak)
     values: dict[str, Any] = {}
     if data.micro_batch_tokens == AUTO:
         values = pack_values(section, best.tokens, best.packs)
@@ -165,7 +165,7 @@ def choose(
 def _checkpointed(mode: Mode) -> int:
     """How much is computed a second time in backward; it orders modes."""
     modes = mode.values() if isinstance(mode, Mapping) else [mode]
-    return sum(CHECKPOINTING_MODES.index(one) for one in modes)
+    return sum(CHECKPOINTING_MODES.index(name) for name in modes)
 
 
 def _mode_text(mode: Mode) -> str:

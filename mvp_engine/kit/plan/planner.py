@@ -324,7 +324,7 @@ def _kind_facts(
     rows = dict[tuple[Any, ...], dict[str, Any]]()  # in the order of their first call
     for call, number in calls.items():
         key = (call.ranks, call.kind, call.dtype, call.overlaps)
-        row = {
+        row: dict[str, Any] = {
             "group": first.groups.get(call.ranks, "other"),
             "ranks": ranks_text(call.ranks),
             "size": len(call.ranks),

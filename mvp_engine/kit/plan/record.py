@@ -136,8 +136,8 @@ def _kind(func: Any) -> str | None:
 def _group(values: dict[str, Any]) -> ProcessGroup:
     if "process_group" in values:
         return ProcessGroup.unbox(values["process_group"])
-    found = values["group_name"]
-    return found if isinstance(found, ProcessGroup) else _resolve_process_group(found)
+    group = values["group_name"]
+    return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -103,7 +103,9 @@ def peak_memory(
     The gradients of a step with one micro-batch take the place of the activations that backward frees. From the second
     one on, all gradients exist next to all activations.
     """
-    dynamic = max((_dynamic(costs, batch) for batch in largest), key=lambda one: sum(one.values()))
+    dynamic = max(
+        (_dynamic(costs, batch) for batch in largest), key=lambda sizes: sum(sizes.values())
+    )
     sizes = _static(costs) | dynamic
     if micro_batches == 1:
         freed = sum(dynamic.values()) - dynamic[IN_BACKWARD]
