@@ -72,7 +72,7 @@ def estimate_step(
     }
     peak = sum(memory.values())
     seconds = _step_seconds(costs, step, gpu)
-    total = REST * sum(seconds.values()) * (1.0 if settings.half_precision else FP32_SLOWDOWN)
+    total = _whole(costs, seconds)
     tokens = sum(batch.num_tokens for batch in step)
     flops = sum(float(costs.mfu.flops(batch)) for batch in step) / settings.text_ranks
     return {
@@ -233,23 +233,23 @@ def _text_loss_bytes(costs: BlockCosts, batch: PackedBatch) -> float:
 
 
 def micro_batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> float:
-    """Seconds of forward and backward of one micro-batch on the GPU, with what each one adds to a step."""
-    counted = sum(_batch_seconds(costs, batch, gpu).values())
-    moved = costs.dequantized_bytes() + MICRO_BATCH_BYTES * _trained(costs)
-    total = REST * (counted + moved / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s))
-    return total if costs.settings.half_precision else total * FP32_SLOWDOWN
+    """Seconds of forward and backward of one micro-batch on the GPU."""
+    return _whole(costs, _batch_seconds(costs, batch, gpu))
+
+
+def _whole(costs: BlockCosts, seconds: dict[str, float]) -> float:
+    slower = 1.0 if costs.settings.half_precision else FP32_SLOWDOWN
+    return REST * sum(seconds.values()) * slower
 
 
 def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> dict[str, float]:
     settings = costs.settings
-    seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": 0.0}
+    seconds = dict[str, float]()
     for batch in step:
         for name, value in _batch_seconds(costs, batch, gpu).items():
             seconds[name] = seconds.get(name, 0.0) + value
-    bandwidth = BANDWIDTH_EFFICIENCY * gpu.bytes_per_s
-    seconds["memory traffic"] += len(step) * costs.dequantized_bytes() / bandwidth
     moved = _trained(costs) * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
-    seconds["optimizer"] = moved / bandwidth
+    seconds["optimizer"] = moved / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
     if settings.offload_states:  # copies in both directions run at the same time, hiding the update
         copied = state_bytes(costs) / gpu.host_bytes_per_s
         seconds["optimizer"] = max(copied, seconds["optimizer"])
@@ -268,7 +268,8 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     attention_repeats = {block.is_text for block in costs.blocks if costs.repeats_attention(block)}
     efficiency = attention_efficiency(batch) / ATTENTION_EFFICIENCY
     bandwidth = BANDWIDTH_EFFICIENCY * gpu.bytes_per_s
-    seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": 0.0}
+    moved = costs.dequantized_bytes() + MICRO_BATCH_BYTES * _trained(costs)
+    seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": moved / bandwidth}
 
     def add(
         is_text: bool,
