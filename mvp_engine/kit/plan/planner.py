@@ -197,6 +197,7 @@ class Planner:
             "auto": self.choice and {**self.choice.values, "reason": self.choice.reason},
             **step_facts,
             "activations_of_stage": activations,
+            "seconds": {name: slower * s for name, s in step_facts["seconds"].items()},
             "step_s": step_s,
             "tokens_per_step": tokens,
             "tokens_per_s": tokens / step_s,

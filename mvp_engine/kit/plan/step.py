@@ -260,43 +260,31 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     """Seconds of one micro-batch. Sequence parallel ranks share all of it, tensor parallel ranks the text."""
     encoded = costs.facts.encoder_media(batch)
     others = {name: media for name, media in batch.media.items() if name not in encoded}
-    text_gemm, text_attention = _flops(costs, replace(batch, media=others))
-    all_gemm, all_attention = _flops(costs, batch)
-    saved = costs.saved_bytes(batch, checkpointed=False)
-    repeated = costs.repeated_flops(batch)
-    gain = costs.fp8_gain(batch)
+    text_gemm, text_attention = map(float, costs.mfu.flops_by_kind(replace(batch, media=others)))
+    gemm, attention = map(float, costs.mfu.flops_by_kind(batch))
+    long_sequences = attention_efficiency(batch) / ATTENTION_EFFICIENCY
     attention_repeats = {block.is_text for block in costs.blocks if costs.repeats_attention(block)}
-    efficiency = attention_efficiency(batch) / ATTENTION_EFFICIENCY
     bandwidth = BANDWIDTH_EFFICIENCY * gpu.bytes_per_s
     moved = costs.dequantized_bytes() + MICRO_BATCH_BYTES * _trained(costs)
     seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": moved / bandwidth}
-
-    def add(
-        is_text: bool,
-        share: float,
-        gemm: float,
-        attention: float,
-        again: float,
-        faster: float,
-        kept: float,
-    ) -> None:
+    of_text_and_encoders = zip(
+        (True, False),
+        (1 / costs.settings.text_ranks, costs.encoder_share(batch)),
+        (text_gemm, gemm - text_gemm),
+        (text_attention / long_sequences, attention - text_attention),
+        costs.repeated_flops(batch),
+        costs.fp8_gain(batch),
+        costs.saved_bytes(batch, checkpointed=False),
+        strict=True,
+    )
+    for is_text, share, gemm, attention, again, faster, saved in of_text_and_encoders:
         # Forward and backward are three parts of work; a second forward is a fourth. Backward of attention computes
         # its scores again: it takes 2.5 times as long as forward, and MFU counts 2.
         passes = 4 / 3 if again else 1.0
-        attention_passes = 4.5 / 3.5 if is_text in attention_repeats else 1.0
-        peak = gpu.flops_per_s
-        seconds["GEMM"] += share * (gemm + again - faster) / (GEMM_EFFICIENCY * peak)
-        attention_s = share * attention / (ATTENTION_EFFICIENCY * peak)
-        seconds["attention"] += attention_passes * attention_s
-        seconds["memory traffic"] += passes * SAVED_TRANSFERS * kept / bandwidth
-
-    share = 1 / costs.settings.text_ranks
-    scaled_attention = text_attention / efficiency
-    add(True, share, text_gemm, scaled_attention, repeated.text, gain.text, saved.text)
-    share = costs.encoder_share(batch)
-    gemm = all_gemm - text_gemm
-    attention = all_attention - text_attention
-    add(False, share, gemm, attention, repeated.encoder, gain.encoder, saved.encoder)
+        attention *= share * (4.5 / 3.5 if is_text in attention_repeats else 1.0)
+        seconds["GEMM"] += share * (gemm + again - faster) / (GEMM_EFFICIENCY * gpu.flops_per_s)
+        seconds["attention"] += attention / (ATTENTION_EFFICIENCY * gpu.flops_per_s)
+        seconds["memory traffic"] += passes * SAVED_TRANSFERS * saved / bandwidth
     # Inputs of all blocks but the last one are copied to the host behind the first of four parts of the work, and
     # back behind the other three.
     copied = sum(costs.offloaded_bytes(batch)[1:]) / gpu.host_bytes_per_s
@@ -307,11 +295,6 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         exposed = max(0.0, copied - compute / 4) + max(0.0, copied - 3 * compute / 4)
         seconds["exposed copies"] = exposed
     return seconds
-
-
-def _flops(costs: BlockCosts, batch: PackedBatch) -> tuple[float, float]:
-    gemm, attention = costs.mfu.flops_by_kind(batch)
-    return float(gemm), float(attention)
 
 
 def attention_efficiency(batch: PackedBatch) -> float:
