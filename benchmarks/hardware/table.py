@@ -43,7 +43,7 @@ def estimate_cell(model: str, gpu: str, count: int) -> dict[str, Any]:
 
 
 def _cell(planner: Any, gpu: str, count: int) -> dict[str, Any]:
-    from mvp_engine.kit.plan.advice import Change, cheapest, lora_change, offload_change
+    from mvp_engine.kit.plan.planner import Change, cheapest, lora_change, offload_change
 
     config = planner.config
     ways = {"full": Change(), "offload": offload_change(config), "LoRA": lora_change(config)}

@@ -17,8 +17,7 @@ from mvp_engine.hf.weights.hub import hub_model
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.auto import changed
 from mvp_engine.kit.data.settings import data_section
-from mvp_engine.kit.plan.advice import advise
-from mvp_engine.kit.plan.planner import Planner, Question
+from mvp_engine.kit.plan.planner import Planner, Question, advise
 from mvp_engine.kit.plan.record import ranks_text
 from mvp_engine.kit.plan.step import IN_BACKWARD
 from mvp_engine.log.format import duration, rate
