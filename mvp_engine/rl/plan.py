@@ -35,7 +35,7 @@ class RLPlanner(Planner):
     """A Planner of the actor's ranks; groups on other processes are not counted."""
 
     layout = "groups.actor.parallel"
-    is_rl = True
+    has_global_batch = False
 
     def parallel(self, config: Any) -> Any:
         return config.groups.actor.parallel
@@ -124,6 +124,12 @@ class RLPlanner(Planner):
 
     def peak_gib(self, config: Any, gpus: int) -> float:
         return sum(self._memory(config, gpus, self._training_memory(config, gpus)).values())
+
+    def simulate(self, facts: dict[str, Any]) -> dict[str, Any]:
+        raise UserError(
+            "a simulation is for trainings; of an RL config, plan the training of its actor: the same model and "
+            "parallel sizes in a config of sft"
+        )
 
     def _memory(self, config: Any, gpus: int, memory: dict[str, float]) -> dict[str, float]:
         """With a critic on the same ranks; the KV cache in place of activations, where it is larger."""

@@ -11,7 +11,7 @@ from mvp_engine.config import compose
 from mvp_engine.config.compose import Composed, MissingKeys
 from mvp_engine.config.places import override_key
 from mvp_engine.config.shipped import shipped_configs
-from mvp_engine.errors import EXIT_USER_ERROR, count
+from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import hub_model
 from mvp_engine.imports import load_spec
@@ -57,6 +57,10 @@ def make_planner(question: Question) -> Planner:
     """The planner of the recipe's engine."""
     composed, is_assumed = _compose(question)
     config: Any = composed.config
+    if config.model.type == "module":
+        raise UserError(
+            "mvp plan supports Hugging Face models: model.type=language_model, omni_model, value_model or action_model"
+        )
     tokens_key = f"{data_section(config)[0]}.micro_batch_tokens"
     is_given = any(override_key(word) == tokens_key for word in question.overrides)
     if question.tokens is not None and not is_given:

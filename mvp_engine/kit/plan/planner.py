@@ -77,7 +77,7 @@ class Planner:
     """A config with its model and packs, which changes of the config share as far as they can."""
 
     layout = "parallel"  # the config section of the parallel layout
-    is_rl = False
+    has_global_batch = True  # data.global_batch_size
 
     def __init__(
         self,
@@ -94,11 +94,6 @@ class Planner:
         gpu_by_name(self.gpu)  # an unknown GPU is an error before the data is read
         self.config = config
         self.data_kit = data_kit
-        if config.model.type == "module":
-            raise UserError(
-                "mvp plan supports Hugging Face models: model.type=language_model, omni_model, value_model or "
-                "action_model"
-            )
         self.section, data = data_section(config)
         self.is_assumed = is_assumed or any(s.stream and s.split == "train" for s in data.sources)
         self.gpus = self.default_gpus if question.gpus is None else question.gpus
@@ -264,11 +259,6 @@ class Planner:
         question = self.question
         config = self.config
         model = self.model(config)
-        if self.is_rl:
-            raise UserError(
-                "a simulation is for trainings; of an RL config, plan the training of its actor: the same model and "
-                "parallel sizes in a config of sft"
-            )
         if not facts_of(model, config).is_simulated:
             raise UserError(
                 f"mvp plan does not simulate the loss of model.type={config.model.type}. Without --simulate, --ranks "
@@ -630,7 +620,7 @@ def _pack_sizes(planner: Planner, config: Any, gpus: int) -> Iterator[Change]:
         if tokens < (longest or SMALLEST_PACK):
             return
         values = {f"{planner.section}.micro_batch_tokens": tokens}
-        if data.global_batch_tokens is None and not planner.is_rl:
+        if data.global_batch_tokens is None and planner.has_global_batch:
             values["data.global_batch_size"] = packs << halvings
         notes = () if longest else (f"rows of more than {tokens:,} tokens are left out",)
         yield Change(0.5 * halvings if longest else 6.0 + halvings, values, notes)
