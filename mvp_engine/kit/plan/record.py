@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, pairwise, zip_longest
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -26,24 +27,10 @@ from torch.utils._pytree import tree_leaves
 TORCH = str(Path(torch.__file__).parent)
 OWN_FOLDER = str(Path(__file__).parent)
 
-# Parts of the names of torch's operators, in the namespaces below; the first that matches.
+# In the names of operators of these namespaces, without "-" and "_"; the first that matches counts.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-KINDS = {
-    "reduce_scatter": "reduce-scatter",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-    "barrier": "barrier",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-}
+KINDS = ("reduce-scatter", "all-gather", "all-reduce", "all-to-all", "broadcast", "send", "recv")
+KINDS += ("barrier", "scatter", "gather", "reduce")
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor")
 
 
@@ -51,7 +38,7 @@ INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor
 class Collective:
     """One call of a collective by one rank."""
 
-    kind: str  # as in KINDS
+    kind: str  # as in KINDS; "receive" for recv
     ranks: tuple[int, ...]  # of its group
     bytes: int  # that this rank puts in
     dtype: str
@@ -107,7 +94,7 @@ class CollectiveRecorder(TorchDispatchMode):
         inputs = [values[name] for name in INPUTS if name in values and kind != "barrier"]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         peer = next((values[n] for n in ("dst", "src", "root_rank") if n in values), None)
-        frames = list(_frames())
+        frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
         fsdp_module = next((name for frame in frames if (name := _fsdp_module(frame))), None)
         in_ddp = any(frame.f_code.co_filename.endswith("distributed/ddp.py") for frame in frames)
         self.calls.append(
@@ -129,8 +116,9 @@ class CollectiveRecorder(TorchDispatchMode):
 def _kind(func: Any) -> str | None:
     if func.namespace not in NAMESPACES or "wait_tensor" in func.__name__:
         return None
-    name = func.__name__
-    return next((kind for part, kind in KINDS.items() if part in name), None)
+    name = func.__name__.replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("-", "") in name), None)
+    return "receive" if kind == "recv" else kind
 
 
 def _group(values: dict[str, Any]) -> ProcessGroup:
@@ -138,13 +126,6 @@ def _group(values: dict[str, Any]) -> ProcessGroup:
         return ProcessGroup.unbox(values["process_group"])
     group = values["group_name"]
     return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _fsdp_module(frame: FrameType) -> str | None:
