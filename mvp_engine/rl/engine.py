@@ -86,6 +86,7 @@ class RLEngine(MLLMEngine):
     config: RLConfig
     title = "What the policy answers"
     batch_unit = "prompt"
+    planner = "mvp_engine.rl.plan:RLPlanner"  # of mvp plan
     model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
