@@ -101,6 +101,7 @@ class RLEngine(MLLMEngine):
     batch_unit = "prompt"
     batch_size_keys = ("rl.prompts",)
     trains_in_process = False
+    planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter

@@ -120,7 +120,7 @@ class Check:
             raise UserError(
                 f"out of memory on {device}, which has {_gib(_total_memory(device))} GiB: "
                 f"{str(error).splitlines()[0]}. Lower data.micro_batch_size (or mllm.micro_batch_tokens), set "
-                "model.activation_checkpointing, or shard the model (parallel.shard): `mvp estimate CONFIG` prints "
+                "model.activation_checkpointing, or shard the model (parallel.shard): `mvp plan CONFIG` prints "
                 "what fits"
             ) from None
         except TooManyBadRows as error:

@@ -1,4 +1,4 @@
-"""`mvp estimate` of RL configs: the actor's ranks with generation, log-probs, reference and critic."""
+"""`mvp plan` of RL configs: the actor's ranks with generation, log-probs, reference and critic."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 def estimated(capsys: Any, config: str, *words: str, gpu: str = "H100", code: int = 0) -> dict[str, Any]:
     capsys.readouterr()
     model = f"model.path={Path(config).parent / 'large'}"
-    assert main(["estimate", config, "--json", "--gpu", gpu, model, *words]) == code
+    assert main(["plan", config, "--json", "--gpu", gpu, model, *words]) == code
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_estimate_of_an_rl_config_counts_generation_reference_and_critic(config: str, capsys: Any) -> None:
+def test_plan_of_an_rl_config_counts_generation_reference_and_critic(config: str, capsys: Any) -> None:
     plain = estimated(capsys, config)
     assert (plain["gpus"], plain["steps"]) == (1, 2)
     assert {"generation", "log-probs"} <= plain["seconds"].keys()
@@ -64,7 +64,7 @@ def test_estimate_of_an_rl_config_counts_generation_reference_and_critic(config:
 
 
 @pytest.mark.slow
-def test_estimate_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(config: str, capsys: Any) -> None:
+def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(config: str, capsys: Any) -> None:
     facts = estimated(capsys, config, gpu="T4", code=EXIT_USER_ERROR)
     more = [option for option in facts["advice"] if option["gpus"] > 1]
     assert "workers.where=spawn groups.actor.ranks=2 groups.actor.parallel.shard=2" in more[0]["words"]

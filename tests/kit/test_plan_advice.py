@@ -1,4 +1,4 @@
-"""`mvp estimate` without data, and what it advises: the words that it prints make the training fit."""
+"""`mvp plan` without data, and what it advises: the words that it prints make the training fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from families import config_of
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.tools.estimate import page
+from mvp_engine.tools.plan import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
 GPU_CONFIGS = sorted(file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file))
@@ -31,7 +31,7 @@ SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config.json of models on the Hub, under their ids. An estimate needs nothing else."""
+    """A folder with the config.json of models on the Hub, under their ids. A plan needs nothing else."""
     from transformers import AutoConfig
 
     folder = tmp_path_factory.mktemp("hub")
@@ -47,13 +47,13 @@ def models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def estimated(words: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:
-    code = main(["estimate", *words, "--json"])
+    code = main(["plan", *words, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda file: f"{file.parts[-3]}/{file.stem}")
 def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None, capsys: Any) -> None:
-    found = re.search(r"^# Fits on \d+ GB: mvp estimate CONFIG (.*)$", config.read_text(), re.MULTILINE)
+    found = re.search(r"^# Fits on \d+ GB: mvp plan CONFIG (.*)$", config.read_text(), re.MULTILINE)
     assert found, f"{config} does not say what it fits on"
     code, facts = estimated([str(config), *shlex.split(found[1])], capsys)
     assert code == 0
@@ -73,7 +73,7 @@ def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None,
     ],
     ids=["checkpointing", "smaller packs", "encoder", "shards", "lora", "experts"],
 )
-def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
+def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
     words: list[str], wanted: str, models: None, capsys: Any
 ) -> None:
     code, facts = estimated(words, capsys)
@@ -89,7 +89,7 @@ def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
         assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
 
 
-def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models: None, capsys: Any) -> None:
+def test_plan_with_offload_counts_states_on_the_host_and_their_copies(models: None, capsys: Any) -> None:
     words = [SFT, "model.path=Qwen/Qwen3-8B", "--gpu", "H100", "model.activation_checkpointing=full"]
     words.append("mllm.micro_batch_tokens=16384")
     code, without = estimated([*words, "optim.state_dtype=int8"], capsys)
@@ -108,7 +108,7 @@ def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models
     assert "GiB per GPU, pinned: optimizer states (optim.offload)" in page(facts)
 
 
-def test_estimate_advice_on_several_gpus_says_that_times_are_without_communication() -> None:
+def test_plan_advice_on_several_gpus_says_that_times_are_without_communication() -> None:
     option = {"gpus": 8, "words": "parallel.shard=8", "peak_gib": 60.0, "step_s": 1.0, "notes": []}
     facts: dict[str, Any] = {"config": "it", "gpus": 8, "gpu": "H100", "packs": "full packs", "auto": None}
     facts |= {"memory_gib": {}, "peak_gib": 90.0, "room_gib": 79.0, "fits": False, "fits_on": []}
@@ -116,8 +116,8 @@ def test_estimate_advice_on_several_gpus_says_that_times_are_without_communicati
     assert "communication" not in page({**facts, "gpus": 1, "advice": [{**option, "gpus": 1}]})
 
 
-def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:
-    assert main(["estimate", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
+def test_plan_prints_the_words_to_paste(models: None, capsys: Any) -> None:
+    assert main(["plan", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
     text = capsys.readouterr().out
     assert "does NOT fit" in text
     assert "It fits with these words on the command line:\n\n  lora.rank=16 optim.lr=0.0001\n" in text
@@ -125,9 +125,7 @@ def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:
     assert "Without a change it fits on: L40S, " in text
 
 
-def test_estimate_of_a_hub_id_downloads_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_plan_of_a_hub_id_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**SHAPES["Qwen/Qwen3-0.6B"]).to_json_string().encode()
@@ -139,11 +137,11 @@ def test_estimate_of_a_hub_id_downloads_no_weights(
         assert code == 0
         assert facts["config"] == "Qwen/Qwen3-0.6B"
         assert set(hub.downloads()) == {"config.json"}
-        assert main(["estimate", "Qwen/Qwen3-0.7B"]) == EXIT_USER_ERROR
+        assert main(["plan", "Qwen/Qwen3-0.7B"]) == EXIT_USER_ERROR
         assert "Qwen/Qwen3-0.7B" in capsys.readouterr().err
 
 
-def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, capsys: Any) -> None:
+def test_plan_of_a_config_without_data_assumes_full_packs(models: None, capsys: Any) -> None:
     code, facts = estimated([SFT, "model.path=Qwen/Qwen3-0.6B", "--tokens", "4096"], capsys)
     assert code == 0
     assert facts["tokens_per_step"] == 65536
@@ -155,14 +153,14 @@ def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, caps
     code, on_8 = estimated([*shipped, "--gpus", "8"], capsys)
     assert on_8["idle_ranks"] == 6  # the global batch has two packs
     assert on_8["mfu"] == pytest.approx(facts["mfu"] / 4, rel=0.01)
-    assert main(["estimate", "sft/lroa"]) == EXIT_USER_ERROR
+    assert main(["plan", "sft/lroa"]) == EXIT_USER_ERROR
     assert "sft/lora" in capsys.readouterr().err
-    assert main(["estimate", SFT]) == EXIT_USER_ERROR
+    assert main(["plan", SFT]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert "model.path=..." in error
     assert "sources" not in error
     for words in (["--tokens", "0"], ["--media-share", "2"], ["--gpus", "0"]):
-        assert main(["estimate", "Qwen/Qwen3-0.6B", *words]) == EXIT_USER_ERROR
+        assert main(["plan", "Qwen/Qwen3-0.6B", *words]) == EXIT_USER_ERROR
 
 
 TINY = {
@@ -176,7 +174,7 @@ TINY = {
 
 
 @pytest.mark.parametrize("model_type", TINY)
-def test_estimate_of_other_families_counts_their_media(model_type: str, tmp_path: Path, capsys: Any) -> None:
+def test_plan_of_other_families_counts_their_media(model_type: str, tmp_path: Path, capsys: Any) -> None:
     config_of(model_type).save_pretrained(tmp_path)
     code, facts = estimated([str(tmp_path), "--tokens", "64"], capsys)
     assert code == 0
@@ -186,7 +184,7 @@ def test_estimate_of_other_families_counts_their_media(model_type: str, tmp_path
 @pytest.mark.parametrize(
     ("model", "media"), [("Qwen/Qwen3-VL-2B-Instruct", "3 images"), ("Qwen/Qwen2-Audio-7B-Instruct", "4 audio clips")]
 )
-def test_estimate_of_a_model_with_encoder_counts_media(model: str, media: str, models: None, capsys: Any) -> None:
+def test_plan_of_a_model_with_encoder_counts_media(model: str, media: str, models: None, capsys: Any) -> None:
     words = [model, "--tokens", "4096", "model.freeze=[llm]"]
     _, facts = estimated(words, capsys)
     assert media in facts["packs"]
@@ -195,7 +193,7 @@ def test_estimate_of_a_model_with_encoder_counts_media(model: str, media: str, m
     assert text["peak_gib"] < facts["peak_gib"]
 
 
-def test_estimate_of_preference_training_counts_a_copied_reference(models: None, capsys: Any) -> None:
+def test_plan_of_preference_training_counts_a_copied_reference(models: None, capsys: Any) -> None:
     config = str(ROOT / "recipes" / "preference" / "configs" / "gpu8.yaml")
     words = [config, "model.path=Qwen/Qwen3-8B", "--gpu", "H100"]
     peaks = []

@@ -1,12 +1,15 @@
-"""The training step of a config on simulated ranks: bytes held, parameters and collectives of each."""
+"""The training step of a config on ranks that need not exist: the engine's own code, in this process.
+
+Process groups are torch's fake ones, whose collectives do nothing. Parameters are fake tensors, which have shapes and
+no memory. Small integer tensors, such as the boundaries of packed sequences, keep their values: code on the host reads
+them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -23,11 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import dim_slices, local_tensor
+from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
-from mvp_engine.kit import MLLMModelKit, OptimKit, OptimSettings, TokenNormedLossKit
+from mvp_engine.kit.loss import TokenNormedLossKit
+from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.optim import OptimKit, OptimSettings
+from mvp_engine.kit.plan.record import Collective, CollectiveRecorder
 from mvp_engine.log import MetricStore
 from mvp_engine.model_engine import Settings, engine_class
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
@@ -36,81 +42,11 @@ from mvp_engine.model_engine.fsdp.lockstep import media_kinds
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.fsdp.unused_params import Places
 from mvp_engine.model_engine.optim import build_optimizer
-from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
 
-# Bytes that a rank holds between steps: of its own engine, and of other ranks, from the placements of DTensors.
-
-
-def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of this rank by kind, after a step."""
-    return {kind: _local_bytes(tensors) for kind, tensors in _held(engine).items()}
-
-
-def _held(engine: Any) -> dict[str, list[Tensor]]:
-    model = engine.model
-    states = tree_leaves(list(engine.optimizer.state.values()))
-    if getattr(engine.optimizer, "offload", False):
-        states = []  # on the host
-    return {
-        "weights": [*model.parameters(), *model.buffers()],
-        "gradients": [param.grad for param in model.parameters() if param.grad is not None],
-        "optimizer states": [one for one in states if isinstance(one, Tensor)],
-    }
-
-
-def _local_bytes(tensors: Iterable[Tensor]) -> int:
-    local = [local_tensor(tensor) for tensor in tensors]
-    return sum(one.numel() * one.element_size() for one in local)
-
-
-def bytes_of_ranks(engine: Any) -> dict[int, int]:
-    """Bytes by rank, for the ranks that share the parameters of this engine's rank.
-
-    A rank holds what the placements of the DTensors give it, so none has to be simulated for that.
-    """
-    sharded = Counter[_Sharding]()
-    whole = 0  # bytes of tensors that no rank shards
-    for tensor in [one for tensors in _held(engine).values() for one in tensors]:
-        if isinstance(tensor, DTensor):
-            sharded[_Sharding.of(tensor)] += tensor.element_size()
-        else:
-            whole += tensor.numel() * tensor.element_size()
-    if not sharded:
-        return {engine.world.rank: whole}
-    ranks = set.intersection(*(set(sharding.ranks) for sharding in sharded))
-    found = dict.fromkeys(sorted(ranks), whole)
-    for sharding, size in sharded.items():
-        for rank, elements in zip(sharding.ranks, sharding.elements(), strict=True):
-            if rank in found:
-                found[rank] += size * elements
-    return found
-
-
-@dataclass(frozen=True)
-class _Sharding:
-    """The shape of a DTensor, and how it is placed on a mesh."""
-
-    shape: tuple[int, ...]
-    placements: tuple[Any, ...]
-    mesh_shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # of the mesh, the last dimension fastest
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> _Sharding:
-        mesh = tensor.device_mesh
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return cls(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), ranks)
-
-    def elements(self) -> list[int]:
-        """The elements of each rank of the mesh."""
-        found = []
-        for coordinate in product(*map(range, self.mesh_shape)):
-            lengths = []
-            for dim, size in enumerate(self.shape):
-                slices = dim_slices(size, dim, self.placements, self.mesh_shape, coordinate)
-                lengths.append(sum(one.length for one in slices))
-            found.append(prod(lengths))
-        return found
+FEW_RANKS = 4  # so many are all simulated
+WITHOUT_VALUES = (FakeTensor, DTensor, nn.Parameter)
+GROUPED_BYTES = 16  # to which rows of a grouped GEMM's matrices are aligned
+MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
 
 
 @dataclass(frozen=True)
@@ -124,7 +60,6 @@ class RankPlan:
     calls: list[Collective]
     host_calls: int  # host collectives
     groups: dict[tuple[int, ...], str]  # names of its process groups
-    bytes_of_ranks: dict[int, int]  # of all kinds, for the ranks that share its parameters
 
 
 class Simulation:
@@ -142,19 +77,19 @@ class Simulation:
         settings = Settings.from_config(config, precision)
         # Neither changes a collective.
         self.settings = replace(settings, compile=None, offload="none")
+        self.engine_class = engine_class(config.model.type, config.model.backend)
 
-    def ranks(self, wanted: str | None = None) -> list[int]:
+    def ranks(self, more: str | None = None) -> list[int]:
         """The ranks to simulate; raises a UserError if the layout does not fit the number of ranks."""
         with fake_world(0, self.size, self.gpus_per_node) as world:
-            return chosen_ranks(Layout.of(world, self.parallel), wanted)
+            return chosen_ranks(Layout.of(world, self.parallel), more)
 
     def check(self) -> None:
         """Build rank 0: what a training would refuse at its start is refused here, by the same code."""
         with fake_world(0, self.size, self.gpus_per_node) as world:
-            layout = Layout.of(world, self.parallel)
-            model = self.config.model
-            kind = engine_class(model.type, model.backend)
-            check_engine(kind, lambda checked: self._build(checked, layout))
+            self._build(
+                _mixed(_WithoutParameters, self.engine_class), Layout.of(world, self.parallel)
+            )
 
     def run(self, rank: int, micro_batches: list[PackedBatch]) -> RankPlan:
         with fake_world(rank, self.size, self.gpus_per_node) as world:
@@ -164,23 +99,17 @@ class Simulation:
                 world.host_calls = 0
                 self._train_batch(engine, micro_batches)
 
-            model = self.config.model
             engine, recorder = simulated_step(
-                engine_class(model.type, model.backend),
-                lambda kind: self._build(kind, layout),
-                step,
-                self._codes,
+                self.engine_class, lambda kind: self._build(kind, layout), step, self._codes
             )
-            local = [local_tensor(param) for param in engine.model.parameters()]
             return RankPlan(
                 rank,
                 layout.stage,
                 held_bytes(engine),
-                sum(param.numel() for param in local),
+                sum(local_tensor(param).numel() for param in engine.model.parameters()),
                 recorder.calls,
                 world.host_calls,
                 group_names(layout),
-                bytes_of_ranks(engine),
             )
 
     def _build(self, kind: type[Any], layout: Layout) -> Any:
@@ -203,8 +132,7 @@ class Simulation:
         def forward_step(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
             if "log_probs" in engine.model.provides:
                 return loss(ctx, engine.model, batch)
-            outputs = engine.model(batch, ["values"])
-            return outputs["values"].sum(), batch.num_loss_tokens
+            return engine.model(batch, ["values"])["values"].sum(), batch.num_loss_tokens
 
         engine.train_batch(batches, forward_step, plan)
 
@@ -212,43 +140,47 @@ class Simulation:
 def _without_values(batch: PackedBatch) -> PackedBatch:
     """The batch with media as fake tensors; of an assumed batch they are on the meta device."""
     media = dict[str, Media]()
-    for kind, one in batch.media.items():
-        media[kind] = replace(one, values=torch.empty(one.values.shape, dtype=torch.float32))
+    for kind, item in batch.media.items():
+        media[kind] = replace(item, values=torch.empty(item.values.shape, dtype=torch.float32))
     return replace(batch, media=media)
 
 
-# Which ranks of a layout to simulate, and the names of its process groups.
-#
-# Nothing here knows a dimension of the layout by name; of pipeline stages, whose ranks hold different layers, it knows
-# that they are blocks of neighbouring ranks.
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Bytes that this rank holds between steps, by kind."""
+    params = list(engine.model.parameters())
+    states = tree_leaves(list(engine.optimizer.state.values()))
+    if getattr(engine.optimizer, "offload", False):
+        states = []  # on the host
+    kinds = {
+        "weights": [*params, *engine.model.buffers()],
+        "gradients": [param.grad for param in params if param.grad is not None],
+        "optimizer states": [state for state in states if isinstance(state, Tensor)],
+    }
+    return {kind: sum(local_tensor(t).nbytes for t in kinds[kind]) for kind in kinds}
 
-FEW_RANKS = 4  # so many are all simulated
+
+# ---- Ranks and process groups --------------------------------------------------------------------------------------
 
 
-def chosen_ranks(layout: Layout, wanted: str | None) -> list[int]:
-    """The ranks to simulate: rank 0, the last rank of each of its groups, and one rank of each pipeline stage.
+def chosen_ranks(layout: Layout, more: str | None) -> list[int]:
+    """The ranks to simulate: the first and the last one, the last of each group of rank 0, and one of each stage.
 
-    Ranks between the first and the last of a group do the same with other data. `wanted` names more ranks.
+    Ranks between the first and the last of a group do the same with other data, on shards of a size between theirs.
+    `more` names others. Nothing here knows a dimension of the layout by name; of pipeline stages, whose ranks hold
+    different layers, it knows that they are blocks of neighbouring ranks.
     """
     size = layout.world.size
-    if wanted == "all" or size <= FEW_RANKS:
+    if more == "all" or size <= FEW_RANKS:
         return list(range(size))
-    chosen = {0, *_listed(wanted, size)}
-    chosen |= set(range(0, size, layout.stage_size))
+    words = [word.strip() for word in more.split(",")] if more else []
+    for word in words:
+        if not word.isdigit() or int(word) >= size:
+            raise UserError(f"--ranks {more}: {word!r} is no rank below {size}; or write all")
+    chosen = {0, size - 1, *map(int, words), *range(0, size, layout.stage_size)}
     for ranks in sorted(_lines_through_rank0(layout.world), key=len):
         if len(chosen & set(ranks)) < 2:  # a larger group may have two of smaller ones already
             chosen.add(ranks[-1])
     return sorted(chosen)
-
-
-def _listed(wanted: str | None, size: int) -> list[int]:
-    if wanted is None:
-        return []
-    words = [word.strip() for word in wanted.split(",")]
-    wrong = [word for word in words if not word.isdigit() or int(word) >= size]
-    if wrong:
-        raise UserError(f"--ranks {wanted}: {wrong[0]!r} is no rank below {size}; or write all")
-    return [int(word) for word in words]
 
 
 def _lines_through_rank0(world: World) -> Iterator[list[int]]:
@@ -270,29 +202,17 @@ def group_names(layout: Layout) -> dict[tuple[int, ...], str]:
 
 
 def _groups(value: Any, name: str) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    if isinstance(value, World):
-        return
     if isinstance(value, dist.ProcessGroup):
         yield name.removesuffix("s").removesuffix("_group"), value
     elif isinstance(value, DeviceMesh):
         for dim, dim_name in enumerate(value.mesh_dim_names or (name,) * value.ndim):
             yield dim_name, value.get_group(dim)
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _groups(one, name)
-    elif is_dataclass(value):
+        for item in value:
+            yield from _groups(item, name)
+    elif is_dataclass(value) and not isinstance(value, World):
         for field in fields(value):
             yield from _groups(getattr(value, field.name), field.name)
-
-
-# One rank of a job that need not exist: the engine's own code on torch's fake process group, without values.
-#
-# Parameters are fake tensors, which have shapes and no memory. Small integer tensors, such as the boundaries of packed
-# sequences, keep their values: code on the host reads them.
-
-WITHOUT_VALUES = (FakeTensor, DTensor, nn.Parameter)
-GROUPED_BYTES = 16  # to which rows of a grouped GEMM's matrices are aligned
-MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
 
 
 class FakeWorld(World):
@@ -331,6 +251,9 @@ def fake_world(rank: int, size: int, gpus_per_node: int) -> Iterator[FakeWorld]:
         world.close()
 
 
+# ---- Tensors without values ----------------------------------------------------------------------------------------
+
+
 class ShapesOnly(CollectiveRecorder):
     """A context for a step on fake tensors: operators on known values run, others only compute shapes.
 
@@ -359,8 +282,7 @@ class ShapesOnly(CollectiveRecorder):
         kwargs = kwargs or {}
         self.record(func, args, kwargs)
         leaves = list[Any]()
-        _add_leaves(args, leaves)
-        _add_leaves([*kwargs.values()], leaves)
+        _add_leaves([*args, *kwargs.values()], leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func.namespace == "aten" and _has_known_values(func, kwargs, leaves, tensors):
             with _disable_current_modes():
@@ -369,12 +291,12 @@ class ShapesOnly(CollectiveRecorder):
             return _grouped_mm_shape(*args, **kwargs)
         if func.namespace == "c10d":
             with _disable_current_modes():
-                self._answer(func, args)
-        if any(type(one) is not Tensor and _is_known(one) for one in tensors):
+                self._answer(args)
+        if any(type(tensor) is not Tensor and _is_known(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, _as_plain, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _answer(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _answer(self, args: tuple[Any, ...]) -> None:
         """Values of a collective on known values."""
         call = self.calls[-1]
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -425,9 +347,8 @@ def _is_known(tensor: Tensor) -> bool:
 
 def _as_plain(tensor: Tensor) -> Tensor:
     """A known tensor without the subclass, which fake tensors do not mix with."""
-    return (
-        tensor.as_subclass(Tensor) if type(tensor) is not Tensor and _is_known(tensor) else tensor
-    )
+    is_other = type(tensor) is not Tensor and _is_known(tensor)
+    return tensor.as_subclass(Tensor) if is_other else tensor
 
 
 def _has_known_values(
@@ -443,12 +364,12 @@ def _has_known_values(
         return len(tensors) == 1 or _broadcast_size(tensors) <= MOST_KNOWN
     dtype = kwargs.get("dtype")
     device = torch.device(kwargs.get("device") or "cpu")
-    numbers = [one for one in leaves if type(one) is int]
-    if device.type != "cpu" or prod(max(1, one) for one in numbers) > MOST_KNOWN:
+    numbers = [leaf for leaf in leaves if type(leaf) is int]
+    if device.type != "cpu" or prod(max(1, number) for number in numbers) > MOST_KNOWN:
         return False
     if dtype is None:  # torch.arange(3) has integers
         is_range = func.overloadpacket is torch.ops.aten.arange
-        return is_range and not any(isinstance(one, float) for one in leaves)
+        return is_range and not any(isinstance(leaf, float) for leaf in leaves)
     return not dtype.is_floating_point
 
 
@@ -457,6 +378,9 @@ def _broadcast_size(tensors: list[Tensor]) -> int:
         return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     except RuntimeError:  # an operator that does not broadcast
         return sum(tensor.numel() for tensor in tensors)
+
+
+# ---- A model engine without values ---------------------------------------------------------------------------------
 
 
 def balance_routing(model: nn.Module) -> None:
@@ -475,29 +399,14 @@ def balance_routing(model: nn.Module) -> None:
         module.register_forward_pre_hook(route, with_kwargs=True)
 
 
-class _UncheckedAdapter:
-    """A model's adapter without the checks that compare values."""
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
-
-    def preflight(self, *_: Any, **__: Any) -> None: ...
-
-    def preflight_gradients(self, *_: Any) -> None: ...
-
-    def preflight_media(self, *_: Any) -> None: ...
-
-
 class _WithoutValues(FSDPEngine):
     """A mixin that comes before a model engine's class: its step without reading a value."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.adapter: Any = _UncheckedAdapter(self.adapter)
+        for name in ("preflight", "preflight_gradients", "preflight_media"):
+            setattr(self.adapter, name, lambda *_, **__: None)  # checks that compare values
         freeze(self.model, self.settings.freeze)
         named = self.model.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]  # of all stages
@@ -531,9 +440,8 @@ class _WithoutParameters(_WithoutValues):
     def _prepare_training(self) -> None: ...
 
 
-def check_engine(engine_class: type[Any], build: Callable[[type[Any]], object]) -> None:
-    """Let `build` make and initialize an engine, which raises what a training would raise at its start."""
-    build(type(f"Checked{engine_class.__name__}", (_WithoutParameters, engine_class), {}))
+def _mixed(mixin: type[Any], engine_class: type[Any]) -> type[Any]:
+    return type(f"Simulated{engine_class.__name__}", (mixin, engine_class), {})
 
 
 def simulated_step(
@@ -546,8 +454,7 @@ def simulated_step(
 
     Ranks of later pipeline stages need the `codes` that the stages before them left there.
     """
-    kind = type(f"Simulated{engine_class.__name__}", (_WithoutValues, engine_class), {})
-    engine = build(kind)
+    engine = build(_mixed(_WithoutValues, engine_class))
     recorder = ShapesOnly(engine.fake, engine.world.rank, {} if codes is None else codes)
     with recorder:
         step(engine)

@@ -1,4 +1,4 @@
-"""`mvp estimate` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
+"""`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
 
 A step is estimated with completions of `rollout.max_new_tokens`. Generation reads all weights once for each new token
 of the prompts that are completed together; that of a server is not counted.
@@ -14,28 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from mvp_engine.errors import count
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf.model.config_source import num_heads
-from mvp_engine.kit.estimate.memory import DYNAMIC
-from mvp_engine.kit.estimate.packs import Packs, assumed_packs
-from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name
-from mvp_engine.kit.estimate.step import BANDWIDTH_EFFICIENCY, REST
+from mvp_engine.kit.plan.costs import PlanSettings, facts_of
+from mvp_engine.kit.plan.hardware import FITS, GIB, gpu_by_name
+from mvp_engine.kit.plan.packs import Packs, assumed_packs
+from mvp_engine.kit.plan.planner import Planner
+from mvp_engine.kit.plan.step import BANDWIDTH_EFFICIENCY, DYNAMIC, REST
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader
 from mvp_engine.kit.rl.rollout import Sample, rollout_batch
 from mvp_engine.kit.rl.settings import ALGORITHMS
-from mvp_engine.tools.estimate_config import Estimator
-from mvp_engine.tools.inspect import config_data_kit
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")
 SAMPLED_PROMPTS = 64
 
 
-class RLEstimator(Estimator):
-    """An Estimator of the actor's ranks; groups on other processes are not counted."""
+class RLPlanner(Planner):
+    """A Planner of the actor's ranks; groups on other processes are not counted."""
 
     layout = "groups.actor.parallel"
-    is_rl = True
+    has_global_batch = False
 
     def parallel(self, config: Any) -> Any:
         return config.groups.actor.parallel
@@ -49,7 +48,12 @@ class RLEstimator(Estimator):
     def default_gpus(self) -> int:
         return self.config.groups.actor.ranks or super().default_gpus
 
-    def settings(self, config: Any) -> EstimateSettings:
+    def settings(self, config: Any) -> PlanSettings:
+        if self.parallel(config).pipeline > 1:
+            raise UserError(
+                "mvp plan of an RL config does not know groups.actor.parallel.pipeline > 1: plan with "
+                "pipeline=1 and as many more shards, whose ranks hold as many weights"
+            )
         reference = config.groups.reference
         is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)
         here = reference is None or reference.on == "actor"
@@ -62,7 +66,7 @@ class RLEstimator(Estimator):
         """Tokens of each prompt; without data, as many as a completion has."""
         if self.is_assumed:
             return np.array([self.config.rollout.max_new_tokens])
-        _, costs = config_data_kit(self.engine_class, self.config).measured("train")
+        _, costs = self.data_kit(self.config).measured("train")
         tokens = np.concatenate([cost.tokens for cost in costs])
         return tokens[tokens > 0]
 
@@ -80,10 +84,12 @@ class RLEstimator(Estimator):
             if self.is_assumed:
                 rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
                 data = data.model_copy(update=rows)
-                found = assumed_packs(self.model(config).hf.config, data, self.media_share)
+                facts = facts_of(self.model(config), config)
+                share = self.question.media_share
+                packs = assumed_packs(facts, data, data.pack_tokens, share)
             else:
-                found = _rollout_packs(config_data_kit(self.engine_class, config), config)
-            self._packs[key] = found
+                packs = _rollout_packs(self.data_kit(config), config)
+            self._packs[key] = packs
         return self._packs[key]
 
     # ---- A step ---------------------------------------------------------------------------------------------------
@@ -118,6 +124,12 @@ class RLEstimator(Estimator):
     def peak_gib(self, config: Any, gpus: int) -> float:
         return sum(self._memory(config, gpus, self._training_memory(config, gpus)).values())
 
+    def simulate(self, facts: dict[str, Any]) -> dict[str, Any]:
+        raise UserError(
+            "a simulation is for trainings; of an RL config, plan the training of its actor: the same model and "
+            "parallel sizes in a config of sft"
+        )
+
     def _memory(self, config: Any, gpus: int, memory: dict[str, float]) -> dict[str, float]:
         """With a critic on the same ranks; the KV cache in place of activations, where it is larger."""
         memory = dict(memory)
@@ -137,12 +149,12 @@ class RLEstimator(Estimator):
         update = sum(seconds[name] for name in UPDATE)
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
-        found = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
+        more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
         if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.on == "actor":
-            found["critic"] = forward + update + optimizer
+            more["critic"] = forward + update + optimizer
         if config.rollout.backend == "packed" and config.groups.rollout is None:
-            found["generation"] = self._generation_seconds(config, gpus)
-        return found
+            more["generation"] = self._generation_seconds(config, gpus)
+        return more
 
     def _together(self, config: Any, gpus: int) -> tuple[int, int]:
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
@@ -186,16 +198,16 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     new = config.rollout.max_new_tokens
     group = config.rl.group
     budget = config.mllm.pack_tokens
-    found = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
+    packs = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
-        found.largest = [*found.largest, _pack([longest], new, group, budget)]
-    found.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
+        packs.largest = [*packs.largest, _pack([longest], new, group, budget)]
+    packs.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
     mean = float(tokens[tokens > 0].mean())
-    found.text = (
+    packs.text = (
         f"{count(config.rl.prompts, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
         f"in packs of up to {budget:,}"
     )
-    return found
+    return packs
 
 
 def _pack(prompts: list[Prompt], new: int, group: int, budget: int) -> Any:

@@ -1,13 +1,18 @@
-"""CollectiveRecorder: every collective that runs inside of it, in order, on real ranks and on simulated ones alike."""
+"""CollectiveRecorder: every collective that runs inside of it, in order, on real ranks and on simulated ones alike.
+
+`find_differences` compares those of ranks: a difference is a hang, or mixes up data.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise, zip_longest
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -22,24 +27,10 @@ from torch.utils._pytree import tree_leaves
 TORCH = str(Path(torch.__file__).parent)
 OWN_FOLDER = str(Path(__file__).parent)
 
-# Parts of the names of torch's operators, in the namespaces below; the first that matches.
+# In the names of operators of these namespaces, without "-" and "_"; the first that matches counts.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-KINDS = {
-    "reduce_scatter": "reduce-scatter",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-    "barrier": "barrier",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-}
+KINDS = ("reduce-scatter", "all-gather", "all-reduce", "all-to-all", "broadcast", "send", "recv")
+KINDS += ("barrier", "scatter", "gather", "reduce")
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor")
 
 
@@ -47,7 +38,7 @@ INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor
 class Collective:
     """One call of a collective by one rank."""
 
-    kind: str  # as in KINDS
+    kind: str  # as in KINDS; "receive" for recv
     ranks: tuple[int, ...]  # of its group
     bytes: int  # that this rank puts in
     dtype: str
@@ -103,7 +94,7 @@ class CollectiveRecorder(TorchDispatchMode):
         inputs = [values[name] for name in INPUTS if name in values and kind != "barrier"]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         peer = next((values[n] for n in ("dst", "src", "root_rank") if n in values), None)
-        frames = list(_frames())
+        frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
         fsdp_module = next((name for frame in frames if (name := _fsdp_module(frame))), None)
         in_ddp = any(frame.f_code.co_filename.endswith("distributed/ddp.py") for frame in frames)
         self.calls.append(
@@ -125,22 +116,16 @@ class CollectiveRecorder(TorchDispatchMode):
 def _kind(func: Any) -> str | None:
     if func.namespace not in NAMESPACES or "wait_tensor" in func.__name__:
         return None
-    name = func.__name__
-    return next((kind for part, kind in KINDS.items() if part in name), None)
+    name = func.__name__.replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("-", "") in name), None)
+    return "receive" if kind == "recv" else kind
 
 
 def _group(values: dict[str, Any]) -> ProcessGroup:
     if "process_group" in values:
         return ProcessGroup.unbox(values["process_group"])
-    found = values["group_name"]
-    return found if isinstance(found, ProcessGroup) else _resolve_process_group(found)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    group = values["group_name"]
+    return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
 
 
 def _fsdp_module(frame: FrameType) -> str | None:
@@ -158,3 +143,80 @@ def _line(frames: list[FrameType]) -> str:
         if not file.startswith((TORCH, OWN_FOLDER, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
     return ""
+
+
+# ---- Hangs ---------------------------------------------------------------------------------------------------------
+
+Calls = Sequence[Collective]
+POINT_TO_POINT = ("send", "receive")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first call in which a rank differs from another one."""
+
+    rank: int
+    other: int
+    number: int  # of the call, counted from 1, among those that both ranks make together
+    call: Collective | None  # None: the rank has no such call
+    expected: Collective | None
+
+    def __str__(self) -> str:
+        calls = (self.call, self.expected)
+        mine, theirs = ("missing" if call is None else f"{call} ({call.where})" for call in calls)
+        return (
+            f"rank {self.rank} would hang: call {self.number} that it shares with rank {self.other} is {mine}; "
+            f"on rank {self.other} it is {theirs}"
+        )
+
+
+def find_differences(calls_of: Mapping[int, Calls]) -> list[Difference]:
+    """One difference for each rank that is not like the others, the rank with most differences first.
+
+    Of two ranks that differ only from each other, the higher one is named. They are compared by the calls over groups
+    that both are members of. Sends are compared with the receives of the other rank, apart from the collectives: a
+    pipeline orders them differently on its two sides.
+    """
+    compared = [_compare(calls_of, *pair) for pair in combinations(sorted(calls_of), 2)]
+    left = [difference for difference in compared if difference is not None]
+    named = list[Difference]()
+    while left:
+        votes = Counter(rank for difference in left for rank in (difference.rank, difference.other))
+        odd = max(votes, key=lambda rank: (votes[rank], rank))
+        first = min((d for d in left if odd in (d.rank, d.other)), key=lambda d: d.number)
+        if first.rank != odd:
+            first = Difference(odd, first.rank, first.number, first.expected, first.call)
+        named.append(first)
+        left = [d for d in left if odd not in (d.rank, d.other)]
+    return named
+
+
+def _compare(calls_of: Mapping[int, Calls], rank: int, other: int) -> Difference | None:
+    together, theirs = (
+        [c for c in calls_of[one] if two in c.ranks and c.kind not in POINT_TO_POINT]
+        for one, two in ((rank, other), (other, rank))
+    )
+    # Ranks that send each other the sizes of later calls agree on them, whatever a simulation assumes.
+    agreed = {call.ranks for call in together if call.kind == "all-to-all" and not call.sent}
+    for number, (mine, its) in enumerate(zip_longest(together, theirs), 1):
+        if mine is None or its is None or not _match(rank, mine, other, its, agreed):
+            return Difference(other, rank, number, its, mine)
+    for sender, receiver in ((rank, other), (other, rank)):
+        sent = [c for c in calls_of[sender] if (c.kind, c.peer) == ("send", receiver)]
+        received = [c for c in calls_of[receiver] if (c.kind, c.peer) == ("receive", sender)]
+        for number, (mine, its) in enumerate(zip_longest(sent, received), 1):
+            if mine is None or its is None or (mine.bytes, mine.dtype) != (its.bytes, its.dtype):
+                return Difference(receiver, sender, number, its, mine)
+    return None
+
+
+def _match(
+    rank: int, one: Collective, other: int, two: Collective, agreed: set[tuple[int, ...]]
+) -> bool:
+    if (one.kind, one.ranks, one.dtype, one.peer) != (two.kind, two.ranks, two.dtype, two.peer):
+        return False
+    if not one.sent or not two.sent:
+        return one.bytes == two.bytes
+    mine, its = one.ranks.index(rank), one.ranks.index(other)
+    exchanged = (one.sent[its], one.received[its]) == (two.received[mine], two.sent[mine])
+    return one.ranks in agreed or exchanged

@@ -1,35 +1,36 @@
-"""What the transformer blocks of a model save for backward, and what activation checkpointing and FP8 change.
+"""BlockCosts: what the transformer blocks of a model save for backward and compute, with the settings of a training.
 
-Everything is counted on the meta device, from the layers of each block and the number of rows (tokens or
-patches) that they process.
+Everything is counted on the meta device, from the layers of each block and the number of rows (tokens or patches) that
+they process, by the rules of compiled blocks on GPUs.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH
-from mvp_engine.hf.actions.action_model import ActionModel
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.experts import moe_layers
+from mvp_engine.hf.lora.quantize import quantize_layers
 from mvp_engine.hf.media.shared_media import largest_share
+from mvp_engine.hf.model.adapter import cast_frozen_base
 from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.speech.csm import CsmModel
-from mvp_engine.hf.speech.omni_model import OmniModel
-from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
-from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
+from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.imports import load_spec
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
-from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
+from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.plan.hardware import gpu_by_name
+from mvp_engine.model_engine import Settings
+from mvp_engine.model_engine.base import DTYPES
+from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops import fp8
 from mvp_engine.ops.cudnn_attention import LARGEST_HEAD  # also FlashAttention's
 from mvp_engine.ops.nf4 import quantized_layers
@@ -40,67 +41,177 @@ REPEATING = ("attention", *REPEATING_ALL)  # and of the block without its attent
 RESIDENT_INPUTS = 3
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
 EAGER = 1.7
+HEAD_DIM = 64  # of attention that does not name it
+FP8_SPEEDUP = 1.45  # of an FP8 GEMM, including the quantization of its operands
+# Of one for a weight gradient, whose operands are transposed: 2.8 and 0.8 ms, instead of 4.2, for a layer of Qwen3-1.7B
+# and 32k tokens.
+FP8_WEIGHT_GRADIENT_SPEEDUP = 1.2
 
-# The kind of rows that the layers of a part process; all other parts are encoders.
-ROWS_OF_PART = {"llm": "text", "projector": "projector", "action": "action", "talker": "talker"}
+
+@dataclass(frozen=True)
+class PlanSettings(Settings):
+    """The settings of a model engine, and what else memory and time depend on apart from the model and its batches."""
+
+    precision: str = "bf16"
+    compile: Any = "auto"
+    gpu: str = "H200"
+    state_dtype: str = "float32"
+    offload_states: bool = False  # optimizer states are on the host (optim.offload)
+    reference_copy: bool = False  # a second, frozen model, as preference training has it
+    teacher: str | None = None  # a frozen model of another size, as distillation has it
+    shard: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    reshard: bool = True
+    recipe: Any = None  # the whole config, for the facts of its model
+
+    @classmethod
+    def of(cls, config: Any, parallel: Any, gpu: str) -> PlanSettings:
+        """`parallel`: the section of the layout, which in an RL config is that of the actor.
+
+        Pipeline stages count as shards: a rank holds as many weights.
+        """
+        precision = config.loop.precision
+        layout = ("ulysses", "context", "tensor", "expert", "reshard")
+        return cls.from_config(
+            config,
+            "bf16" if precision == "auto" else precision,
+            gpu=gpu,
+            state_dtype=getattr(config.optim, "state_dtype", "float32"),
+            offload_states=getattr(config.optim, "offload", False),
+            reference_copy=getattr(config, "reference", None) == "copy",
+            teacher=config.distil.teacher if hasattr(config, "distil") else None,
+            recipe=config,
+            shard=parallel.shard * parallel.pipeline,
+            **{name: getattr(parallel, name) for name in layout},
+        )
+
+    @property
+    def half_precision(self) -> bool:
+        return self.precision != "fp32"
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share the tokens of a batch."""
+        return self.context * self.ulysses
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks that shard parameters: FSDP also shards over the ranks of a sequence."""
+        return self.shard * self.sequence_ranks
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks over which weights, gradients and optimizer states are distributed."""
+        return self.fsdp_ranks * self.tensor
+
+    @property
+    def text_ranks(self) -> int:
+        """Ranks that share the compute of the text model; tensor parallel ranks run the encoders in full."""
+        return self.sequence_ranks * self.tensor
+
+    @property
+    def compute_bytes(self) -> float:
+        """Bytes per element of activations and of weights in use."""
+        return 2.0 if self.half_precision else 4.0
+
+
+def meta_model(config: Any, settings: PlanSettings) -> PackedModel:
+    """The model of a config without weights: frozen, cast and quantized as the model engine does it."""
+    model: Any = MLLMModelKit(getattr(config, "lora", None)).build(config.model)
+    assert isinstance(model, PackedModel)
+    freeze(model, config.model.freeze)
+    if settings.half_precision:
+        cast_frozen_base(model, DTYPES[settings.precision])
+    if settings.quantize:
+        quantize_layers(model, settings.quantize, DTYPES[settings.precision])
+    return model
+
+
+def facts_of(model: PackedModel, config: Any = None) -> PlanFacts:
+    module, name = load_spec(model.plan_facts, Path(), "plan_facts")
+    facts: PlanFacts = getattr(module, name or "")(model, config)
+    return facts
 
 
 @dataclass(frozen=True)
 class Block:
     module: nn.Module
     part: str
+    rows: str  # the kind of rows that it processes
     in_backward: bool  # it trains, or something before it does
-    is_predictor: bool = False  # of codes, which belongs to the talker
-    keeps_attention: bool = True  # with activation checkpointing `attention`
-
-    @property
-    def rows(self) -> str:
-        return "code" if self.is_predictor else ROWS_OF_PART.get(self.part, "encoder")
+    keeps_attention: bool  # with activation checkpointing `attention`
+    experts_config: Any
 
     @property
     def is_text(self) -> bool:
-        return self.rows in ("text", "action", "talker", "code")
+        return self.rows not in ("encoder", "projector")
 
     @cached_property  # asked for every pack size
     def elements(self) -> SavedElements:
         return saved_elements(self.module)
 
+    @cached_property
+    def gemm(self) -> float:
+        """Forward FLOPs of its GEMMs for one row."""
+        return _gemm_flops(self.module.modules(), self.experts_config)
 
-@dataclass
-class Amount:
+
+class Amount(NamedTuple):
     """An amount of text blocks and one of encoder blocks: ranks shard the text model only."""
 
     text: float = 0.0
     encoder: float = 0.0
 
-    def add(self, block: Block, value: float) -> None:
-        if block.is_text:
-            self.text += value
-        else:
-            self.encoder += value
+    @classmethod
+    def of(cls, values: Iterable[tuple[Block, float]]) -> Amount:
+        sums = [0.0, 0.0]
+        for block, value in values:
+            sums[not block.is_text] += value
+        return cls(*sums)
 
 
 class BlockCosts:
     """The blocks of a model with the settings of their parts."""
 
-    def __init__(self, model: PackedModel, settings: EstimateSettings) -> None:
+    def __init__(self, model: PackedModel, settings: PlanSettings) -> None:
         self.model = model
         self.settings = settings
+        self.facts = facts_of(model, settings.recipe)
         self.mfu = MFUKit(model)
-        self.blocks = _blocks(model)
         checkpointing = settings.activation_checkpointing
         self.checkpointing = by_part(model, checkpointing, "model.activation_checkpointing")
         self.compiled = by_part(model, settings.compile, "model.compile")
         self.fp8 = by_part(model, settings.fp8, "model.fp8")
-        # What only text outputs use gets no gradient from actions, and so no optimizer state.
-        unused = set[str]()
-        if isinstance(model, ActionModel) and not settings.text_loss:
-            unused = model.text_parameters
+        unused = self.facts.unused_parameters()
         self.unused = {p for name, p in model.named_parameters() if name in unused}
+        self.blocks = list(self._find_blocks())
+
+    def _find_blocks(self) -> Iterator[Block]:
+        after_trained = set[nn.Module]()
+        has_trained = False
+        facts = self.facts
+        if facts.has_text_model:
+            for module, _, _ in modules_in_forward_order(facts.backbone):
+                if has_trained:
+                    after_trained.add(module)
+                has_trained = has_trained or _trains(module, recurse=False)
+        trains = _trains(self.model)
+        within_images = facts.attends_within_images()
+        for module, part in blocks_by_part(self.model):
+            rows = facts.rows_of(module, part)
+            is_last = trains and facts.runs_last(rows)
+            in_backward = module in after_trained or _trains(module) or is_last
+            keeps = has_fused_attention(module) and not (part == "llm" and within_images)
+            yield Block(module, part, rows, in_backward, keeps, facts.experts_config(rows))
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that get gradients and optimizer states."""
         return [p for p in self.model.parameters() if p.requires_grad and p not in self.unused]
+
+    # ---- Activation checkpointing ---------------------------------------------------------------------------------
 
     def mode(self, block: Block) -> str:
         """The mode of activation checkpointing of a block; `full` in place of `attention` where that keeps nothing."""
@@ -114,31 +225,36 @@ class BlockCosts:
         is_fp32_compiled = not self.settings.half_precision and self.compiled.get(block.part)
         return block.keeps_attention and not is_fp32_compiled
 
+    def repeats(self, block: Block) -> bool:
+        """Whether backward computes the GEMMs of a block a second time."""
+        return block.in_backward and self.mode(block) in REPEATING
+
+    def passes(self, block: Block) -> int:
+        """Forwards and backwards to inputs."""
+        return 1 + block.in_backward + self.repeats(block)
+
     def repeats_attention(self, block: Block) -> bool:
-        """Whether backward computes a block's attention a second time."""
-        mode = self.mode(block)
-        is_mixer = not block.elements.attention
+        is_mixer = not block.elements.attention  # of a hybrid model
         if self.checkpointing.get(block.part) == "attention" and is_mixer:
-            return False  # of a hybrid model
-        return block.in_backward and mode in REPEATING_ALL
+            return False
+        return block.in_backward and self.mode(block) in REPEATING_ALL
+
+    # ---- Bytes saved for backward ---------------------------------------------------------------------------------
 
     def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
         """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing.
 
         Not the inputs of blocks that are on the host.
         """
-        amount = Amount()
-        for block, mode, size in self._saved(batch, checkpointed):
-            if mode != "offload":
-                amount.add(block, size)
-        return amount
+        saved = self._saved(batch, checkpointed)
+        return Amount.of((block, size) for block, mode, size in saved if mode != "offload")
 
     def offloaded_bytes(self, batch: PackedBatch) -> list[float]:
         """Bytes of the inputs of blocks that wait on the host for backward, the largest first."""
         if "offload" not in self.checkpointing.values():
             return []
-        found = [size for _, mode, size in self._saved(batch) if mode == "offload"]
-        return sorted(found, reverse=True)
+        sizes = (size for _, mode, size in self._saved(batch) if mode == "offload")
+        return sorted(sizes, reverse=True)
 
     def block_bytes(self, batch: PackedBatch) -> float:
         """Bytes of the one block that backward computes again, and of inputs on their way to and from the host.
@@ -155,10 +271,8 @@ class BlockCosts:
         self, batch: PackedBatch, checkpointed: bool = True
     ) -> Iterator[tuple[Block, str, float]]:
         """Blocks in backward with their modes, and the bytes that they save."""
-        rows = self._rows(batch)
+        rows = self._num_rows(batch)
         tokens = rows["text"]
-        for kind in {"text", "talker", "code"} & rows.keys():
-            rows[kind] /= self.settings.sequence_ranks
         size = self.settings.compute_bytes
         share = self.encoder_share(batch)
         for block in self.blocks:
@@ -167,32 +281,31 @@ class BlockCosts:
             mode = self.mode(block) if checkpointed else "none"
             elements = block.elements
             if self.unused and self.unused.intersection(block.module.parameters()):
-                elements = saved_for_keys(block.module)
+                elements = _saved_for_keys(block.module)
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
             ranks = self.settings.tensor if block.is_text else 1
             per_row = size * elements.full
             if mode == "none":
                 eager = 1.0 if self.compiled.get(block.part) else EAGER
                 per_row = size * elements.none * eager / ranks
-                if self._compiles_fp8_gradients(block):
+                if self.settings.fp8_weight_gradients and self._compiles_fp8(block):
                     per_row -= elements.fp8_gradients
             elif mode == "selective":
                 per_row = size * elements.selective / ranks
             elif mode == "attention":  # and its log-sum-exp, in float32
                 per_row += (size * elements.attention + 4 * elements.heads) / ranks
             saved = per_row * rows.get(block.rows, 0.0)
-            saved *= 1.0 if block.is_text else share
+            saved = saved / self.settings.sequence_ranks if block.is_text else share * saved
             if mode == "none" and block.is_text and self.settings.context > 1:
                 saved += size * self._gathered_elements() * tokens
             yield block, mode, saved
 
     def encoder_share(self, batch: PackedBatch) -> float:
         """The part of the encoders' work of the sequence parallel rank that has most of it."""
-        inputs = {name: media for name, media in batch.media.items() if name != SPEECH}
-        rows = {name: len(media.values) for name, media in inputs.items()}
+        media = self.facts.encoder_media(batch).values()
         ranks = self.settings.sequence_ranks
-        largest = sum(rows[name] * largest_share(media, ranks) for name, media in inputs.items())
-        return largest / max(1, sum(rows.values()))
+        largest = sum(len(item.values) * largest_share(item, ranks) for item in media)
+        return largest / max(1, sum(len(item.values) for item in media))
 
     def _gathered_elements(self) -> float:
         """Elements of gathered keys and values that a layer saves for each token of the whole batch."""
@@ -206,83 +319,69 @@ class BlockCosts:
         ranks = self.settings.ulysses * self.settings.tensor
         return 2 * head_dim * max(1.0, kv_heads / ranks) * copies
 
+    def _num_rows(self, batch: PackedBatch) -> dict[str, float]:
+        """The number of rows of each kind."""
+        rows = self.facts.num_rows(batch)
+        for name, media in batch.media.items():
+            if not len(media.row_counts):
+                continue
+            ids = ids_with_own_media(batch, media)
+            for kind, number, pair in self.mfu.encoder_work(name, media, ids):
+                if pair is None:
+                    rows[kind] = rows.get(kind, 0.0) + float(number)
+        return rows
+
+    # ---- FLOPs and bytes that are moved ---------------------------------------------------------------------------
+
     def repeated_flops(self, batch: PackedBatch) -> Amount:
         """GEMM FLOPs of the second forward of checkpointed blocks."""
-        rows = self._rows(batch)
-        amount = Amount()
-        for block in self.blocks:
-            if block.in_backward and self.mode(block) in REPEATING:
-                flops = _gemm_flops(block.module.modules(), self._config_of(block))
-                amount.add(block, flops * rows.get(block.rows, 0.0))
-        return amount
+        return self._total(batch, lambda block: block.gemm if self.repeats(block) else 0.0)
 
-    def _config_of(self, block: Block) -> Any:
-        """The config that has the number of experts of a row."""
-        if block.rows == "talker" and isinstance(self.model, OmniModel):
-            talker: Any = self.model.talker
-            return talker.config.text_config
-        backbone: Any = language_backbone(self.model)
-        return backbone.config.get_text_config() if block.is_text else None
+    def fp8_gain(self, batch: PackedBatch) -> Amount:
+        """The bf16 FLOPs that take as long as FP8 GEMMs are faster: of outputs, input gradients, weight gradients."""
 
-    def fp8_flops(self, batch: PackedBatch) -> Amount:
-        """FLOPs of FP8 GEMMs: the outputs of linear layers and experts, and the gradients of their inputs."""
-        rows = self._rows(batch)
-        amount = Amount()
-        for block in self.blocks:
-            if not self.fp8.get(block.part, False):
-                continue
-            backward = 0
-            if block.in_backward:
-                backward = 2 if self.mode(block) in REPEATING else 1
-            flops = _gemm_flops(self._fp8_modules(block), self._config_of(block))
-            amount.add(block, (1 + backward) * flops * rows.get(block.rows, 0.0))
-        return amount
+        def gain(block: Block) -> float:
+            modules = self._fp8_modules(block)
+            flops = self.passes(block) * _gemm_flops(modules, block.experts_config)
+            low = flops * (1 - 1 / FP8_SPEEDUP)
+            if not self.settings.fp8_weight_gradients:
+                return low
+            params = [p for module in modules if fp8.fits(module) for p in module.parameters(False)]
+            trained = sum(p.numel() for p in params if p.requires_grad and p not in self.unused)
+            return low + 2.0 * trained * (1 - 1 / FP8_WEIGHT_GRADIENT_SPEEDUP)
 
-    def fp8_weight_gradient_flops(self, batch: PackedBatch) -> Amount:
-        """FLOPs of weight gradients that are FP8 GEMMs: those of linear layers."""
-        rows = self._rows(batch)
-        amount = Amount()
-        for block in self.blocks:
-            if self.settings.fp8_weight_gradients and self.fp8.get(block.part, False):
-                layers = [module for module in self._fp8_modules(block) if fp8.fits(module)]
-                params = [p for layer in layers for p in layer.parameters(False)]
-                trained = [p for p in params if p.requires_grad and p not in self.unused]
-                weights = sum(p.numel() for p in trained)
-                amount.add(block, 2.0 * weights * rows.get(block.rows, 0.0))
-        return amount
+        return self._total(batch, gain) if any(self.fp8.values()) else Amount()
 
-    def _compiles_fp8_gradients(self, block: Block) -> bool:
-        is_fp8 = self.settings.fp8_weight_gradients and self.fp8.get(block.part, False)
-        return bool(is_fp8 and self.compiled.get(block.part))
+    def _total(self, batch: PackedBatch, per_row: Callable[[Block], float]) -> Amount:
+        rows = self._num_rows(batch)
+        return Amount.of((b, per_row(b) * rows.get(b.rows, 0.0)) for b in self.blocks)
 
     def _fp8_modules(self, block: Block) -> list[nn.Module]:
         """The linear layers and stacked experts of a block that run in FP8."""
         if not self.fp8.get(block.part, False):
             return []
         layers = moe_layers.fp8_layers(block.module)
-        if not runs_fp8_experts(self.settings.gpu):
+        if not gpu_by_name(self.settings.gpu).fp8_experts:
             return layers
         stacked = moe_layers.modules(block.module).values()
         return [*layers, *(module for module in stacked if moe_layers.fit_fp8(module))]
 
+    def _compiles_fp8(self, block: Block) -> bool:
+        return bool(self.fp8.get(block.part) and self.compiled.get(block.part))
+
     def gathered_in_fp8(self) -> set[nn.Parameter]:
         """The weights that FSDP gathers as float8 values: `hf/experts/fp8_layers.py`."""
-        found = set[nn.Parameter]()
-        for block in self.blocks:
-            layers = [one for one in self._fp8_modules(block) if isinstance(one, nn.Linear)]
-            params = [layer.get_parameter("weight") for layer in layers]
-            found.update(p for p in params if len(p) % self.settings.fsdp_ranks == 0)
-        return found
+        layers = [m for b in self.blocks for m in self._fp8_modules(b) if isinstance(m, nn.Linear)]
+        params = {layer.get_parameter("weight") for layer in layers}
+        return {p for p in params if len(p) % self.settings.fsdp_ranks == 0}
 
     def dequantized_bytes(self) -> float:
         """Bytes that dequantizing the weights of blocks moves in a forward and backward: 4.5 bits in, a number out."""
         moved = 0.0
         for block in self.blocks:
-            passes = 1 + block.in_backward
-            passes += block.in_backward and self.mode(block) in REPEATING
             layers = quantized_layers(block.module).values()
             weights = sum(layer.in_features * layer.out_features for layer in layers)
-            moved += passes * weights * (9 / 16 + self.settings.compute_bytes)
+            moved += self.passes(block) * weights * (9 / 16 + self.settings.compute_bytes)
         return moved
 
     def autocast_bytes(self) -> float:
@@ -291,61 +390,15 @@ class BlockCosts:
         Checkpointed blocks cast again in backward, and weights that are bf16 already need no copy. Compiled FP8 layers
         save the one that backward needs.
         """
-        if not self.settings.half_precision:
-            return 0.0
         total = 0.0
-        for block in self.blocks:
-            if not block.in_backward or self.mode(block) != "none":
-                continue
-            low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
-            for param in block.module.parameters():
-                if param in self.unused or param.element_size() <= 2:
-                    continue
-                if param not in low:
-                    total += 2.0 * param.numel()
-                elif self.compiled.get(block.part):
-                    total += param.numel()
+        for block in self.blocks if self.settings.half_precision else []:
+            if block.in_backward and self.mode(block) == "none":
+                low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
+                of_low = 1.0 if self.compiled.get(block.part) else 0.0
+                for param in set(block.module.parameters()) - self.unused:
+                    if param.element_size() > 2:
+                        total += param.numel() * (of_low if param in low else 2.0)
         return total
-
-    def _rows(self, batch: PackedBatch) -> dict[str, float]:
-        """The number of rows that the layers of each kind process."""
-        suffix = float(num_suffix_rows(self.model, batch))
-        text = batch.num_tokens * thinker_share(self.model, batch)
-        rows = {"text": float(text), "action": suffix}
-        if not isinstance(self.model, Pi0Policy):  # a chunk regressor has no blocks of its own
-            rows["text"] += suffix
-        for name, media in batch.media.items():
-            if not len(media.row_counts):
-                continue
-            ids = ids_with_own_media(batch, media)
-            for kind, count, pair in self.mfu.encoder_work(name, media, ids):
-                if pair is None:
-                    rows[kind] = rows.get(kind, 0.0) + float(count)
-        return rows
-
-
-def _blocks(model: PackedModel) -> list[Block]:
-    after_trained = set[nn.Module]()
-    has_trained = False
-    ordered = (
-        [] if isinstance(model, CsmModel) else modules_in_forward_order(language_backbone(model))
-    )
-    for module, _, _ in ordered:
-        if has_trained:
-            after_trained.add(module)
-        has_trained = has_trained or _trains(module, recurse=False)
-    found = []
-    predictor = set[nn.Module]()
-    if isinstance(model, SPEAKING):
-        predictor = set(model.predictor.modules())
-    speaks = isinstance(model, SPEAKING) and _trains(model)  # the talker comes after everything
-    # Action models attend by groups of queries, without masks.
-    within_images = not isinstance(model, ActionModel) and attends_within_images(model)
-    for module, part in blocks_by_part(model):
-        in_backward = module in after_trained or _trains(module) or (speaks and part == "talker")
-        keeps = has_fused_attention(module) and not (part == "llm" and within_images)
-        found.append(Block(module, part, in_backward, module in predictor, keeps))
-    return found
 
 
 def _trains(module: nn.Module, recurse: bool = True) -> bool:
@@ -361,9 +414,7 @@ def _gemm_flops(modules: Iterable[nn.Module], config: Any) -> float:
     return flops
 
 
-# SavedElements: what one transformer block saves for backward, per row, counted from its layers.
-
-HEAD_DIM = 64  # of attention that does not name it
+# ---- What one block saves ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -387,12 +438,15 @@ def saved_elements(block: nn.Module) -> SavedElements:
     """
     saved = SavedElements()
     for group in block.children():
-        linear = _linear_layers(group)
+        modules = [module for name, module in group.named_modules() if "lora_" not in name]
+        linear = [module for module in modules if isinstance(module, nn.Linear)]
         experts = [p for p in group.parameters() if p.ndim == 3]
         if linear:
             _add_linear(saved, group, linear)
-        if experts:
-            _add_experts(saved, experts, _experts_per_token(group))
+        for weight in experts:
+            per_token = _experts_per_token(group)
+            saved.none += per_token * float(weight.shape[1] + weight.shape[2])
+            saved.selective += per_token * float(weight.shape[1])
         if not linear and not experts:
             for name, param in group.named_parameters():
                 if name.endswith("weight") and param.ndim == 1:  # of a norm
@@ -401,19 +455,11 @@ def saved_elements(block: nn.Module) -> SavedElements:
     return saved
 
 
-def saved_for_keys(block: Any) -> SavedElements:
+def _saved_for_keys(block: Any) -> SavedElements:
     """Of a block that only computes keys and values: the inputs of its norm and projections, and the rotated keys."""
     width = float(block.self_attn.k_proj.in_features)
     keys = float(block.self_attn.k_proj.out_features)
     return SavedElements(2 * width + 2 * keys, width + 2 * keys, width)
-
-
-def _linear_layers(group: nn.Module) -> list[nn.Linear]:
-    layers = []
-    for name, module in group.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:
-            layers.append(module)
-    return layers
 
 
 def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear]) -> None:
@@ -431,31 +477,16 @@ def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear])
         saved.attention += last_input
         saved.heads += last_input / (getattr(group, "head_dim", None) or HEAD_DIM)
     # One byte of an input instead of two. Backward of attention needs its output in bf16 all the same.
-    if any(_has_fp8_gradient(layer) for layer in first):
+    if any(fp8.fits(layer) and layer.weight.requires_grad for layer in first):
         saved.fp8_gradients += first_input
-    if _has_fp8_gradient(last):
+    if fp8.fits(last) and last.weight.requires_grad:
         saved.fp8_gradients += -last_input if is_attention else last_input
 
 
-def _has_fp8_gradient(layer: nn.Linear) -> bool:
-    return fp8.fits(layer) and layer.weight.requires_grad
-
-
-def _add_experts(saved: SavedElements, weights: list[nn.Parameter], per_token: int) -> None:
-    saved.none += per_token * sum(float(weight.shape[1] + weight.shape[2]) for weight in weights)
-    saved.selective += per_token * sum(float(weight.shape[1]) for weight in weights)
-
-
 def _experts_per_token(group: nn.Module) -> int:
-    for module in group.modules():
-        for name in ("top_k", "num_experts_per_tok"):
-            found = getattr(module, name, None)
-            if isinstance(found, int):
-                return found
-    return 1
-
-
-# ---- Attention that is no operator ----------------------------------------------------------------------------------
+    names = ("top_k", "num_experts_per_tok")
+    numbers = (getattr(module, name, None) for module in group.modules() for name in names)
+    return next((number for number in numbers if isinstance(number, int)), 1)
 
 
 def has_fused_attention(block: nn.Module) -> bool:
@@ -470,18 +501,9 @@ def has_fused_attention(block: nn.Module) -> bool:
 def _is_fused(attention: Any) -> bool:
     softcap = getattr(attention, "attn_logit_softcapping", None)
     sinks = getattr(attention, "sinks", None)
-    dropout: Any = getattr(attention, "attention_dropout", None)
-    if softcap is not None or sinks is not None or dropout:
+    if softcap is not None or sinks is not None or getattr(attention, "attention_dropout", None):
         return False
     size = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     head_dim = int(size or HEAD_DIM)
     same_values = getattr(attention, "v_head_dim", head_dim) == head_dim
     return head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and same_values
-
-
-def attends_within_images(model: PackedModel) -> bool:
-    """Whether tokens of an image attend to each other in the language model, by FlexAttention (Gemma 3, PaliGemma)."""
-    hf: Any = model.hf
-    text: Any = hf.config.get_text_config()
-    has_types = "token_type_ids" in inspect.signature(hf.forward).parameters
-    return has_types or bool(getattr(text, "use_bidirectional_attention", False))

@@ -1,8 +1,10 @@
-"""The packs (micro-batches) of an estimate: those of a config's data, or assumed ones without data."""
+"""The packs (micro-batches) that a plan counts: those of a config's data, samples of its rows, or assumed ones."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, cached_property
 from math import isqrt
 from typing import Any
 
@@ -10,21 +12,18 @@ import numpy as np
 import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import SPEECH
-from mvp_engine.errors import UserError, count
-from mvp_engine.hf.actions.action_model import NOISE, ActionModel
-from mvp_engine.hf.speech.speech_protocol import HEADER
-from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.action_flops import language_backbone
-from mvp_engine.kit.speech_flops import SpeakingModel, assumed_speech
+from mvp_engine.errors import count
+from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.measured_sources import repeated
+from mvp_engine.kit.data.pack.plan import make_packs
+from mvp_engine.kit.data.settings import MLLMData
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
-ROW_TOKENS = 128  # text of an assumed row with speech
-FRAMES = 125  # of its answer
-CAMERAS = 3  # of an assumed row of an action model
-PROMPT_TOKENS = 32  # of its prompt
 MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
+ENCODERS = ("vision_config", "audio_config")
+FULL = 0.9  # of the tokens of a pack that counts as full
 
 
 class Packs:
@@ -50,10 +49,10 @@ class DataPacks(Packs):
         self.tokens = [int(lengths.sum()) for _, lengths in packs]
         self.longest_row = max(int(lengths.max()) for _, lengths in packs)
         encoder_costs = np.concatenate([cost.encoder for cost in self.dataset.costs])
-        self.encoder_work = list[int]()
-        for rows, _ in packs:
-            row_numbers = self.dataset.first[rows[:, 0]] + rows[:, 1]
-            self.encoder_work.append(int(encoder_costs[row_numbers].sum()))
+        self.encoder_work = [
+            int(encoder_costs[self.dataset.first[rows[:, 0]] + rows[:, 1]].sum())
+            for rows, _ in packs
+        ]
         self.text = f"packs of the data, with up to {count(max(self.tokens), 'token')}"
 
     @cached_property
@@ -70,88 +69,114 @@ class DataPacks(Packs):
         return [self.dataset[index][0] for index in places]
 
 
-def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Packs:
-    """Full packs of `micro_batch_tokens`, in rows as long as the settings allow, with media for the encoder."""
-    tokens = data.pack_tokens
+class SampledBatches:
+    """Micro-batches of any size that are like those of a data kit, made from a few of its rows without a packing plan.
+
+    These rows may have less media than most. The encoder work of more rows is measured.
+    """
+
+    def __init__(self, kit: MLLMDataKit, split: str = "train") -> None:
+        sample = kit.sample(split)
+        media = {}  # on the meta device: their shapes are enough
+        for name, item in sample.media.items():
+            media[name] = replace(item, values=item.values.to("meta"))
+        self.sample = replace(sample, media=media)
+        self.costs = cache(lambda: kit.sample_costs(split))  # of no use without media
+        # A choice asks for each size with many modes.
+        self._batch = cache(lambda size: repeated(self.sample, size))
+        self.heaviest = cache(self._heaviest)
+
+    def __call__(self, size: int) -> PackedBatch:
+        return self._batch(size)
+
+    def _heaviest(self, size: int) -> float:
+        """The encoder work of the heaviest of many packs of this size, as a multiple of that of `self(size)`."""
+        costs = self.costs()
+        tokens, encoder = costs[costs[:, 0] <= size].T
+        of_batch = _media_share(self(size)) / (_media_share(self.sample) or 1.0)
+        in_sample = int(np.searchsorted(np.cumsum(tokens), self.sample.num_tokens)) + 1
+        density = of_batch * encoder[:in_sample].sum() / max(1, tokens[:in_sample].sum())
+        if not density:
+            return 1.0  # text
+        shares = [float(encoder.sum() / tokens.sum())]
+        for pack in make_packs(tokens, encoder, size):
+            if tokens[pack].sum() >= FULL * size:  # not the last one
+                shares.append(float(encoder[pack].sum() / tokens[pack].sum()))
+        return max(shares) / density
+
+
+def _media_share(batch: PackedBatch) -> float:
+    """Values of media for each token."""
+    return sum(media.values.numel() for media in batch.media.values()) / batch.num_tokens
+
+
+# ---- Without data --------------------------------------------------------------------------------------------------
+
+
+def assumed_packs(
+    facts: PlanFacts, data: MLLMData, tokens: int, media_share: float = MEDIA_SHARE
+) -> Packs:
+    """Full packs of so many tokens, in rows as long as the settings allow, with media for the encoder."""
+    of_model = facts.assumed_batch(tokens)
+    if of_model is not None:
+        return Packs(*of_model)
+    config = facts.backbone.config
     row_tokens = min(tokens, data.row_tokens or tokens)
     ids = torch.zeros(tokens, dtype=torch.long)
     media = dict[str, Media]()
     text = (
         f"full packs of {tokens:,} tokens, assumed; rows of {row_tokens:,} tokens (mllm.row_tokens)"
     )
-    found = _media(model_config, int(tokens * media_share), data.limits.max_pixels)
-    if found is not None:
-        name, item_tokens, values = found
-        items = len(values.row_counts)
+    items = assumed_media(config, int(tokens * media_share), data.limits.max_pixels)
+    if items is not None:
+        name, item_tokens, values = items
+        number = len(values.row_counts)
         media[name] = values
-        placeholder = getattr(model_config, "image_token_id", None)
+        placeholder = getattr(config, "image_token_id", None)
         if placeholder is not None:
-            ids[: items * item_tokens] = placeholder
+            ids[: number * item_tokens] = placeholder
         kind = "audio clip" if name == "input_features" else "image"
-        text += f", {count(items, kind)} of {item_tokens:,} tokens per pack (--media-share)"
-    elif media_share and _has_encoder(model_config):
+        text += f", {count(number, kind)} of {item_tokens:,} tokens per pack (--media-share)"
+    elif media_share and any(getattr(config, name, None) for name in ENCODERS):
         text += "; the encoder is not counted"
     batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
     return Packs(batch, data.row_tokens, text)
 
 
-def assumed_action_packs(model: ActionModel, tokens: int, draws: int) -> Packs:
-    """Full packs of rows with three cameras and a prompt, each with `draws` of noise."""
-    config = language_backbone(model).config
-    spec = model.action_spec
-    one = _media(config, tokens, None)
-    if one is None:
-        raise UserError(f"an estimate does not know the images of {config.model_type}")
-    item_tokens = one[1]
-    row_tokens = CAMERAS * item_tokens + PROMPT_TOKENS
-    rows = max(1, tokens // row_tokens)
-    images = _media(config, CAMERAS * rows * item_tokens, None)
-    assert images is not None
-    media = {images[0]: images[2]}
-    ids = torch.zeros(rows, row_tokens, dtype=torch.long)
-    ids[:, : CAMERAS * item_tokens] = config.image_token_id
-    shape = (rows, draws, spec.chunk, spec.action_dim)
-    fields = {NOISE: torch.empty(shape, device="meta")}
-    no_loss = list(torch.zeros_like(ids, dtype=torch.bool))
-    batch = PackedBatch.from_sequences(list(ids), no_loss, sequence_fields=fields, media=media)
-    text = (
-        f"packs of {count(rows, 'row')}, assumed: {CAMERAS} cameras of {item_tokens:,} tokens and a prompt of "
-        f"{PROMPT_TOKENS}, {count(draws, 'draw')} of noise each"
-    )
-    return Packs(batch, row_tokens, text)
+def assumed_batches(
+    facts: PlanFacts, data: MLLMData, media_share: float = MEDIA_SHARE
+) -> Callable[[int], PackedBatch]:
+    """Micro-batches by their number of tokens, of whole rows."""
+    row_tokens = data.row_tokens or data.pack_tokens
+
+    @cache
+    def batch(tokens: int) -> PackedBatch:
+        of_model = facts.assumed_batch(tokens)
+        whole = max(row_tokens, tokens - tokens % row_tokens)
+        return (
+            of_model[0] if of_model else assumed_packs(facts, data, whole, media_share).sampled[0]
+        )
+
+    return batch
 
 
-def assumed_speech_packs(model: SpeakingModel, tokens: int) -> Packs:
-    """Full packs of spoken answers: talker positions count as tokens, as the data kit counts them."""
-    user_tokens = ROW_TOKENS // 2
-    talker_rows = user_tokens + HEADER + FRAMES
-    rows = max(1, tokens // (ROW_TOKENS + talker_rows))
-    ids = torch.zeros(rows, ROW_TOKENS, dtype=torch.long)
-    media = {SPEECH: assumed_speech(model, rows, user_tokens, FRAMES)}
-    batch = PackedBatch.from_sequences(list(ids), media=media)
-    text = (
-        f"packs of {count(rows, 'row')}, assumed: {ROW_TOKENS} tokens of text and an answer of {FRAMES} frames, which "
-        f"is 10 seconds"
-    )
-    return Packs(batch, ROW_TOKENS + talker_rows, text)
-
-
-def _has_encoder(config: Any) -> bool:
-    return any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
-
-
-def _media(config: Any, tokens: int, max_pixels: int | None) -> tuple[str, int, Media] | None:
+def assumed_media(
+    config: Any, tokens: int, max_pixels: int | None
+) -> tuple[str, int, Media] | None:
     """The name in the batch, the tokens of an item, and items that fill `tokens`; None if there are none."""
-    if tokens == 0:
-        return None
     vision = getattr(config, "vision_config", None)
     audio = getattr(config, "audio_config", None)
+    if tokens == 0:
+        return None
     if vision is not None and getattr(vision, "spatial_merge_size", None):
         return _patches(vision, tokens, max_pixels)
     if vision is not None and getattr(vision, "image_size", None):
         return _images(config, vision, tokens)
     if audio is not None and getattr(audio, "max_source_positions", None):
-        return _clips(audio, tokens)
+        # Clips of one length: the convolution and pooling of Whisper encoders halve the frames twice.
+        positions = audio.max_source_positions
+        shape = (audio.num_mel_bins, 2 * positions)
+        return _items("input_features", tokens, positions // 2, shape)
     return None
 
 
@@ -168,8 +193,8 @@ def _patches(vision: Any, tokens: int, max_pixels: int | None) -> tuple[str, int
     colours = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1)
     values = _empty(items * patches, colours * vision.patch_size**2)
     grids = torch.tensor([[1, side * merge, side * merge]] * items)
-    media = Media(values, torch.full((items,), patches), _first_row(items))
-    media.fields["image_grid_thw"] = grids
+    first_row = torch.zeros(items, dtype=torch.long)
+    media = Media(values, torch.full((items,), patches), first_row, {"image_grid_thw": grids})
     return "pixel_values", side**2, media
 
 
@@ -186,20 +211,13 @@ def _images(config: Any, vision: Any, tokens: int) -> tuple[str, int, Media]:
     return _items("pixel_values", tokens, item_tokens, (3, height, width))
 
 
-def _clips(audio: Any, tokens: int) -> tuple[str, int, Media]:
-    """Audio clips of one length: the convolution and pooling of Whisper encoders halve the frames twice."""
-    item_tokens = audio.max_source_positions // 2
-    frames = 2 * audio.max_source_positions
-    return _items("input_features", tokens, item_tokens, (audio.num_mel_bins, frames))
-
-
 def _items(
     name: str, tokens: int, item_tokens: int, shape: tuple[int, ...]
 ) -> tuple[str, int, Media]:
     """Items of one shape, at least one: a short clip is padded to the full shape, too."""
     items = max(1, tokens // item_tokens)
-    rows = torch.ones(items, dtype=torch.long)
-    media = Media(_empty(items, *shape), rows, _first_row(items))
+    first_row = torch.zeros(items, dtype=torch.long)
+    media = Media(_empty(items, *shape), torch.ones(items, dtype=torch.long), first_row)
     return name, min(tokens, item_tokens), media
 
 
@@ -209,7 +227,3 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-
-def _first_row(items: int) -> torch.Tensor:
-    return torch.zeros(items, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The choice of `mllm.micro_batch_tokens=auto` and `model.activation_checkpointing=auto`, from estimates.
+"""The choice of `mllm.micro_batch_tokens=auto` and `model.activation_checkpointing=auto`.
 
 Every pack size and every mode of activation checkpointing that the config leaves open is estimated. Of those that fit
 into the GPU, the choice is the one with the shortest step; of nearly equal ones, the one with least activation
@@ -16,16 +16,16 @@ from typing import Any
 
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import count
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.kit.data.settings import GLOBAL_BATCH_TOKENS, MLLMData
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import DYNAMIC, peak_memory
-from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu
-from mvp_engine.kit.estimate.step import micro_batch_seconds
+from mvp_engine.kit.auto import AUTO, CHECKPOINTING, Choice, pack_values, with_defaults
+from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.settings import MLLMData, data_section
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings, facts_of, meta_model
+from mvp_engine.kit.plan.hardware import GIB, Gpu, gpu_by_name
+from mvp_engine.kit.plan.packs import MEDIA_SHARE, SampledBatches, assumed_batches
+from mvp_engine.kit.plan.step import DYNAMIC, micro_batch_seconds, peak_memory
 
-AUTO = "auto"
-CHECKPOINTING = "model.activation_checkpointing"
 LAST_RESORT = "offload"  # needs memory of the host, about which nothing is known: only where nothing else fits
 USABLE = 0.9  # of the memory: estimates are within a tenth of measurements
 NEARLY_EQUAL = 1.01  # times the shortest step: of these, the least activation checkpointing and the largest packs
@@ -34,6 +34,8 @@ MULTIPLE = 64  # tokens; pack sizes that do not divide the global batch are roun
 # a step with 28 blocks and eight micro-batches suggests 4 ms.
 HOST_SECONDS = 6e-3
 SELECTIVE_SLOWDOWN = 0.05  # of a part whose blocks use selective activation checkpointing
+UNKNOWN_GPU = "H100"  # stands for the speed of a GPU that is not in the table
+LESS = 0.75  # of the estimated memory of a choice that ran out of it may be filled by the next one
 
 Mode = str | dict[str, str]
 
@@ -50,25 +52,11 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Values of config keys, and why."""
-
-    values: dict[str, Any]
-    reason: str
-    peak: float = 0.0  # bytes by the estimate
-
-    def __add__(self, other: Choice) -> Choice:
-        """Both choices; the values of the other one count where both have them."""
-        reasons = "; ".join(reason for reason in (self.reason, other.reason) if reason)
-        return Choice({**self.values, **other.values}, reasons, other.peak)
-
-
-@dataclass(frozen=True)
 class Workload:
     """What a choice is for: the model on the meta device, its data, and the GPUs."""
 
     model: PackedModel
-    settings: EstimateSettings
+    settings: PlanSettings
     batch: Callable[[int], PackedBatch]  # a micro-batch of so many tokens
     gpu: Gpu
     data_ranks: int
@@ -76,30 +64,56 @@ class Workload:
     heaviest: Callable[[int], float] = lambda _: 1.0
 
 
-def is_open(config: Any, data: MLLMData) -> bool:
-    """Does the config leave something to choose?"""
-    sizes = data.micro_batch_tokens, data.global_batch_tokens
-    return AUTO in (*sizes, config.model.activation_checkpointing)
+def choose_for_gpu(
+    config: Any,
+    kit: MLLMDataKit,
+    gpu: tuple[str, float],
+    data_ranks: int,
+    tried: list[dict[str, Any]],
+) -> Choice:
+    """The choice of a run on GPUs of this name and memory; it fills less of it than those that ran out of memory."""
+    name, memory = gpu
+    try:
+        known = gpu_by_name(name)
+    except UserError:
+        known = gpu_by_name(UNKNOWN_GPU)
+    settings = PlanSettings.of(with_defaults(config), config.parallel, UNKNOWN_GPU)
+    rows = None if kit.is_stream() else kit
+    room = LESS * min(note["peak"] for note in tried) if tried else None
+    choice = choose_sizes(config, settings, replace(known, memory=memory), data_ranks, rows, room)
+    if choice.values in [note["values"] for note in tried]:
+        raise UserError(
+            f"out of memory with the sizes that need least ({choice.reason}): `mvp plan CONFIG` prints settings that "
+            "fit"
+        )
+    return choice
 
 
-def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
-    """What `auto` stands for without a GPU."""
-    values: dict[str, Any] = {}
-    chosen = []
-    total = max(GLOBAL_BATCH_TOKENS, data.row_tokens or 0)
-    if data.global_batch_tokens != "auto":
-        total = data.global_batch_tokens or 0
-    if data.micro_batch_tokens == "auto":
-        tokens = min(data.default_pack_tokens, total)
-        values = _pack_values(section, tokens, total // tokens)
-        chosen.append(f"packs of {tokens:,} tokens")
-    elif data.global_batch_tokens == "auto":
-        tokens = data.micro_batch_tokens
-        values = _pack_values(section, tokens, max(1, total // tokens))
-    if config.model.activation_checkpointing == AUTO:
-        values[CHECKPOINTING] = "none"
-        chosen.append("activation checkpointing none")
-    return Choice(values, f"{', '.join(chosen)}: the default without a GPU" if chosen else "")
+def choose_sizes(
+    config: Any,
+    settings: PlanSettings,
+    gpu: Gpu,
+    data_ranks: int,
+    kit: MLLMDataKit | None,
+    room: float | None = None,
+    media_share: float = MEDIA_SHARE,
+) -> Choice:
+    """`kit`: the data whose rows are sampled; without it, they are assumed."""
+    section, data = data_section(config)
+    plain = with_defaults(config)
+    model = meta_model(plain, settings)
+    batch = assumed_batches(facts_of(model, plain), data_section(plain)[1], media_share)
+    work = Workload(model, settings, batch, gpu, data_ranks)
+    if kit is not None:
+        rows = SampledBatches(kit)
+        work = replace(work, batch=rows, heaviest=rows.heaviest)
+    return choose(config, section, data, data_packs(plain), work, room)
+
+
+def data_packs(config: Any) -> int | None:
+    """Packs of the global batch of a config without `auto`."""
+    packs: int | None = data_section(config)[1].global_batch_packs(config.data.global_batch_size)
+    return packs
 
 
 def choose(
@@ -119,41 +133,39 @@ def choose(
     if modes[0] == AUTO:
         modes = list(_modes(work))
     room = USABLE * work.gpu.memory if room is None else room
-    found = [one for mode in modes for one in _estimates(work, sizes, mode, room)]
-    fitting = [one for one in found if one.peak <= room]
+    estimates = [option for mode in modes for option in _estimates(work, sizes, mode, room)]
+    fitting = [option for option in estimates if option.peak <= room]
     if not fitting and config.model.activation_checkpointing == AUTO:
-        found += _estimates(work, sizes, LAST_RESORT, room)
-        fitting = [one for one in found if one.peak <= room]
+        estimates += _estimates(work, sizes, LAST_RESORT, room)
+        fitting = [option for option in estimates if option.peak <= room]
     if fitting:
-        fastest = min(one.seconds for one in fitting)
-        nearly = [one for one in fitting if one.seconds <= NEARLY_EQUAL * fastest]
-        best = min(nearly, key=lambda one: (_checkpointed(one.mode), one.packs))
+        fastest = min(option.seconds for option in fitting)
+        nearly = [option for option in fitting if option.seconds <= NEARLY_EQUAL * fastest]
+        best = min(nearly, key=lambda option: (_checkpointed(option.mode), option.packs))
     else:
-        best = min(found, key=lambda one: one.peak)
+        best = min(estimates, key=lambda option: option.peak)
     values: dict[str, Any] = {}
     if data.micro_batch_tokens == AUTO:
-        values = _pack_values(section, best.tokens, best.packs)
+        values = pack_values(section, best.tokens, best.packs)
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = best.mode
-    return Choice(values, _reason(best, work, found, bool(fitting)), best.peak)
-
-
-def _checkpointed(mode: Mode) -> int:
-    """How much is computed a second time in backward; it orders modes."""
-    modes = mode.values() if isinstance(mode, Mapping) else [mode]
-    return sum(CHECKPOINTING_MODES.index(one) for one in modes)
-
-
-def _reason(best: Sizes, work: Workload, found: list[Sizes], fits: bool) -> str:
     of_rank = -(-best.packs // work.data_ranks)
     text = (
         f"{count(of_rank, 'micro-batch')} of {best.tokens:,} tokens per rank and step, activation checkpointing "
         f"{_mode_text(best.mode)}: {best.peak / GIB:.1f} of {work.gpu.memory / GIB:.0f} GiB"
     )
-    if not fits:
-        return f"{text} by the estimate; nothing fits, and this needs least memory"
-    choices = count(len(found), "choice")
-    return f"{text} and {best.seconds:.2f} s by the estimate, the fastest that fits of {choices}"
+    if fitting:
+        choices = count(len(estimates), "choice")
+        text += f" and {best.seconds:.2f} s by the estimate, the fastest that fits of {choices}"
+    else:
+        text += " by the estimate; nothing fits, and this needs least memory"
+    return Choice(values, text, best.peak)
+
+
+def _checkpointed(mode: Mode) -> int:
+    """How much is computed a second time in backward; it orders modes."""
+    modes = mode.values() if isinstance(mode, Mapping) else [mode]
+    return sum(CHECKPOINTING_MODES.index(name) for name in modes)
 
 
 def _mode_text(mode: Mode) -> str:
@@ -162,21 +174,12 @@ def _mode_text(mode: Mode) -> str:
     return mode
 
 
-def _pack_values(section: str, tokens: int, packs: int) -> dict[str, Any]:
-    # The global batch stays a multiple of the pack size.
-    return {
-        f"{section}.micro_batch_tokens": tokens,
-        f"{section}.global_batch_tokens": tokens * packs,
-    }
-
-
 def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
     """(tokens of a pack, packs of the global batch): one micro-batch per rank and step, then more and smaller ones."""
     assert isinstance(data.global_batch_tokens, int)
     total = data.global_batch_tokens
     least = data.row_tokens or 1
-    tokens = total // ranks
-    if tokens < least:  # fewer packs than ranks
+    if total // ranks < least:  # fewer packs than ranks
         yield least, max(1, total // least)
         return
     for micro_batches in sorted([2**n for n in range(12)] + [3 * 2**n for n in range(12)]):
@@ -198,9 +201,8 @@ def _modes(work: Workload) -> Iterator[Mode]:
     parts = dict[str, set[str]]()
     for block in costs.blocks:
         if block.in_backward and block.part != "projector":
-            modes_of_part = parts.setdefault(
-                block.part, set(CHECKPOINTING_MODES) - {LAST_RESORT, "attention"}
-            )
+            usual = set(CHECKPOINTING_MODES) - {LAST_RESORT, "attention"}
+            modes_of_part = parts.setdefault(block.part, usual)
             if block.is_text and costs.keeps_attention(block):
                 modes_of_part.add("attention")
     searched = [sorted(modes, key=CHECKPOINTING_MODES.index) for modes in parts.values()]

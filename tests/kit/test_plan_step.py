@@ -25,14 +25,13 @@ from mvp_engine.hf.model.adapter import cast_frozen_base
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMData, MLLMModelKit
 from mvp_engine.kit.data.pack.plan import make_packs
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.choice import Workload, choose
-from mvp_engine.kit.estimate.memory import DYNAMIC
-from mvp_engine.kit.estimate.sample import SampledBatches
-from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_name
-from mvp_engine.kit.estimate.step import (
+from mvp_engine.kit.plan.choice import Workload, choose
+from mvp_engine.kit.plan.costs import FP8_SPEEDUP, BlockCosts, PlanSettings
+from mvp_engine.kit.plan.hardware import GPUS, gpu_by_name
+from mvp_engine.kit.plan.packs import SampledBatches
+from mvp_engine.kit.plan.step import (
     ATTENTION_EFFICIENCY,
-    FP8_SPEEDUP,
+    DYNAMIC,
     GEMM_EFFICIENCY,
     REST,
     attention_efficiency,
@@ -44,6 +43,20 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()
+
+
+def on_meta(shape: str) -> Any:
+    return LanguageModel.on_meta(None, data.shape(shape))
+
+
+def packed(shape: str, rows: int, mix: str = "mix") -> PackedBatch:
+    return data.packed(data.rows(mix, 1)[:rows], shape, PIXELS)
+
+
+def estimated(model: Any, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
+    return estimate_step(model, [batch], [batch], PlanSettings(**settings))
+
+
 LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
 
 
@@ -63,7 +76,7 @@ LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
         ("vlm_sft", "images", "qwen3_vl_2b", 2, {"ours": ({}, 20), "ours, fp8": ({"fp8": True}, 10)}),
     ],
 )
-def test_estimate_is_within_ten_percent_of_measurements(
+def test_plan_is_within_ten_percent_of_measurements(
     file: str, mix: str, shape: str, packs: int, sides: dict[str, tuple[dict[str, Any], int]]
 ) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
@@ -80,7 +93,7 @@ def test_estimate_is_within_ten_percent_of_measurements(
             batch.labels = batch.input_ids.clone()
         for side, (settings, steps) in sides.items():
             if step < steps:
-                settings = EstimateSettings(gpu="NVIDIA H200", **settings)
+                settings = PlanSettings(gpu="NVIDIA H200", **settings)
                 found[side].append(estimate_step(model, [heaviest], of_step, settings))
     for side, estimates in found.items():
         measured = next(row for row in result["rows"] if (row["side"], row["mix"]) == (side, mix))
@@ -90,60 +103,54 @@ def test_estimate_is_within_ten_percent_of_measurements(
 
 
 def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
-    rows = [data.packed(data.rows("mix", 1)[:size], "qwen3_1_7b", PIXELS) for size in (12, 1)]
+    model = on_meta("qwen3_1_7b")
+    rows = [packed("qwen3_1_7b", size) for size in (12, 1)]
     for batch in rows:
-        one, two = (estimate_step(model, [batch], [batch] * count, EstimateSettings()) for count in (1, 2))
+        one, two = (estimate_step(model, [batch], [batch] * count, PlanSettings()) for count in (1, 2))
         gradients = two["memory_gib"]["gradients"]
         dynamic = sum(two["memory_gib"][kind] for kind in DYNAMIC)
         assert two["peak_gib"] - one["peak_gib"] == pytest.approx(min(gradients, dynamic))
 
 
-def test_estimate_settings_change_memory_and_time_as_expected() -> None:
-    shape, plain = data.shape("qwen3_vl_2b"), EstimateSettings()
-    model, pixels = LanguageModel.on_meta(None, shape), data.Pixels()
-    batch = data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", pixels)
+def test_plan_settings_change_memory_and_time_as_expected() -> None:
+    model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
 
-    def estimated(settings: EstimateSettings, model: Any = model) -> dict[str, Any]:
-        return estimate_step(model, [batch], [batch] * 2, settings)
+    def step(model: Any = model, **settings: Any) -> dict[str, Any]:
+        return estimate_step(model, [batch], [batch] * 2, PlanSettings(**settings))
 
-    base = estimated(plain)
-    kept = base["memory_gib"]["activations"]
-    full, some = (
-        estimated(replace(plain, activation_checkpointing=mode))["memory_gib"]["activations"]
-        for mode in ("full", "selective")
-    )
+    def memory(model: Any = model, **settings: Any) -> dict[str, float]:
+        return step(model, **settings)["memory_gib"]
+
+    base = memory()
+    kept = base["activations"]
+    full, some = (memory(activation_checkpointing=mode)["activations"] for mode in ("full", "selective"))
     assert full < some < kept
-    assert estimated(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
-    assert estimated(replace(plain, activation_checkpointing={"vision": "full"}))["memory_gib"]["activations"] < kept
-    assert (
-        estimated(replace(plain, state_dtype="int8"))["memory_gib"]["optimizer states"]
-        < base["memory_gib"]["optimizer states"] / 3
-    )
-    shared = estimated(replace(plain, shard=8))["memory_gib"]
-    assert shared["weights"] == pytest.approx(base["memory_gib"]["weights"] / 8)
-    gathered = estimated(replace(plain, shard=8, reshard=False))["memory_gib"]["all-gathered weights"]
+    assert memory(compile={"llm": "inductor"})["activations"] > kept
+    assert memory(activation_checkpointing={"vision": "full"})["activations"] < kept
+    assert memory(state_dtype="int8")["optimizer states"] < base["optimizer states"] / 3
+    shared = memory(shard=8)
+    assert shared["weights"] == pytest.approx(base["weights"] / 8)
+    gathered = memory(shard=8, reshard=False)["all-gathered weights"]
     everything = sum(param.numel() for param in model.parameters()) * 2 / 2**30  # in bf16
     assert shared["all-gathered weights"] < everything < gathered < everything + shared["all-gathered weights"]
-    assert estimated(replace(plain, ulysses=2))["memory_gib"]["activations"] < kept
-    assert estimated(replace(plain, gpu="RTX 4090"))["step_s"] > 3 * base["step_s"]
-    assert not estimated(replace(plain, gpu="RTX 4090"))["fits"]
-    adapted = MLLMModelKit(Lora(rank=8)).build(ModelSource(None, shape))
-    lora = estimated(plain, adapted)["memory_gib"]
-    assert lora["optimizer states"] < base["memory_gib"]["optimizer states"] / 20
+    assert memory(ulysses=2)["activations"] < kept
+    slow = step(gpu="RTX 4090")
+    assert slow["step_s"] > 3 * step()["step_s"]
+    assert not slow["fits"]
+    lora = memory(MLLMModelKit(Lora(rank=8)).build(ModelSource(None, data.shape("qwen3_vl_2b"))))
+    assert lora["optimizer states"] < base["optimizer states"] / 20
     assert lora["activations"] < kept  # the encoder is frozen, and nothing before it trains
-    frozen = LanguageModel.on_meta(None, shape)
+    frozen = on_meta("qwen3_vl_2b")
     freeze(frozen, ["llm"])
-    assert estimated(plain, frozen)["memory_gib"]["activations"] == pytest.approx(kept)  # gradients pass through it
+    assert memory(frozen)["activations"] == pytest.approx(kept)  # gradients pass through it
 
 
 @pytest.mark.parametrize("dimension", ["ulysses", "context"])
-def test_estimate_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
-    shape, plain = data.shape("qwen3_vl_2b"), EstimateSettings()
-    model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
+def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
+    model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
     text = replace(batch, media={})
-    alone, shared = (estimate_step(model, [batch], [batch], replace(plain, **{dimension: n})) for n in (1, 4))
-    words = estimate_step(model, [batch], [text], replace(plain, **{dimension: 4}))["seconds"]
+    alone, shared = (estimated(model, batch, **{dimension: n}) for n in (1, 4))
+    words = estimate_step(model, [batch], [text], PlanSettings(**{dimension: 4}))["seconds"]  # type: ignore[arg-type]
     for name in ("weights", "gradients", "optimizer states"):  # FSDP shards over these ranks
         assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
     assert shared["seconds"]["optimizer"] == pytest.approx(alone["seconds"]["optimizer"] / 4)
@@ -155,14 +162,16 @@ def test_estimate_sequence_ranks_shard_text_and_weights_and_share_images(dimensi
         assert shared["seconds"][name] == pytest.approx(words[name] + share * encoder)
 
 
-def test_estimate_context_keeps_gathered_keys_unless_checkpointed() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
-    batch = replace(data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS), media={})
+def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
+    model = on_meta("qwen3_vl_2b")
+    batch = replace(packed("qwen3_vl_2b", 6, "images"), media={})
     kept = {}
     for mode in ("none", "full"):
-        settings = EstimateSettings(activation_checkpointing=mode)
-        both = [replace(settings, ulysses=4), replace(settings, context=4)]
-        ulysses, context = (estimate_step(model, [batch], [batch], one)["memory_gib"]["activations"] for one in both)
+        both = (
+            estimated(model, batch, activation_checkpointing=mode, **ranks)
+            for ranks in ({"ulysses": 4}, {"context": 4})
+        )
+        ulysses, context = (facts["memory_gib"]["activations"] for facts in both)
         kept[mode] = context - ulysses
     config = model.hf.config.get_text_config()
     row = 2 * config.num_key_value_heads * config.head_dim * 2  # keys and values in bf16
@@ -170,33 +179,32 @@ def test_estimate_context_keeps_gathered_keys_unless_checkpointed() -> None:
     assert kept["full"] == 0
 
 
-def test_estimate_of_lora_on_a_bf16_base() -> None:
+def test_plan_of_lora_on_a_bf16_base() -> None:
     """The base weights are stored once, the head has no gradient, and FP8 speeds up no more than all GEMMs."""
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    batch = packed("qwen3_8b", 8)
     model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
     cast_frozen_base(model, torch.bfloat16)
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    found = estimate_step(model, [batch], [batch], EstimateSettings())
+    found = estimated(model, batch)
     assert found["memory_gib"]["weights"] * 2**30 == pytest.approx(2 * base, rel=0.03)
     assert found["memory_gib"]["bf16 weight copies"] < 0.2
     assert found["memory_gib"]["loss"] < 2.0  # a chunk of logits
-    whole = estimate_step(LanguageModel.on_meta(None, shape), [batch], [batch], EstimateSettings())["memory_gib"]
+    whole = estimated(LanguageModel.on_meta(None, shape), batch)["memory_gib"]
     assert found["memory_gib"]["activations"] == pytest.approx(whole["activations"], rel=0.05)
-    low = estimate_step(model, [batch], [batch], EstimateSettings(fp8=True))["seconds"]["GEMM"]
+    low = estimated(model, batch, fp8=True)["seconds"]["GEMM"]
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
 
 
-def test_estimate_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
+def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     """Their outputs and input gradients; on other GPUs bf16 copies of experts are kept for backward."""
-    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_a3b_6"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_a3b_6", PIXELS)
+    model: Any = on_meta("qwen3_a3b_6")
+    batch = packed("qwen3_a3b_6", 8)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens  # FLOPs of outputs, input gradients
     saved = {}
     for gpu in ("H200", "L40S"):
-        both = [EstimateSettings(gpu=gpu, fp8=low) for low in (False, True)]
-        plain, low = (estimate_step(model, [batch], [batch], settings) for settings in both)
+        plain, low = (estimated(model, batch, gpu=gpu, fp8=low) for low in (False, True))
         flops = GEMM_EFFICIENCY * gpu_by_name(gpu).flops_per_s
         saved[gpu] = (plain["seconds"]["GEMM"] - low["seconds"]["GEMM"]) * flops
         copies = low["memory_gib"]["bf16 weight copies"] * 2**30
@@ -204,17 +212,15 @@ def test_estimate_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     assert saved["H200"] - saved["L40S"] == pytest.approx(stacked * (1 - 1 / FP8_SPEEDUP), rel=1e-3)
 
 
-def test_estimate_counts_weight_gradients_in_fp8() -> None:
-    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
-    gemm = []
-    for gradients in (False, True):
-        settings = EstimateSettings(fp8=True, fp8_weight_gradients=gradients)
-        gemm.append(estimate_step(model, [batch], [batch], settings)["seconds"]["GEMM"])
+def test_plan_counts_weight_gradients_in_fp8() -> None:
+    model: Any = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
+    both = (estimated(model, batch, fp8=True, fp8_weight_gradients=low) for low in (False, True))
+    gemm = [facts["seconds"]["GEMM"] for facts in both]
     assert 0.8 * gemm[0] < gemm[1] < 0.97 * gemm[0]
 
 
-def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
+def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
     vision = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {k: v for k, v in data.shape("small").items() if k not in ("model_type", "tie_word_embeddings")}
     shape = {"model_type": "llava", "image_token_index": 7}
@@ -229,19 +235,18 @@ def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
     def kept(*frozen: str) -> float:
         model = LanguageModel.on_meta(None, shape)
         freeze(model, frozen)
-        return estimate_step(model, [batch], [batch], EstimateSettings())["memory_gib"]["activations"]
+        return estimated(model, batch)["memory_gib"]["activations"]
 
     assert kept("llm", "vision") == pytest.approx(kept("vision"))  # the projector trains, through all text layers
     assert 0 < kept("vision") < kept()
     assert kept("llm", "vision", "projector") == 0
 
 
-def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+def test_plan_full_activation_checkpointing_adds_one_forward() -> None:
+    model = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
     none, some, attention, full, offload = (
-        estimate_step(model, [batch], [batch], EstimateSettings(activation_checkpointing=mode))
-        for mode in CHECKPOINTING_MODES
+        estimated(model, batch, activation_checkpointing=mode) for mode in CHECKPOINTING_MODES
     )
     assert none["step_s"] == some["step_s"]  # the time of selective checkpointing is not modelled
     # Backward of attention, whose scores are computed again, is 2.5 forwards.
@@ -262,7 +267,7 @@ def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
     assert offload["seconds"] == full["seconds"]
 
 
-def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> None:
+def test_plan_of_attention_of_long_sequences_is_near_its_measurements() -> None:
     """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs.
 
     These were measured with cuDNN. The rate of the estimate is that of FlashAttention 4, which was measured on one
@@ -288,10 +293,10 @@ def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> N
     assert attention_efficiency(short) == ATTENTION_EFFICIENCY
 
 
-def test_estimate_offload_waits_for_copies_over_a_slow_link() -> None:
-    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
-    costs = BlockCosts(model, EstimateSettings(activation_checkpointing="offload"))
+def test_plan_offload_waits_for_copies_over_a_slow_link() -> None:
+    model = on_meta("qwen3_8b")
+    batch = packed("qwen3_8b", 8)
+    costs = BlockCosts(model, PlanSettings(activation_checkpointing="offload"))
     gpu = gpu_by_name("H200")
     slow = replace(gpu, host_bytes_per_s=1e8)
     copies = 2 * sum(costs.offloaded_bytes(batch)[1:]) / 1e8
@@ -316,26 +321,26 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
     density = batch.media["pixel_values"].values.numel() / batch.num_tokens
     assert density < 0.8 * heaviest
     assert density * batches.heaviest(size) == pytest.approx(heaviest)
-    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
+    model = on_meta("qwen3_vl_2b")
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
     fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
-    work = Workload(model, EstimateSettings(), batches, gpu_by_name("H200"), 1)
+    work = Workload(model, PlanSettings(), batches, gpu_by_name("H200"), 1)
     peaks = [choose(config, "mllm", fixed, 2, one).peak for one in (work, replace(work, heaviest=batches.heaviest))]
-    encoder = BlockCosts(model, EstimateSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
+    encoder = BlockCosts(model, PlanSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
     assert peaks[1] - peaks[0] == pytest.approx((batches.heaviest(size) - 1) * encoder)
     costs[:, 1] = 0
     assert SampledBatches(kit).heaviest(size) == 1.0
 
 
-def test_estimate_with_data_advises_packs_that_hold_its_longest_row(
+def test_plan_with_data_advises_packs_that_hold_its_longest_row(
     recipe: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    words = ["estimate", str(next(recipe.glob("chat/**/*.yaml"))), "--gpu", "T4", "--json"]
+    words = ["plan", str(next(recipe.glob("chat/**/*.yaml"))), "--gpu", "T4", "--json"]
     assert main(words) == 0
     peak = json.loads(capsys.readouterr().out)["peak_gib"]
-    monkeypatch.setitem(MEMORY, "T4", (peak, 0.32))
+    monkeypatch.setitem(GPUS, "T4", (peak, 0.32, 25, 25, False))
     assert main(words) == EXIT_USER_ERROR
     (advice,) = json.loads(capsys.readouterr().out)["advice"]
     assert advice["words"].startswith("mllm.micro_batch_tokens=")
@@ -345,39 +350,39 @@ def test_estimate_with_data_advises_packs_that_hold_its_longest_row(
     assert again["peak_gib"] < 0.95 * peak
 
 
-def test_estimate_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  # noqa: F811
+def test_plan_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  # noqa: F811
     config = str(next(recipe.glob("chat/**/*.yaml")))
-    assert main(["estimate", config, "--gpu", "A100", "--gpus", "2"]) == 0
+    assert main(["plan", config, "--gpu", "A100", "--gpus", "2"]) == 0
     assert "2 x A100" in (text := capsys.readouterr().out)
     assert "fits" in text
-    assert main(["estimate", config, "--json"]) == 0
+    assert main(["plan", config, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["gpu"] == "H200"
     assert facts["peak_gib"] == pytest.approx(sum(facts["memory_gib"].values()))
     assert facts["eta_s"] == pytest.approx(facts["steps"] * facts["step_s"])
-    assert main(["estimate", config, "--gpu", "abacus"]) == 2
-    assert main(["estimate", config, "--gpus", "3", "parallel.shard=2"]) == 2
+    assert main(["plan", config, "--gpu", "abacus"]) == 2
+    assert main(["plan", config, "--gpus", "3", "parallel.shard=2"]) == 2
     assert "needs a multiple of 2" in capsys.readouterr().err
-    assert main(["estimate", config, "--gpus", "4", "parallel.replicate=2"]) == 2
+    assert main(["plan", config, "--gpus", "4", "parallel.replicate=2"]) == 2
     assert "needs 2. parallel.replicate=-1" in capsys.readouterr().err
     sizes = []
     for gpus in ("2", "3"):
-        assert main(["estimate", config, "--gpus", gpus, "data.global_batch_size=4", "--json"]) == 0
+        assert main(["plan", config, "--gpus", gpus, "data.global_batch_size=4", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out))
     assert sizes[0]["step_s"] == pytest.approx(sizes[1]["step_s"], rel=0.1)  # one of the three has two packs, too
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
 
 
-def test_estimate_of_qlora_counts_4_bit_weights_and_their_dequantization() -> None:
+def test_plan_of_qlora_counts_4_bit_weights_and_their_dequantization() -> None:
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
-    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    batch = packed("qwen3_8b", 8)
     found = []
     for quantize in ({}, {"llm": "nf4"}):
         model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
         cast_frozen_base(model, torch.bfloat16)
         if quantize:
             quantize_layers(model, quantize, torch.bfloat16)
-        found.append(estimate_step(model, [batch], [batch], EstimateSettings(quantize=quantize)))
+        found.append(estimated(model, batch, quantize=quantize))
     lora, qlora = found
     blocks = 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288)
     saved = (lora["memory_gib"]["weights"] - qlora["memory_gib"]["weights"]) * 2**30

@@ -1,4 +1,4 @@
-"""What `mvp estimate` counts of FP8: weight gradients as compiled blocks save them, weights as FSDP gathers them."""
+"""What `mvp plan` counts of FP8: weight gradients as compiled blocks save them, weights as FSDP gathers them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
-from mvp_engine.kit.estimate.blocks import BlockCosts, saved_elements
-from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings, saved_elements
+from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops import fp8
@@ -27,12 +26,12 @@ SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 96, "hidden_size":
 SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 
 
-def test_estimate_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -> None:
+def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
     batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
 
     def saved(**how: Any) -> float:
-        return BlockCosts(model, EstimateSettings(fp8=True, **how)).saved_bytes(batch).text
+        return BlockCosts(model, PlanSettings(fp8=True, **how)).saved_bytes(batch).text
 
     less = 28 * 1000 * (2048 - 2048 + 2048 + 6144)  # layers, tokens; attention and its output, MLP and down projection
     assert saved() - saved(fp8_weight_gradients=True) == pytest.approx(less)
@@ -43,14 +42,14 @@ def test_estimate_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_estimate_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard: bool) -> None:
+def test_plan_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard: bool) -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
     batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
     rows = 2048 + 2 * 1024 + 2048 + 2 * 6144 + 2048  # of the seven matrices of a layer
     elements = sum(p.numel() for p in model.hf.model.layers[0].parameters() if p.ndim == 2)
 
     def saved_by_fp8(ranks: int) -> float:
-        layouts = (EstimateSettings(fp8=low, shard=ranks, reshard=reshard) for low in (False, True))
+        layouts = (PlanSettings(fp8=low, shard=ranks, reshard=reshard) for low in (False, True))
         bf16, low = (peak_memory(BlockCosts(model, one), [batch], 2)["all-gathered weights"] for one in layouts)
         return bf16 - low
 
@@ -97,7 +96,7 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
 
 
 @pytest.mark.campaign(only=True)
-def test_estimate_of_fp8_weight_gradients_equals_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_fp8_weight_gradients_equals_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_matmul_transposed", lambda *both, fast=True: fp8_mm(*both))
     batch = PackedBatch.from_sequences([torch.arange(n) % 96 for n in (1000, 615)])
     with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
