@@ -11,7 +11,7 @@ import torch
 
 from mvp_engine.config import compose
 from mvp_engine.config.compose import Composed, MissingKeys
-from mvp_engine.config.places import override_key
+from mvp_engine.config.explain import override_key
 from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.data import accumulation_steps
 from mvp_engine.data.batch import PackedBatch

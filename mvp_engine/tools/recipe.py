@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.config.compose import MissingKeys, read_draft
+from mvp_engine.config.compose import read_draft
 from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
@@ -41,18 +41,9 @@ def print_recipes(*, as_json: bool) -> None:
 
 def create_recipe(name: str, origin: str, parent: str | None) -> None:
     folder, configs = new_recipe(name, origin, Path(parent) if parent else None)
-    words = [str(configs[0]), *(f"{key}=..." for key in _keys_to_set(configs[0]))]
+    words = [str(configs[0]), *(f"{key}=..." for key in read_draft(configs[0]).missing)]
     command = " ".join(words)
     print(f"created {folder}. Next: mvp check {command}, then mvp train {command}")
-
-
-def _keys_to_set(config: Path) -> list[str]:
-    """The keys of a config that have no value yet (???)."""
-    try:
-        read_draft(str(config), [])
-    except MissingKeys as error:
-        return error.keys
-    return []
 
 
 def find_recipes() -> dict[str, Path]:

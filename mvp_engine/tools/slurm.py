@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mvp_engine.config.schema import Config
+from mvp_engine.config import Config, compose
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError, count
-from mvp_engine.tools.config import read_config
 
 SCRIPT = """#!/bin/bash
 {options}
@@ -47,7 +46,7 @@ def script(config_file: str, overrides: list[str], job: SlurmJob) -> str:
         raise UserError("resume=: the script sets resume=auto itself, to continue after a requeue")
     if job.nodes < 1 or job.gpus < 0:
         raise UserError("--nodes: at least 1; --gpus: at least 0, for a job without GPUs")
-    config = read_config(config_file, overrides)
+    config = compose(config_file, overrides).config
     _check_layout(config, job)
     return SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in _options(config, job)),
