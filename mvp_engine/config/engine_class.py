@@ -166,10 +166,8 @@ class EngineSource:
 
     def _imported(self, name: str) -> type[Config]:
         node, original = self.imports[name]
-        if node.level:
-            module = import_file(self._sibling(node).file)
-        else:
-            module = importlib.import_module(str(node.module))
+        sibling = self._sibling(node).file if node.level else None
+        module = import_file(sibling) if sibling else importlib.import_module(str(node.module))
         config_class = getattr(module, original, None)
         if not (isinstance(config_class, type) and issubclass(config_class, Config)):
             raise LookupError(name)

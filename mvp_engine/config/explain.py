@@ -1,4 +1,4 @@
-"""Error messages for configs: each names the problem, where it was set (command line, or file and line), and the fix."""
+"""Error messages for configs: each names the problem, where it was set (command line or file:line), and the fix."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ def _leaf(key: str) -> str:
 
 
 # Where a key was set.
+
 
 class ConfigFile(NamedTuple):
     """A YAML file, and the dotted prefix of its keys: `model.` for a file of the config group `model`."""

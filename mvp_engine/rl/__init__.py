@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mvp_engine.rl.rewards import Answer
     from mvp_engine.rl.rl_settings import RLConfig
     from mvp_engine.rl.rollout import Rollout, Sample, Sampling
-else:  # configs name `RLConfig`, and `mvp config show` imports no torch
+else:  # configs name `RLConfig`, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 __all__ = ["Answer", "Prompt", "RLConfig", "RLEngine", "Rollout", "Sample", "Sampling"]

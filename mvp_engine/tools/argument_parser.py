@@ -1,4 +1,7 @@
-"""The argument parser of `mvp`: its commands and options. `run` of a command is the name of its function in cli.py."""
+"""The argument parser of `mvp`: its commands and options.
+
+`run` of a command is its function, which gets the options as keywords.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,9 @@ from typing import Any, NoReturn
 
 from mvp_engine import __version__
 from mvp_engine.errors import EXIT_USER_ERROR, did_you_mean
-from mvp_engine.tools.command_parsers import (
-    CONFIG,
-    add_command,
-    add_config_command,
-    add_group,
-    add_json_option,
-    add_overrides,
-)
+
+RUN = "a run's folder or id, or latest"
+CONFIG = "a YAML file, or the config of a shipped recipe, such as sft/lora"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,85 +30,81 @@ def build_parser() -> argparse.ArgumentParser:
     add_estimate_commands(commands)
     _add_models_command(commands)
     add_doctor_command(commands)
-    _add_config_commands(commands)
-    _add_recipe_commands(commands)
-    _add_runs_commands(commands)
+    _add_config_command(commands)
+    _add_recipe_command(commands)
+    _add_runs_command(commands)
     _add_merge_command(commands)
     _add_push_command(commands)
-    add_replay_command(commands)
-    _add_skills_commands(commands)
     return parser
 
 
 def _add_models_command(commands: Any) -> None:
     text = "list the model types of transformers: what each supports, or why not"
-    models = add_command(commands, "models", text)
+    models = _add_command(commands, "models", text)
     text = "one model type, such as qwen3 (model_type in its config.json): prints the reasons"
     models.add_argument("name", nargs="?", metavar="NAME", help=text)
-    add_json_option(models)
-    models.set_defaults(run="models")
+    _add_json_option(models)
+    models.set_defaults(run="tools.models:print_models")
 
 
-def _add_recipe_commands(commands: Any) -> None:
-    recipe = add_group(commands, "recipe", "list recipes, or create one from another")
-    listing = add_command(recipe, "list", "list all recipes")
-    add_json_option(listing)
-    listing.set_defaults(run="recipe_list")
-
-    new = add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
-    new.add_argument("name", metavar="NAME", help="letters, digits and underscores")
-    new.add_argument(
-        "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
+def _add_recipe_command(commands: Any) -> None:
+    text = (
+        "list the recipes, create one as a copy of another, or install the skills for coding agents"
     )
-    text = "parent folder (default: recipes/ if it exists, else .)"
-    new.add_argument("--dir", metavar="DIR", help=text)
-    new.set_defaults(run="recipe_new")
+    recipe = _add_command(commands, "recipe", text)
+    text = "a new recipe: letters, digits and underscores (default: list all recipes)"
+    recipe.add_argument("name", nargs="?", metavar="NAME", help=text)
+    text = "the recipe to copy, by name or folder; the copy runs at once"
+    recipe.add_argument("--from", dest="origin", metavar="RECIPE", help=text)
+    text = "copy the skills to .agents/skills, and link them in .claude/skills"
+    recipe.add_argument("--skills", action="store_true", help=text)
+    text = "parent folder of a new recipe (default: recipes/ if it exists, else .); with --skills the project's folder "
+    text += "(default: .); ~ for all projects"
+    recipe.add_argument("--dir", dest="folder", metavar="DIR", help=text)
+    text = "replace skills of the same names"
+    recipe.add_argument("--force", action="store_true", help=text)
+    _add_json_option(recipe)
+    recipe.set_defaults(run="tools.recipe:recipe_command")
 
 
-def _add_skills_commands(commands: Any) -> None:
-    skills = add_group(commands, "skills", "skills for coding agents")
-    install = add_command(skills, "install", "copy skills to .agents/skills, link .claude/skills")
-    install.add_argument(
-        "--dir",
-        default=".",
-        metavar="DIR",
-        help="the project's folder (default: .); ~ for all projects",
-    )
-    install.add_argument("--force", action="store_true", help="replace skills of the same names")
-    install.set_defaults(run="skills_install")
+def _add_config_command(commands: Any) -> None:
+    text = "print a config with all its values as YAML, its JSON Schema, or what a key means"
+    config = _add_command(commands, "config", text)
+    config.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG)
+    _add_overrides(config)
+    kind = config.add_mutually_exclusive_group()
+    text = "type, default and meaning of a key or a section, such as optim.lr; with CONFIG also of its recipe's keys"
+    kind.add_argument("--explain", metavar="KEY", help=text)
+    kind.add_argument("--schema", action="store_true", help="print the JSON Schema of CONFIG")
+    text = "print a Markdown page of all keys, with CONFIG those of its recipe"
+    kind.add_argument("--reference", action="store_true", help=text)
+    config.set_defaults(run="tools.config:config_command")
 
 
-def _add_config_commands(commands: Any) -> None:
-    text = "print a resolved config, its JSON Schema, or what a key means"
-    config = add_group(commands, "config", text)
-    show = add_config_command(config, "show", "print the resolved config as YAML")
-    show.set_defaults(run="config_show")
-    schema = add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
-    schema.set_defaults(run="config_schema")
-    explain = add_command(config, "explain", "type, default and meaning of a key or a section")
-    explain.add_argument("key", metavar="KEY", help="such as optim.lr, or parallel")
-    reference = add_command(config, "reference", "print a Markdown page of all keys")
-    for command in (explain, reference):
-        command.add_argument(
-            "config",
-            nargs="?",
-            metavar="CONFIG",
-            help="config of a recipe that defines its own keys",
-        )
-    explain.set_defaults(run="config_explain")
-    reference.set_defaults(run="config_reference")
+def _add_runs_command(commands: Any) -> None:
+    text = "list all runs, show one, compare two, or plot a metric of some"
+    runs = _add_command(commands, "runs", text)
+    text = f"{RUN}. None: list all runs, oldest first; one: its status, metrics and checkpoints; two: what differs in "
+    text += "their configs and last metrics"
+    runs.add_argument("names", nargs="*", metavar="RUN", help=text)
+    runs.add_argument("--plot", metavar="METRIC", help="plot a metric of the runs, such as loss")
+    text = "file of the plot (default: METRIC.png in the first run's folder)"
+    runs.add_argument("--out", metavar="PNG", help=text)
+    _add_runs_folder(runs)
+    _add_json_option(runs)
+    runs.set_defaults(run="tools.runs:runs_command")
 
 
 def _add_data_commands(commands: Any) -> None:
-    data = add_group(commands, "data", "inspect training data, make codes of speech")
+    data = _add_group(commands, "data", "inspect training data, make codes of speech")
     text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
-    inspect = add_command(data, "inspect", text)
+    inspect = _add_command(data, "inspect", text)
     inspect.add_argument(
         "what",
         metavar="FILE|CONFIG",
         help="a data file of any format, hf://org/dataset, or a recipe's YAML file",
     )
-    add_overrides(inspect)
+    _add_overrides(inspect)
     inspect.add_argument(
         "--model",
         metavar="MODEL",
@@ -125,24 +119,26 @@ def _add_data_commands(commands: Any) -> None:
         "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
     )
     text = "tokens per pack, where a data file is inspected (default: 8192)"
-    inspect.add_argument("--tokens", type=int, default=8192, metavar="N", help=text)
+    inspect.add_argument(
+        "--tokens", dest="pack_tokens", type=int, default=8192, metavar="N", help=text
+    )
     text = "decode all media, which finds corrupt files"
     inspect.add_argument("--decode", action="store_true", help=text)
     text = "exit with 2 if a row is bad or dropped, as a check before a training"
     inspect.add_argument("--strict", action="store_true", help=text)
-    add_json_option(inspect)
-    inspect.set_defaults(run="data_inspect")
+    _add_json_option(inspect)
+    inspect.set_defaults(run="tools.inspect_command:print_inspection")
     text = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
-    codes = add_command(data, "codes", text)
-    codes.add_argument("config", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
+    codes = _add_command(data, "codes", text)
+    codes.add_argument("file", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
     codes.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config keys")
-    add_json_option(codes)
-    codes.set_defaults(run="data_codes")
+    _add_json_option(codes)
+    codes.set_defaults(run="tools.speech_codes:print_codes")
 
 
 def _add_chat_command(commands: Any) -> None:
     text = "chat with a trained model: a run, a Hugging Face folder or a LoRA adapter"
-    chat = add_command(commands, "chat", text)
+    chat = _add_command(commands, "chat", text)
     chat.add_argument(
         "target",
         metavar="RUN|FOLDER|ADAPTER",
@@ -192,14 +188,14 @@ def _add_chat_command(commands: Any) -> None:
     text = "most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)"
     chat.add_argument("--max-frames", type=int, metavar="N", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
-    chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(chat)
-    chat.set_defaults(run="chat")
+    _add_runs_folder(chat)
+    _add_json_option(chat)
+    chat.set_defaults(run="cli:chat")
 
 
 def _add_merge_command(commands: Any) -> None:
     text = "convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU"
-    merge = add_command(commands, "merge", text)
+    merge = _add_command(commands, "merge", text)
     text = "a checkpoint, or a run (its newest one): a folder, an id or latest"
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
     merge.add_argument("out", metavar="OUT", help="the folder to write")
@@ -221,15 +217,15 @@ def _add_merge_command(commands: Any) -> None:
     merge.add_argument("--base", metavar="MODEL", help=text)
     text = "write the EMA weights (optim.ema), not the last ones"
     merge.add_argument("--ema", action="store_true", help=text)
-    merge.set_defaults(run="merge")
+    merge.set_defaults(run="tools.merge:merge_command")
 
 
 def _add_push_command(commands: Any) -> None:
     text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
-    push = add_command(commands, "push", text)
-    push.add_argument("name", metavar="RUN", help=RUN)
+    push = _add_command(commands, "push", text)
+    push.add_argument("target", metavar="RUN", help=RUN)
     text = "repository on the Hub, created if it does not exist"
-    push.add_argument("repository", metavar="ORG/NAME", help=text)
+    push.add_argument("name", metavar="ORG/NAME", help=text)
     push.add_argument("--public", action="store_true", help="a public repository")
     text = "LoRA: upload only the adapter, in peft's format"
     push.add_argument("--adapter", action="store_true", help=text)
@@ -239,36 +235,76 @@ def _add_push_command(commands: Any) -> None:
         help="license in the model card (default: that of the base model)",
     )
     push.add_argument("--dry-run", action="store_true", help="print files and card, upload nothing")
-    push.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(push)
-    push.set_defaults(run="push")
+    _add_runs_folder(push)
+    _add_json_option(push)
+    push.set_defaults(run="tools.push:push")
 
 
-def _add_runs_commands(commands: Any) -> None:
-    runs = add_group(commands, "runs", "list, show, plot and compare runs")
-    listing = add_command(runs, "list", "list all runs, oldest first")
-    listing.set_defaults(run="runs_list")
+# What commands have in common.
 
-    show = add_command(runs, "show", "show one run: status, last metrics, checkpoints")
-    show.add_argument("name", nargs="?", metavar="RUN", help="folder or id (default: the newest)")
-    show.set_defaults(run="runs_show")
 
-    plot = add_command(runs, "plot", "plot a metric of one or more runs")
-    plot.add_argument("names", nargs="+", metavar="RUN", help=RUN)
-    plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
-    text = "output file (default: <metric>.png in the first run's folder)"
-    plot.add_argument("--out", metavar="PNG", help=text)
-    plot.set_defaults(run="runs_plot")
+def _add_group(commands: Any, name: str, text: str) -> Any:
+    group = commands.add_parser(name, help=text, description=text)
+    return group.add_subparsers(required=True, metavar="COMMAND")
 
-    diff = add_command(runs, "diff", "compare the configs and last metrics of two runs")
-    diff.add_argument("names", nargs=2, metavar="RUN", help=RUN)
-    diff.set_defaults(run="runs_diff")
 
-    for command in (listing, show, plot, diff):
-        command.add_argument(
-            "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
-        )
-        add_json_option(command)
+def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(parser=command)  # it reports unknown options
+    return command
+
+
+def _add_command_on_config(
+    commands: Any, name: str, text: str, config: str = CONFIG
+) -> argparse.ArgumentParser:
+    """A command on a config file and its overrides."""
+    command = _add_command(commands, name, text)
+    command.add_argument("config", metavar="CONFIG", help=config)
+    _add_overrides(command)
+    return command
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    """The `key=value` words of a command on a config."""
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="overrides of config keys"
+    )
+
+
+def _add_json_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", dest="as_json", action="store_true", help="print JSON, for programs"
+    )
+
+
+def _add_runs_folder(command: argparse.ArgumentParser) -> None:
+    text = "folder of the runs, project.dir (default: outputs)"
+    command.add_argument("--dir", dest="root", default="outputs", help=text)
+
+
+# Earlier spellings of commands, and what they are now.
+MOVED = {
+    "config show": "mvp config CONFIG",
+    "config schema": "mvp config CONFIG --schema",
+    "config explain": "mvp config --explain KEY",
+    "config reference": "mvp config --reference",
+    "recipe list": "mvp recipe",
+    "recipe new": "mvp recipe NAME --from RECIPE",
+    "runs list": "mvp runs",
+    "runs show": "mvp runs RUN",
+    "runs plot": "mvp runs RUN --plot METRIC",
+    "runs diff": "mvp runs RUN RUN",
+    "skills": "mvp recipe --skills",
+    "replay": "mvp check RUN",
+}
+
+
+def moved_command(words: list[str]) -> str | None:
+    """What to say about an earlier spelling of a command; None for all others."""
+    for old in (" ".join(words[:2]), words[0]):
+        if old in MOVED:
+            return f"`mvp {old}` is now `{MOVED[old]}`"
+    return None
 
 
 # The parser class of `mvp`: help texts with examples, error messages with what was probably meant.
@@ -329,8 +365,8 @@ examples:
   mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
   mvp train my/configs/train.yaml resume=auto       # continue the newest run
 
-mvp config explain KEY prints what a key means, mvp config show CONFIG all keys with their values, and
-mvp recipe list the recipes. A run writes its files to outputs/.""",
+mvp config --explain KEY prints what a key means, mvp config CONFIG all keys with their values, and
+mvp recipe the recipes. A run writes its files to outputs/.""",
     "mvp evaluate": """\
 examples:
   mvp evaluate latest                               # the newest run; or a run's folder or id
@@ -340,17 +376,16 @@ examples:
 examples:
   mvp check sft/lora {_ROWS}
   mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
+  mvp check latest                                  # the run's last skipped or failed step
 
 It exits with 0 if the config is ready to train, with 2 if something must be fixed.""",
-    "mvp config show": """\
+    "mvp config": """\
 examples:
-  mvp config show sft/lora
-  mvp config show my/configs/train.yaml optim.lr=1e-4""",
-    "mvp config explain": """\
-examples:
-  mvp config explain optim.lr
-  mvp config explain mllm.limits
-  mvp config explain learning_rate                  # names of other trainers are answered with ours""",
+  mvp config sft/lora
+  mvp config my/configs/train.yaml optim.lr=1e-4
+  mvp config --explain optim.lr
+  mvp config --explain mllm.limits
+  mvp config --explain learning_rate                # names of other trainers are answered with ours""",
     "mvp data codes": """\
 examples:
   mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
@@ -398,46 +433,48 @@ example:
 examples:
   mvp push latest me/my-model --dry-run
   mvp push outputs/my-run me/my-adapter --adapter""",
-    "mvp replay": """\
-example:
-  mvp replay latest                                 # the run's last skipped or failed step""",
-    "mvp recipe new": """\
-example:
-  mvp recipe new mine --from sft""",
-    "mvp runs show": """\
+    "mvp recipe": """\
 examples:
-  mvp runs show                                     # the newest run
-  mvp runs show my-run --json""",
-    "mvp runs plot": """\
-example:
-  mvp runs plot my-run other-run --metric loss --out compare.png""",
+  mvp recipe                                        # all recipes, each with a sentence on it
+  mvp recipe mine --from sft
+  mvp recipe --skills --dir ~                       # skills for coding agents, in all projects""",
+    "mvp runs": """\
+examples:
+  mvp runs                                          # all runs
+  mvp runs latest --json
+  mvp runs my-run other-run                         # what differs
+  mvp runs my-run other-run --plot loss --out compare.png""",
 }
 
 
 # Commands that run a config on ranks, predict it, or look into its runs: train to replay.
 
-RUN = "a run's folder or id, or latest"
-
 
 def add_training_commands(commands: Any) -> None:
     """Commands that run a config on one or more ranks."""
-    train = add_config_command(commands, "train", "train the model of a config, or resume its run")
-    train.set_defaults(run="train")
+    train = _add_command_on_config(
+        commands, "train", "train the model of a config, or resume its run"
+    )
+    train.set_defaults(run="tools.launcher:train")
 
     text = "evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)"
-    evaluate = add_config_command(commands, "evaluate", text, f"{CONFIG}; or {RUN}")
-    evaluate.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    evaluate.set_defaults(run="evaluate")
+    evaluate = _add_command_on_config(commands, "evaluate", text, f"{CONFIG}; or {RUN}")
+    _add_runs_folder(evaluate)
+    evaluate.set_defaults(run="tools.launcher:evaluate")
 
+    text = "dry-run a config: data, model, a few steps, one evaluation batch; or find the rows and the parameter "
+    text += "that made a step of a run non-finite, or fail; leaves no files"
+    check = _add_command_on_config(commands, "check", text, f"{CONFIG}; or {RUN}")
     text = (
-        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
+        "the step of the run (default: the last that was skipped or failed; of a streak, its first)"
     )
-    check = add_config_command(commands, "check", text)
-    add_json_option(check)
-    check.set_defaults(run="check")
+    check.add_argument("--step", type=int, metavar="N", help=text)
+    _add_runs_folder(check)
+    _add_json_option(check)
+    check.set_defaults(run="tools.launcher:check")
 
     text = "profile steps of a config, or of a run: where their time and memory go, as a page and a trace"
-    profile = add_config_command(commands, "profile", text)
+    profile = _add_command_on_config(commands, "profile", text)
     profile.add_argument(
         "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
     )
@@ -448,7 +485,7 @@ def add_training_commands(commands: Any) -> None:
     profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
     text = "trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or id, or latest"
     profile.add_argument("--step", type=int, metavar="N", help=text)
-    profile.set_defaults(run="profile")
+    profile.set_defaults(run="tools.launcher:profile")
 
     for command in (train, evaluate, check, profile):
         _add_node_options(command)
@@ -469,9 +506,9 @@ def _add_node_options(
 
 
 def add_launch_commands(commands: Any) -> None:
-    launch = add_group(commands, "launch", "scripts that start a training on a cluster")
+    launch = _add_group(commands, "launch", "scripts that start a training on a cluster")
     text = "print an sbatch script, which saves and queues itself again when its time is over"
-    slurm = add_config_command(launch, "slurm", text)
+    slurm = _add_command_on_config(launch, "slurm", text)
     slurm.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)"
     )
@@ -485,50 +522,38 @@ def add_launch_commands(commands: Any) -> None:
     text = "seconds before the end of the time at which the training saves (default: 600)"
     slurm.add_argument("--grace", type=int, default=600, metavar="S", help=text)
     text = "another option of sbatch, such as --sbatch=--partition=gpu; may be repeated"
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
-    slurm.set_defaults(run="launch_slurm")
+    slurm.add_argument(
+        "--sbatch", dest="options", action="append", default=[], metavar="OPTION", help=text
+    )
+    slurm.set_defaults(run="tools.slurm:print_script")
 
 
 def add_doctor_command(commands: Any) -> None:
     text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
-    doctor = add_command(commands, "doctor", text)
+    doctor = _add_command(commands, "doctor", text)
     text = "also check the disk and the kernels for this YAML file or shipped config"
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
-    add_overrides(doctor)
+    _add_overrides(doctor)
     text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
-    doctor.add_argument("--dir", metavar="DIR", help=text)
+    doctor.add_argument("--dir", dest="folder", metavar="DIR", help=text)
     _add_node_options(doctor, "one per GPU")
-    add_json_option(doctor)
-    doctor.set_defaults(run="doctor")
+    _add_json_option(doctor)
+    doctor.set_defaults(run="cli:doctor")
 
 
 def add_estimate_commands(commands: Any) -> None:
     text = (
         "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
     )
-    estimate = add_command(commands, "estimate", text)
+    estimate = _add_command(commands, "estimate", text)
     add_estimate_options(estimate)
-    estimate.set_defaults(run="estimate")
+    estimate.set_defaults(run="cli:estimate")
     text = "simulate a training step on any number of ranks: memory, collectives, hangs"
-    plan = add_command(commands, "plan", text)
+    plan = _add_command(commands, "plan", text)
     add_plan_options(plan)
-    plan.set_defaults(run="plan")
+    plan.set_defaults(run="cli:plan")
     for command in (estimate, plan):
-        add_json_option(command)
-
-
-def add_replay_command(commands: Any) -> None:
-    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
-    replay = add_command(commands, "replay", text)
-    replay.add_argument("name", metavar="RUN", help=RUN)
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
-    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
-    replay.add_argument("--step", type=int, metavar="N", help=text)
-    text = "processes (default: as many as the run had)"
-    replay.add_argument("--nproc", type=int, metavar="N", help=text)
-    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(replay)
-    replay.set_defaults(run="replay")
+        _add_json_option(command)
 
 
 # Options of `mvp estimate` and `mvp plan`.
@@ -546,7 +571,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         metavar="CONFIG|MODEL",
         help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
     )
-    add_overrides(command)
+    _add_overrides(command)
     text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
     command.add_argument("--gpu", metavar="NAME", help=text)
     text = "number of GPUs (default: as many as the parallel layout needs)"

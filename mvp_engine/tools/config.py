@@ -47,18 +47,21 @@ def print_config(config_file: str, overrides: list[str]) -> None:
 
 def config_or_run(name: str, overrides: list[str], root: Path) -> tuple[str, list[str]]:
     """A config file and overrides: `name` itself, or, if it names a run, that run's config with a resume of the run."""
-    path = Path(name).expanduser()
-    is_file = path.suffix in (".yaml", ".yml") or path.exists()
-    is_word = len(path.parts) == 1 and not is_file
-    if not (path / "run.json").is_file() and (not is_word or shipped_configs(name)):
+    if not names_run(name):
         return name, overrides
     run = trained_run(name, root)
     return str(run.dir / "config.yaml"), [f"resume={run.dir}", *overrides]
 
 
-def schemas_of(
-    config_file: str | None = None, overrides: Sequence[str] = ()
-) -> list[type[Config]]:
+def names_run(name: str) -> bool:
+    """Whether a word names a run, by its folder or id: then it is neither a file nor a recipe."""
+    path = Path(name).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    is_word = len(path.parts) == 1 and not is_file
+    return (path / "run.json").is_file() or (is_word and not shipped_configs(name))
+
+
+def schemas_of(config_file: str | None = None, overrides: Sequence[str] = ()) -> list[type[Config]]:
     """The schema of a recipe's config; without one, those of the kits' engines, the most used one first."""
     if config_file is not None:
         return [read_draft(config_file, overrides).schema]

@@ -22,9 +22,30 @@ from mvp_engine.config.compose import read_draft
 from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
+from mvp_engine.tools.skills import install_skills
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
+
+
+def recipe_command(
+    name: str | None,
+    origin: str | None,
+    folder: str | None,
+    *,
+    skills: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """List the recipes, create one, or install the skills."""
+    if skills:
+        install_skills(folder or ".", force)
+    elif name is None:
+        print_recipes(as_json=as_json)
+    elif origin is None:
+        raise UserError(f"mvp recipe {name}: which recipe to copy? Add --from RECIPE")
+    else:
+        create_recipe(name, origin, folder)
 
 
 def print_recipes(*, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mvp_engine.config import Config, compose
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError, count
@@ -36,8 +37,8 @@ class SlurmJob:
     options: list[str] = field(default_factory=list)  # more options of sbatch, as given
 
 
-def print_script(config_file: str, overrides: list[str], job: SlurmJob) -> None:
-    print(script(config_file, overrides, job), end="")
+def print_script(config: str, overrides: list[str], **job: Any) -> None:
+    print(script(config, overrides, SlurmJob(**job)), end="")
 
 
 def script(config_file: str, overrides: list[str], job: SlurmJob) -> str:

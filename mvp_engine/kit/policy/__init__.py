@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         whiten,
     )
     from mvp_engine.kit.policy.loss import PolicyLoss, ValueLoss
-else:  # configs name algorithms, and `mvp config show` imports no torch
+else:  # configs name algorithms, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 

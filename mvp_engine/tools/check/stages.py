@@ -237,7 +237,7 @@ class Check:
         record.begin_stage("model")
         engine.before_train()
         # The folder of this check is gone when somebody reads the command.
-        engine.guard.replay_command = "mvp replay RUN, after a training with this config"
+        engine.guard.replay_command = "mvp check RUN, after a training with this config"
         recorder = Recorder()
         if engine.world.is_main:
             engine.hub.backends.append(recorder)
