@@ -132,7 +132,9 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
         config = OmegaConf.create(values)
         for word in words:
             _override(config, word)
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = sorted(
+            re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)
+        )
         for key in missing:
             OmegaConf.update(config, key, NO_VALUE)
         values = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]

@@ -202,5 +202,8 @@ def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None
     assert "to be set before training: mllm.sources.rows.path, model.path" in printed.err
     assert main(["config", "sft/lora", "--explain", "optim.lr"]) == 0
     (tmp_path / "shown.yaml").write_text(printed.out)
-    assert main(["config", str(tmp_path / "shown.yaml")]) == 2
-    assert "has keys without a value (???)" in capsys.readouterr().err
+    again = [str(tmp_path / "shown.yaml"), "mllm.sources.0.path=a"]
+    assert main(["config", *again]) == 0
+    assert "to be set before training: model.path\n" in capsys.readouterr().err
+    assert main(["train", *again]) == 2
+    assert "has keys without a value (???); give on the command line: model.path=..." in capsys.readouterr().err

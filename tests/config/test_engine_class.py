@@ -14,7 +14,7 @@ from mvp_engine.cli import main
 from mvp_engine.config.compose import compose, read_draft
 from mvp_engine.config.engine_class import EngineSource
 
-CONFIGS = sorted((ROOT / "recipes").glob("*/configs/*.yaml"))
+CONFIGS = [file for file in sorted((ROOT / "recipes").glob("*/configs/*.yaml")) if file.stem != "base"]
 
 
 def no_engine(folder: Path) -> Path:
