@@ -33,7 +33,6 @@ class EngineHooks:
     batch_unit = "sample"  # what `global_batch_size` counts
     # How a global batch is divided, for the log; by default among ranks and micro-batches.
     batch_division = ""
-    model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 

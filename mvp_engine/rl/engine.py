@@ -86,7 +86,6 @@ class RLEngine(MLLMEngine):
     config: RLConfig
     title = "What the policy answers"
     batch_unit = "prompt"
-    model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
     _no_signal = 0  # steps in a row
@@ -209,6 +208,11 @@ class RLEngine(MLLMEngine):
         start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
         greeting = f"{what}: continuing {self.run.dir} from {start}"
         MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
+
+    def start_data(self) -> None:
+        super().start_data()
+        if not self.has_data:  # the workers' schedules need the number of steps
+            self.open_data()
 
     def before_train(self) -> None:
         self._open_rewards()
