@@ -112,7 +112,7 @@ def find_config_class(spec: str | None, config_file: Path) -> tuple[type[Config]
 
 @dataclass(frozen=True)
 class EngineSource:
-    """A file that defines or imports engines. Methods raise `LookupError` for what only its import can tell."""
+    """A file that defines or imports engines. Methods raise `LookupError` for what only its import shows."""
 
     file: Path
 
