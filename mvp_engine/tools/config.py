@@ -143,7 +143,9 @@ def _walk(
     defaults: dict[str, Any],
     comments: dict[str, str],
 ) -> Iterator[ConfigKey]:
-    for name, field in node.get("properties", {}).items():
+    fields = node.get("properties", {})
+    inner = [_section_of(field, sections)[0] for field in fields.values()]
+    for index, (name, field) in enumerate(fields.items()):
         key = f"{prefix}{name}"
         section, suffix = _section_of(field, sections)
         default = defaults.get(key, field.get("default", ...))
@@ -155,8 +157,11 @@ def _walk(
         )
         text = " ".join(text.split())
         yield ConfigKey(key, type_in_words(field, sections), shown, text, section is not None)
-        if section is not None:
-            yield from _walk(section, sections, f"{key}{suffix}.", defaults, comments)
+        if section is None or any(section is other for other in inner[index + 1 :]):
+            continue
+        if any(section is other for other in inner[:index]):  # several of one type: once for all
+            key = f"{prefix}NAME"
+        yield from _walk(section, sections, f"{key}{suffix}.", defaults, comments)
 
 
 def _section_of(
@@ -263,8 +268,9 @@ def reference_page(*schemas: type[Config]) -> str:
             lines += ["", f"## `{section.name}`", ""]
             if section.description:
                 lines += [_cell(section.description), ""]
-            lines += _table([key for key in keys if _parent(key.name) == section.name])
-    return "\n".join(lines) + "\n"
+            own = [key for key in keys if _parent(key.name) == section.name]
+            lines += _table([key for key in own if not key.is_section])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
 def _parent(name: str) -> str:
@@ -272,10 +278,8 @@ def _parent(name: str) -> str:
 
 
 def _table(keys: list[ConfigKey]) -> list[str]:
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"] if keys else []
     for key in keys:
-        if key.is_section:
-            continue
         default = f"`{key.default}`" if key.default else "required"
         lines.append(
             f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.description)} |"

@@ -163,7 +163,7 @@ def test_earlier_spelling_of_a_command_names_the_new_one(old: str, capsys) -> No
     assert build_parser().parse_args(words).run
 
 
-@pytest.mark.parametrize("command", read_commands(), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", list(read_commands()), ids=lambda command: command.name)
 def test_function_of_a_command_takes_its_options(command: Any) -> None:
     words = [word.strip() for word in command.arguments if not word.strip().startswith("-")]
     given = ["x" for word in words if word.split()[0][-1] not in "?*"]
