@@ -49,7 +49,7 @@ from mvp_engine.kit.generation import (
 )
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
-from mvp_engine.kit.model import MLLMModelKit, compile_blocks, prepare_kernels
+from mvp_engine.kit.model import MLLMModelKit, compile_blocks, export_link, prepare_kernels
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
@@ -416,23 +416,3 @@ class MLLMEngine(Engine):
         losses = self.data.source_losses(-loss_T, batch, ctx.split)
         for name, (loss_sum, weight) in losses.items():
             ctx.log(name, loss_sum, weight)
-
-
-# The symlink that the config key `export` names.
-
-
-def export_link(export: str | None) -> Path | None:
-    """The path of the link, after a check that it can be written."""
-    if export is None:
-        return None
-    link = Path(export).expanduser()
-    if link.exists() and not link.is_symlink():
-        raise UserError(
-            f"export={link} exists and is no link of an earlier run: set export to another path"
-        )
-    parent = next(folder for folder in link.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(
-            f"export={link}: nothing can be written into {parent}. Set export to another path"
-        )
-    return link

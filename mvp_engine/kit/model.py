@@ -9,6 +9,7 @@ Freezing, learning rates, activation checkpointing and compilation by part are c
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,23 @@ def _forward_backward(engine: Any, batch: PackedBatch) -> None:
     if output.requires_grad:
         output.float().mean().backward()
     model.zero_grad(set_to_none=True)
+
+
+# The symlink that the config key `export` names.
+
+
+def export_link(export: str | None) -> Path | None:
+    """The path of the link, after a check that it can be written."""
+    if export is None:
+        return None
+    link = Path(export).expanduser()
+    if link.exists() and not link.is_symlink():
+        raise UserError(
+            f"export={link} exists and is no link of an earlier run: set export to another path"
+        )
+    parent = next(folder for folder in link.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(
+            f"export={link}: nothing can be written into {parent}. Set export to another path"
+        )
+    return link
