@@ -24,6 +24,8 @@ def config_command(
     config: str | None, overrides: list[str], explain: str | None, schema: bool, reference: bool
 ) -> None:
     """Print a config, its schema, what a key means, or all keys."""
+    if (explain is not None) + schema + reference > 1:
+        raise UserError("give one of --explain, --schema and --reference")
     if explain is not None:
         print(explain_key(explain, *schemas_of(config, overrides)))
     elif reference:

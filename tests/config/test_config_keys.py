@@ -151,7 +151,10 @@ def test_mvp_without_a_command_prints_its_help(capsys) -> None:
     assert exited.value.code == 2
     assert "show rows as the model sees them" in capsys.readouterr().err
     assert main(["config"]) == 2
-    assert "name a CONFIG, or a key with --explain KEY" in capsys.readouterr().err
+    assert main(["config", "sft/lora", "--schema", "--reference"]) == 2
+    printed = capsys.readouterr().err
+    assert "name a CONFIG, or a key with --explain KEY" in printed
+    assert "give one of --explain, --schema and --reference" in printed
 
 
 @pytest.mark.parametrize("old", MOVED)
