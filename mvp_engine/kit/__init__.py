@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.speech.codec import Codec, open_codec
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
     from mvp_engine.kit.speech_loss import SpeechLossKit
-else:  # the sections of configs are here too, and `mvp config show` imports no torch
+else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 

@@ -276,7 +276,7 @@ class RunFacts:
             if patience and self.step < (self.setup.get("total_steps") or 0):
                 longer = f"checkpoint.patience={2 * patience}"
             steps["Train longer"] = self.run.resume_command(longer)
-        steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
+        steps["Compare runs"] = f"mvp runs --dir {shlex.quote(str(self.run.dir.parent))}"
         return steps
 
 

@@ -1,4 +1,4 @@
-"""`mvp replay`: run a skipped or failed step of a run again, and find the rows and the parameter that are to blame.
+"""`mvp check RUN`: run a skipped or failed step of a run again, and find the rows and the parameter that are to blame.
 
 The steps since the nearest checkpoint before it are trained again, which is bit-exact on as many ranks as the run had.
 Nothing of the run is changed: the replay has a temporary folder.
@@ -120,7 +120,7 @@ def rank_arguments(run: Run, step: int, folder: Path) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """One rank of a replay."""
     ignore_broken_pipes()
-    parser = argparse.ArgumentParser(prog="mvp replay")
+    parser = argparse.ArgumentParser(prog="mvp_engine.tools.replay")
     parser.add_argument("--config", required=True)
     parser.add_argument("--replayed", required=True, type=Path)
     parser.add_argument("--step", required=True, type=int)
@@ -354,7 +354,7 @@ class StepSearch:
                         "device=cpu"
                     ) from failure
                 if self.world.size > 1:  # the other ranks wait in a collective
-                    failure.add_note("mvp replay RUN --nproc 1 finds the row of such an error")
+                    failure.add_note("mvp check RUN --nproc 1 finds the row of such an error")
                     raise
                 error = f"{type(failure).__name__}: {failure}"
         params = [param for param in model_engine.params if param.grad is not None]

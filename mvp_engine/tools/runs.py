@@ -20,6 +20,23 @@ from mvp_engine.runs import Run, flat_keys, list_runs, open_run
 SPLITS = ("train", "eval")
 
 
+def runs_command(
+    names: list[str], plot: str | None, out: str | None, root: str, *, as_json: bool
+) -> None:
+    """List all runs, show one, compare two, or plot a metric of some."""
+    folder = Path(root)
+    if plot is not None:
+        plot_metric(folder, names or ["latest"], plot, out, as_json=as_json)
+    elif not names:
+        print_runs(folder, as_json=as_json)
+    elif len(names) == 1:
+        print_run(folder, names[0], as_json=as_json)
+    elif len(names) == 2:
+        print_diff(folder, *names, as_json=as_json)
+    else:
+        raise UserError(f"{len(names)} runs: give two to compare, or --plot METRIC")
+
+
 def print_runs(root: Path, *, as_json: bool) -> None:
     rows = [_summary(run) for run in list_runs(root)]
     if as_json:
@@ -49,9 +66,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
-    """Print one run: the one called `name`, or the newest below `root`."""
-    run = open_run(name, root) if name else _newest(root)
+def print_run(root: Path, name: str, *, as_json: bool) -> None:
+    run = open_run(name, root)
     summary = _summary(run)
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -77,13 +93,6 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
     print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
     names = [name for name in ("report.html", "loss.png") if (run.dir / name).is_file()]
     print(f"  folder      {run.dir}/" + (f" ({', '.join(names)})" if names else ""))
-
-
-def _newest(root: Path) -> Run:
-    runs = list_runs(root)
-    if not runs:
-        raise UserError(f"no runs in {root.absolute()}")
-    return runs[-1]
 
 
 def plot_metric(

@@ -108,7 +108,7 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     assert (run.dir / "rollouts.jsonl").read_text() == rollouts
     assert (run.dir / "report.html").is_file()
     assert (run.dir / "hf_step_3" / "model.safetensors").is_file()
-    assert main(["replay", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
+    assert main(["check", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ class Check:
         self.record.begin_stage("model")
         engine.before_train()
         # The folder of this check is gone when somebody reads the command.
-        engine.guard.replay_command = "mvp replay RUN, after a training with this config"
+        engine.guard.replay_command = "mvp check RUN, after a training with this config"
         parts = trained_parts(engine.model, engine.model_engine.param_groups)
         self.facts.parts = parts
         total = parts[-1]
