@@ -87,16 +87,15 @@ def launch_slurm(args: argparse.Namespace) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from mvp_engine.tools.doctor import doctor
+    from mvp_engine.tools.doctor import Request, doctor
 
     if args.config is not None:
         from mvp_engine.tools import config
 
         config.read_config(args.config, args.overrides)
     nodes = nodes_of(args)
-    return doctor(
-        args.config, args.overrides, nodes, args.nproc, folder=args.dir, as_json=args.json
-    )
+    request = Request(args.config, args.overrides, args.dir)
+    return doctor(request, nodes, args.nproc, as_json=args.json)
 
 
 def replay(args: argparse.Namespace) -> int:
