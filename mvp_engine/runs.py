@@ -25,9 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mvp_engine.errors import JOB_ID, UserError, did_you_mean
 from mvp_engine.files import atomic_write_text
 
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 STEP_PREFIX = "step_"
 DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resumes from them
 SLOW_STEPS = "slow_steps.jsonl"
@@ -56,6 +59,12 @@ class Run:
     @property
     def info(self) -> dict[str, Any]:
         return json.loads((self.dir / "run.json").read_text())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config; empty for a folder without one."""
+        file = self.dir / "config.yaml"
+        return yaml.load(file.read_text(), LOADER) if file.is_file() else {}
 
     def note(self, **entries: Any) -> None:
         """Set entries of `run.json`."""
