@@ -180,9 +180,9 @@ def config_reference(args: argparse.Namespace) -> None:
 
 
 def data_inspect(args: argparse.Namespace) -> None:
-    from mvp_engine.tools import inspect_command
+    from mvp_engine.tools import inspect_page
 
-    inspect_command.print_inspection(
+    inspect_page.print_inspection(
         args.what,
         args.overrides,
         model=args.model,

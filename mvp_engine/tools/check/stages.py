@@ -57,7 +57,7 @@ from mvp_engine.tools.check.model_checks import (
 )
 from mvp_engine.tools.check.record import CheckRecord, more_steps
 from mvp_engine.tools.inspect import config_data_kit, inspect_kit
-from mvp_engine.tools.inspect_stats import count_bad
+from mvp_engine.tools.inspect_rows import count_bad
 
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
 LONG_WAIT = 0.2  # of the step time; with less, three steps say little
