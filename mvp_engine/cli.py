@@ -206,11 +206,10 @@ def chat(args: argparse.Namespace) -> int:
     from mvp_engine.kit.decoding import Decoding
     from mvp_engine.tools import chat
 
-    kinds = ("image", "video", "audio")
     return chat.chat(
         args.target,
         root=args.dir,
-        media=[(kind, file) for kind in kinds for file in getattr(args, kind)],
+        media=[(kind, file) for kind in chat.KINDS for file in getattr(args, kind)],
         prompt=args.prompt,
         system=args.system,
         decoding=Decoding(
