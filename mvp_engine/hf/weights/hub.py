@@ -296,13 +296,11 @@ Splits = dict[str, list[str]]  # the files of each split
 class Listing(NamedTuple):
     """The files of a dataset, and the words of the path that named it: config and split, or one of them."""
 
+    named: str
     path: str  # without words and revision
     words: tuple[str, ...]
     files: list[str]
     readme: Path
-
-    def __str__(self) -> str:
-        return ":".join([self.path, *self.words])
 
 
 def dataset_files(path: str, split: str = "train") -> list[str]:
@@ -323,23 +321,25 @@ def folder_files(folder: Path, words: Sequence[str], split: str) -> list[str]:
     if not any(name.endswith(suffixes) for name in files) and _readme_configs(readme):
         suffixes = ROW_SUFFIXES
     names = [name for name in files if name.endswith(suffixes)]
-    listing = Listing(str(folder), tuple(words), names, readme)
+    named = ":".join([str(folder), *words])
+    listing = Listing(named, str(folder), tuple(words), names, readme)
     return [str(folder / name) for name in _choose_files(listing, split)] if names else []
 
 
 def _pinned_files(dataset: HubRepo, split: str) -> tuple[HubRepo, list[str]]:
     """The dataset at a commit that has parquet files, its own or the Hub's conversion, and those of a split."""
-    revisions = [dataset.revision, CONVERTED] if dataset.revision is None else [dataset.revision]
-    files: list[str] = []
-    for revision in revisions:
-        with contextlib.suppress(*[NoRevision] if revision == CONVERTED else []):
-            pinned = pin(replace(dataset, revision=revision))
-            names = _repo_files(pinned)
-            files = files or names
-            if parquet := [name for name in names if name.endswith(".parquet")]:
-                path = f"{SCHEME}{dataset.name}"
-                listing = Listing(path, dataset.words, parquet, download(pinned) / README)
-                return pinned, _choose_files(listing, split)
+    pinned = pin(dataset)
+    files = _repo_files(pinned)
+    parquet = [name for name in files if name.endswith(".parquet")]
+    if not parquet and dataset.revision is None:
+        with contextlib.suppress(NoRevision):
+            pinned = pin(replace(dataset, revision=CONVERTED))
+            parquet = [name for name in _repo_files(pinned) if name.endswith(".parquet")]
+    if parquet:
+        readme = download(pinned) / README
+        path = f"{SCHEME}{dataset.name}"
+        listing = Listing(str(dataset), path, dataset.words, parquet, readme)
+        return pinned, _choose_files(listing, split)
     shown = ", ".join([name for name in files if not name.startswith(".")][:5])
     raise UserError(
         f"{dataset} has no parquet files, and the Hub has not converted it. It has {shown}: run "
@@ -364,7 +364,7 @@ def _choose_files(listing: Listing, split: str) -> list[str]:
         if config not in configs:
             raise UserError(_unknown(listing, "config", config, configs))
     elif len(configs) > 1 and config != DEFAULT:
-        raise UserError(f"{listing} has several configs: {_choices(listing, configs)}")
+        raise UserError(f"{listing.named} has several configs: {_choices(listing, configs)}")
     splits = configs[config]
     if words and words[0] not in splits:
         raise UserError(_unknown(listing, "split", words[0], splits))
@@ -374,7 +374,7 @@ def _choose_files(listing: Listing, split: str) -> list[str]:
         return next(iter(splits.values()))
     prefix = f"{config}:" if len(configs) > 1 else ""
     choices = _choices(listing, [f"{prefix}{name}" for name in splits])
-    raise UserError(f"{listing} has no split {split}: name one of its splits, {choices}")
+    raise UserError(f"{listing.named} has no split {split}: name one of its splits, {choices}")
 
 
 def _choices(listing: Listing, words: Sequence[str] | dict[str, Splits]) -> str:
@@ -384,7 +384,7 @@ def _choices(listing: Listing, words: Sequence[str] | dict[str, Splits]) -> str:
 
 def _unknown(listing: Listing, kind: str, name: str, known: dict[str, Any]) -> str:
     shown = ", ".join(list(known)[:8])
-    return f"{listing}: no {kind} {name}.{did_you_mean(name, known)} It has: {shown}"
+    return f"{listing.named}: no {kind} {name}.{did_you_mean(name, known)} It has: {shown}"
 
 
 def _readme_configs(file: Path) -> list[dict[str, Any]]:
