@@ -411,10 +411,6 @@ def _gib(size: int) -> float:
     return round(size / 2**30, 3)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # What a check finds out about an RL config: rewards that cannot teach anything, completions that are cut.
 
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "output")
