@@ -55,9 +55,9 @@ def _answers(run: Run) -> list[Example]:
     records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
     last = max((record["step"] for record in records), default=0)
     return [
-        Example(list, one["prompt"], one["expected"], one["written"], one["right"])
-        for one in records
-        if one["step"] == last
+        Example(list, row["prompt"], row["expected"], row["written"], row["right"])
+        for row in records
+        if row["step"] == last
     ]
 
 

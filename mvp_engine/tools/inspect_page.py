@@ -305,4 +305,4 @@ def _media_item(item: dict[str, Any]) -> str:
 
 def _clean(text: str) -> str:
     """The text without control characters: data must not control the terminal."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

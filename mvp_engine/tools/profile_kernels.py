@@ -146,13 +146,13 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
 
 def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
     """Idle microseconds between kernels, by the kernel that ended the gap: the device waited for it."""
-    found: dict[str, list[float]] = {}
+    lengths: dict[str, list[float]] = {}
     end: float | None = None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if end is not None and kernel.start > end:
-            found.setdefault(kernel.name, []).append(kernel.start - end)
+            lengths.setdefault(kernel.name, []).append(kernel.start - end)
         end = kernel.end if end is None else max(end, kernel.end)
-    return found
+    return lengths
 
 
 def summary(events: Events, steps: int, memory: dict[str, float]) -> dict[str, Any]:

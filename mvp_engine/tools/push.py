@@ -148,7 +148,7 @@ def _license(base: str | None) -> str | None:
     return None
 
 
-# ---- The model card: what was trained on what, how, with which results, and how to use it -------------
+# ---- The model card: the data, the settings and the results of the training, and how to use the model -------------
 
 # The config keys of the table, in its order. Keys that a run does not have are left out.
 SHOWN_KEYS = [
@@ -210,9 +210,9 @@ def model_card(run: Run, folder: Path, name: str, *, license: str | None = None)
         f"## Data\n\n{rows}\n",
         _table("## Training", "setting", "value", _settings(run, config)),
     ]
-    own = folder / CARD  # of a model with heads that transformers has no class for
-    if own.is_file():
-        parts.append(own.read_text())
+    of_export = folder / CARD  # of a model with heads that transformers has no class for
+    if of_export.is_file():
+        parts.append(of_export.read_text())
     return "\n".join(filter(None, parts))
 
 

@@ -197,13 +197,13 @@ def _without_nan(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def page(found: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The result as text."""
-    start = found["checkpoint"] or "the start"
+    start = result["checkpoint"] or "the start"
     lines = [
-        f"step {found['step']} of {found['run']}, replayed from {start}; recorded: {found['reason']}"
+        f"step {result['step']} of {result['run']}, replayed from {start}; recorded: {result['reason']}"
     ]
-    for entry in found["rows"]:
+    for entry in result["rows"]:
         rows = entry["rows"]
         names = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if rows[5:] else "")
         together = "rows, only together: " if len(rows) > 1 else "row "
@@ -220,15 +220,15 @@ def page(found: dict[str, Any]) -> str:
             f"    first module with a non-finite output: {module}",
             f"    first parameter with a non-finite gradient: {entry['parameter'] or 'none'}",
         ]
-    if found["weights_blamed"]:
-        largest = found["largest_weight"]
+    if result["weights_blamed"]:
+        largest = result["largest_weight"]
         lines.append(
             "  all or many of the rows are non-finite, so the weights are to blame and not the data: the largest is "
-            f"{largest['value']} in {largest['parameter']}, the learning rate {found['lr']:g}. Lower optim.lr."
+            f"{largest['value']} in {largest['parameter']}, the learning rate {result['lr']:g}. Lower optim.lr."
         )
-    if not found["rows"]:
+    if not result["rows"]:
         lines.append("  no micro-batch is non-finite here. Their losses (sum):")
-        for entry in found["micro_batches"]:
+        for entry in result["micro_batches"]:
             place = f"rank {entry['rank']}, micro-batch {entry['micro_batch']}"
             lines.append(f"    {place}: {entry['loss']}")
     return "\n".join(lines)
