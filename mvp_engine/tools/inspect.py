@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -49,7 +50,7 @@ class Inspection:
     decoded: bool = False
     plan: Facts | None = None
     sources: list[SourceFacts] = field(default_factory=list)
-    lengths: list[int] | np.ndarray = field(default_factory=list)
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     overlong: list[str] = field(default_factory=list)  # places of rows
     bad: list[Facts] = field(default_factory=list)
     rows: list[Facts] = field(default_factory=list)  # those that are shown
@@ -61,7 +62,7 @@ class Inspection:
             "decoded": self.decoded,
             "sources": list(map(vars, self.sources)),
             "sample": self.sample.facts(),
-            "lengths": length_stats(np.asarray(self.lengths, np.int64), "tokens"),
+            "lengths": length_stats(self.lengths, "tokens"),
             "plan": self.plan,
             "overlong": {
                 "fate": kit.settings.overlong,
@@ -108,11 +109,15 @@ def inspect_kit(
     )
     shares = mixture.shares()
     for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
-        good = int((cost.tokens > 0).sum()) - num_corrupt[name]
-        tokens = int(cost.tokens.sum())
-        counts = SourceFacts(name, len(source), good, num_bad[name] + num_corrupt[name])
-        counts.overlong, counts.tokens = num_overlong[name], tokens
-        counts.share = round(shares[name], 4)
+        counts = SourceFacts(
+            name,
+            rows=len(source),
+            good=int((cost.tokens > 0).sum()) - num_corrupt[name],
+            bad=num_bad[name] + num_corrupt[name],
+            overlong=num_overlong[name],
+            tokens=int(cost.tokens.sum()),
+            share=round(shares[name], 4),
+        )
         result.sources.append(counts)
     for source, row_format in zip(mixture.sources, dataset.formats, strict=True):
         sample.add_source(source, row_format)
@@ -121,7 +126,7 @@ def inspect_kit(
         source = mixture.sources[which]
         facts = encoded_row(
             kit.row_encoder,
-            lambda source=source, index=index: source[index],
+            partial(source.__getitem__, index),
             source.where(index),
             source.root,
             dataset.formats[which],
@@ -168,59 +173,50 @@ def _inspect_streams(
     result.missing = (
         f"a packing plan: streams have none, and only the first {most:,} rows of each were read"
     )
+    encoder = kit.row_encoder
     shares = kit.stream_shares(result.split)
+    lengths: list[int] = []
     for stream in kit.streams(result.split):
-        before = len(result.lengths), len(result.bad), len(result.overlong)
-        rows = 0
-        for place, read in islice(stream, most):
-            is_shown = rows < limit if row is None else row in (str(result.sample.rows), place)
-            _inspect_stream_row(kit, stream, place, _read_once(read), result, is_shown)
-            rows += 1
-        lengths = result.lengths[before[0] :]
-        counts = SourceFacts(stream.name, rows, len(lengths), len(result.bad) - before[1])
-        counts.overlong = len(result.overlong) - before[2]
-        counts.tokens, counts.share = sum(lengths), round(shares[stream.name], 4)
+        counts = SourceFacts(stream.name, tokens=0, share=round(shares[stream.name], 4))
         result.sources.append(counts)
+        for place, read in islice(stream, most):
+            get = _read_once(read)
+            number = result.sample.rows
+            is_shown = counts.rows < limit if row is None else row in (str(number), place)
+            counts.rows += 1
+            try:
+                sequences = encoder.encode(get(), stream.format, stream.root)
+                lengths.append(sum(len(sequence.ids) for sequence in sequences))
+                counts.good += 1
+            except BadRow as error:
+                if error.reason == "overlong":
+                    counts.overlong += 1
+                    result.overlong.append(place)
+                else:
+                    counts.bad += 1
+                    result.bad.append({"source": stream.name, "where": place, **bad_reason(error)})
+            if is_shown:
+                facts = encoded_row(encoder, get, place, stream.root, stream.format)
+                result.rows.append({"row": number, "source": stream.name, **facts})
+            result.sample.add(get, stream.format)
+        counts.tokens = sum(lengths[-counts.good :]) if counts.good else 0
     if row is not None and not result.rows:
         raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")
+    result.lengths = np.array(lengths, np.int64)
     return result
-
-
-def _inspect_stream_row(
-    kit: MLLMDataKit,
-    stream: Any,
-    place: str,
-    get: Callable[[], Any],
-    result: Inspection,
-    is_shown: bool,
-) -> None:
-    assert isinstance(result.lengths, list)
-    try:
-        sequences = kit.row_encoder.encode(get(), stream.format, stream.root)
-        result.lengths.append(sum(len(sequence.ids) for sequence in sequences))
-    except BadRow as error:
-        if error.reason == "overlong":
-            result.overlong.append(place)
-        else:
-            result.bad.append({"source": stream.name, "where": place, **bad_reason(error)})
-    if is_shown:
-        facts = encoded_row(kit.row_encoder, get, place, stream.root, stream.format)
-        result.rows.append({"row": result.sample.rows, "source": stream.name, **facts})
-    result.sample.add(get, stream.format)
 
 
 def _read_once(read: Callable[[], Any]) -> Callable[[], Any]:
     """A function that returns the row, or raises the BadRow that reading it raised."""
     try:
         row = read()
-    except BadRow as bad:
-        error = bad
-
-        def fail() -> Any:
-            raise error
-
-        return fail
+    except BadRow as error:
+        return partial(_raise, error)
     return lambda: row
+
+
+def _raise(error: BadRow) -> Any:
+    raise error
 
 
 # The data kit that a tool works on: the one of a recipe's config, or one for a single data file.

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,9 @@ class SourceFacts:
     """The counts of one source."""
 
     name: str
-    rows: int
-    good: int
-    bad: int
+    rows: int = 0
+    good: int = 0
+    bad: int = 0
     overlong: int = 0
     tokens: int | None = None
     share: float | None = None
@@ -83,7 +84,7 @@ class Sample:
         """At most SAMPLE evenly spread rows."""
         places = np.linspace(0, len(source) - 1, min(len(source), SAMPLE)).astype(int)
         for index in np.unique(places).tolist():
-            self.add(lambda index=index: source[index], row_format)
+            self.add(partial(source.__getitem__, index), row_format)
 
     def facts(self) -> Facts:
         facts = {name: value for name, value in vars(self).items() if name != "left_out"}
