@@ -230,7 +230,7 @@ def _check_gpu(index: int) -> Finding:
     free, total = torch.cuda.mem_get_info(index)
     text = f"{properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, compute capability "
     text += f"{capability[0]}.{capability[1]}"
-    facts = {"gpu": properties.name, "capability": list(capability)}
+    facts: dict[str, Any] = {"gpu": properties.name, "capability": list(capability)}
     facts |= {"free_gib": round(free / GIB, 2), "total_gib": round(total / GIB, 2)}
     dtype = torch.bfloat16 if capability >= (8, 0) or torch.version.hip else torch.float16
     try:
@@ -375,14 +375,15 @@ def _spec() -> AttnSpec:
 def _try_attention(name: str, kernel: _Kernel, inputs: list[Tensor], spec: AttnSpec) -> Finding:
     """Run a kernel forward and backward, compare it with the reference, and time it."""
 
-    def run(attention: Attention, *tensors: Tensor) -> list[Tensor]:
-        out = attention(*tensors, spec)
+    def run(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out = attention(q, k, v, spec)
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)]
 
-    expected = run(reference_attention, *(tensor.float() for tensor in inputs))
+    q, k, v = inputs
+    expected = run(reference_attention, q.float(), k.float(), v.float())
     try:
-        values = run(kernel.attention, *inputs)
-        milliseconds = 1e3 * _seconds(lambda: run(kernel.attention, *inputs), 10)
+        values = run(kernel.attention, q, k, v)
+        milliseconds = 1e3 * _seconds(lambda: run(kernel.attention, q, k, v), 10)
     except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
         return problem("attention", f"{name} fails: {_summary(error)}", kernel.fix, kernel=name)
     worst = max(map(_relative_error, values, expected))

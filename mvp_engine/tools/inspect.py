@@ -151,7 +151,7 @@ def _plan(plan: Plan) -> Facts:
 
 def _decode_all(dataset: Any) -> list[Any]:
     """Records of the rows with corrupt media. A row may be in several packs; its record is returned once."""
-    records = {}
+    records: dict[str, Any] = {}
     for index in range(len(dataset)):
         records |= {record.where: record for record in dataset[index][1]}
     return list(records.values())

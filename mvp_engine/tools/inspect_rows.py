@@ -198,8 +198,8 @@ def _spoken(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]:
     for turn in sequence.spoken:
         assert row_encoder.speech is not None
         frames, rate = len(turn.codes), row_encoder.speech.frame_rate
-        facts = {"answer": turn.turn, "frames": frames}
-        facts["seconds"] = None if rate is None else round(frames / rate, 3)
+        seconds = None if rate is None else round(frames / rate, 3)
+        facts = {"answer": turn.turn, "frames": frames, "seconds": seconds}
         spoken.append({**facts, "speaker": turn.speaker})
     return spoken
 

@@ -223,11 +223,11 @@ def base_model(config: dict[str, Any]) -> str | None:
 
 
 def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: bool) -> str:
-    path = (config.get("model") or {}).get("path")
+    path = (config.get("model") or {}).get("path") or ""
     origin = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     if base and "@" in path:
         origin += f" (commit `{path.partition('@')[2][:12]}`)"
-    if path is None:
+    if not path:
         origin = "random weights"
     method = "fine-tuning of all weights"
     if config.get("lora"):
