@@ -23,7 +23,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 
-POINTS = ("model_engine", "config")
+POINTS = ("model_engine", "config", "auto")
 
 
 @cache

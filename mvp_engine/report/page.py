@@ -16,12 +16,12 @@ from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from mvp_engine.errors import count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
 from mvp_engine.report.facts import Record, RunFacts, percent
-from mvp_engine.report.page_media import media_item
-from mvp_engine.report.page_rollouts import PromptRollouts, rollouts_html
 from mvp_engine.report.plot import COLOURS, DARK, GRID, INK, Curve, draw_curves, lay_out, new_figure
 from mvp_engine.runs import Run
 
@@ -51,7 +51,7 @@ def write_report(
     figures: Mapping[str, str] | None = None,
     panels: Mapping[str, Mapping[str, str]] | None = None,
     examples: Sequence[Example] = (),
-    rollouts: Mapping[str, Sequence[PromptRollouts]] | None = None,
+    sections: Sequence[str] = (),
     config: str | None = None,
     next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
@@ -61,8 +61,7 @@ def write_report(
 
     `figures` are metrics as text. `panels` are metrics to plot, by title and label. `next_steps` are commands, by
     what they do. `tables` are rows of texts by title, the first row with the column names. At most `shown` examples
-    are on the page, in their order; up to half of them are wrong answers. `rollouts` are prompts with several
-    completions and their rewards, by title.
+    are on the page, in their order; up to half of them are wrong answers. `sections` are more HTML, after them.
     """
     facts = RunFacts(run)
     parts = [f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>"]
@@ -75,8 +74,7 @@ def write_report(
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
     parts += _examples(examples, shown)
-    for name, prompts in (rollouts or {}).items():
-        parts += rollouts_html(name, prompts)
+    parts += sections
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
     parts += _table("Slow steps", facts.slow_step_rows())
@@ -186,6 +184,35 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
     return [numbers[i * len(numbers) // count] for i in range(count)]
 
 
+# Images that a click enlarges, and audio, inside the HTML file.
+
+# Image formats by the first bytes of a file.
+_IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
+
+
+def media_item(data: bytes) -> str:
+    """The HTML of a PNG, JPEG, GIF, WebP or WAV file."""
+    text = base64.b64encode(data).decode()
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return f'<audio controls src="data:audio/wav;base64,{text}"></audio>'
+    for first_bytes, kind in _IMAGE_KINDS.items():
+        if data.startswith(first_bytes):
+            small = " class=small" if _is_small(data) else ""
+            image = f'<img alt=""{small} src="data:image/{kind};base64,{text}">'
+            # Without a script: the state of the checkbox enlarges the image.
+            return f'<label class=zoom><input type=checkbox aria-label="enlarge">{image}</label>'
+    return "[?]"
+
+
+def _is_small(data: bytes) -> bool:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return max(image.size) < SMALL_IMAGE
+    except OSError:  # not readable here; the browser shows what it can
+        return False
+
+
 # The curves of a report page: metrics over steps, one SVG image for each panel, in light and dark colours.
 
 # Colours of the plot and their counterparts on a dark page.
@@ -269,9 +296,6 @@ td { font-variant-numeric: tabular-nums; }
 .zoom input:focus-visible + img { outline: 2px solid #2563eb; }
 .zoom input:checked + img { position: fixed; inset: 0; z-index: 1; width: 100vw; max-width: none; height: 100vh;
   border: 0; border-radius: 0; background: rgba(0, 0, 0, 0.88); cursor: zoom-out; }
-.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
-.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
-.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 code { user-select: all; font-size: 13px; }
 pre, .command { display: block; background: var(--box); border-radius: 8px; padding: 10px 14px; margin: 4px 0 12px;
   font-size: 13px; }

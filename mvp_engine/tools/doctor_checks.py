@@ -593,7 +593,7 @@ def head_size(config: Any) -> int:
 
 def checkpoint_sizes(config: Any) -> tuple[int, int] | None:
     """Bytes of one checkpoint, and how many exist at a time; None for a model that only prepare_model() knows."""
-    from mvp_engine.kit.estimate.memory import STATE_BYTES
+    from mvp_engine.kit.optim.settings import STATE_BYTES
     from mvp_engine.model_engine.fsdp.parallelize import freeze
 
     if config.model.type == "module":

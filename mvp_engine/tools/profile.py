@@ -118,12 +118,8 @@ def _profile(window: Window, composed: Composed, world: World) -> int:
         raise UserError(
             "mvp profile starts a new training: leave resume out, or name a step of a run: mvp profile RUN --step N"
         )
-    workers = getattr(composed.config, "workers", None)
-    if workers is not None and (workers.where != "local" or window.replayed):
-        raise UserError(
-            f"mvp profile measures its own process, and workers.where={workers.where} has the models in others: set "
-            "workers.where=local and leave out groups.actor.ranks; and steps of an RL run (--step) cannot be repeated"
-        )
+    repeated = window.replayed and window.replayed.dir
+    composed.engine_class.check_command(composed.config, "profile", repeated, window.first)
     engine_class = profiled(composed.engine_class, window)
     if world.is_main:
         try:
@@ -373,7 +369,7 @@ class Time:
 def memory_by_kind(engine: Engine) -> dict[str, float]:
     """GiB on this rank: static memory, what the peak needs in addition, and the peak itself."""
     params = list(engine.model.parameters())
-    optimizer = getattr(engine.model_engine, "optimizer", None)  # of RL, in the workers
+    optimizer = getattr(engine.model_engine, "optimizer", None)
     states = [] if optimizer is None else optimizer.state.values()
     values = [value for entry in states for value in entry.values() if torch.is_tensor(value)]
     state = [value for value in values if value.device.type == engine.device.type]

@@ -28,7 +28,7 @@ from mvp_engine.hf.weights.hub import (
     hub_model,
 )
 from mvp_engine.hf.weights.merge import merge
-from mvp_engine.report.facts import writes_text
+from mvp_engine.report.facts import training_facts, writes_text
 from mvp_engine.runs import Run, best_checkpoint, checkpoint_step, flat_keys, trained_run
 from mvp_engine.tools.chat import model_folders
 from mvp_engine.tools.merge import build_model, model_checkpoint
@@ -154,8 +154,7 @@ def _license(base: str | None) -> str | None:
 SHOWN_KEYS = [
     "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup_steps", "optim.warmup_ratio",
     "optim.weight_decay", "loop.epochs", "loop.total_steps", "loop.precision", "data.global_batch_size",
-    "rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl", "rollout.max_new_tokens",
-    "rollout.temperature", "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
+    "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
     "lora.targets", "model.freeze", "seed",
 ]  # fmt: skip
 SNIPPET = """\
@@ -232,8 +231,8 @@ def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: boo
     method = "fine-tuning of all weights"
     if config.get("lora"):
         method = "LoRA, as an adapter" if is_adapter else "LoRA, merged"
-    if rl := config.get("rl"):
-        method = f"reinforcement learning ({rl['algorithm']}; {method})"
+    if template := training_facts(run).get("method"):
+        method = template.format(how=method)
     return f"Trained from {origin} by {method}, with MVP Engine (run `{run.id}`).\n"
 
 
@@ -251,7 +250,7 @@ def _pipeline_tag(config: dict[str, Any]) -> str:
 
 
 def _results(run: Run) -> dict[str, str]:
-    """The evaluation of the model, else the last one, and the last training loss; of an RL run, the last reward."""
+    """The evaluation of the model, else the last one, and the last training loss, or what stands for it."""
     values: dict[str, str] = {}
     used = best_checkpoint(run.checkpoints)
     for split, name in (("train", "training"), ("eval", "held-out")):
@@ -259,7 +258,7 @@ def _results(run: Run) -> dict[str, str]:
         if split == "eval" and used is not None:
             records = [r for r in records if r["step"] == checkpoint_step(used)] or records
         last = records[-1] if records else {}
-        shown = "reward" if "reward" in last else "loss"
+        shown = training_facts(run).get("headline", "loss")
         for key, value in last.items():
             if isinstance(value, float) and (split == "eval" or key == shown):
                 values[f"{name} {key}"] = f"{value:.4g}"
@@ -269,9 +268,10 @@ def _results(run: Run) -> dict[str, str]:
 def _settings(run: Run, config: dict[str, Any]) -> dict[str, Any]:
     """Config keys, and the versions of the last launch, which need not be those that are installed here."""
     flat = flat_keys(config)
-    if config.get("rl"):
-        flat.pop("data.global_batch_size", None)  # a step has rl.prompts prompts
-    shown = {f"`{k}`": flat[k] for k in SHOWN_KEYS if flat.get(k) not in (None, [], {}, "")}
+    if keys := training_facts(run).get("keys", []):
+        flat.pop("data.global_batch_size", None)  # the kind of training has keys of its own for it
+    keys = [key for key in [*SHOWN_KEYS, *keys] if flat.get(key) not in (None, [], {}, "")]
+    shown = {f"`{key}`": flat[key] for key in keys}
     return {**shown, **run.info.get("setup", {}).get("versions", {})}
 
 

@@ -25,9 +25,8 @@ from mvp_engine.hf.speech.csm import CsmModel
 from mvp_engine.hf.speech.frame_decoding import generate_codes
 from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit import MFUKit
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
+from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech_loss import SpeechLossKit
 from mvp_engine.model_engine import Settings
 from mvp_engine.model_engine.types import OmniModelEngine
@@ -262,7 +261,7 @@ def test_mfu_and_estimate_of_csm_count_its_rows_of_speech() -> None:
     with FlopCounterMode(display=False) as counter:
         model(batch, ["speech_loss"])["speech_loss"].sum().backward()
     assert float(MFUKit(model).flops(batch)) == pytest.approx(counter.get_total_flops(), rel=0.2)
-    found = peak_memory(BlockCosts(model, EstimateSettings(precision="bf16")), [batch], micro_batches=2)
+    found = peak_memory(BlockCosts(model, PlanSettings(precision="bf16")), [batch], micro_batches=2)
     assert found["activations"] > 0
     assert found["loss"] > 0
 

@@ -60,6 +60,7 @@ class PackedModel(nn.Module):
     model_type = ""  # the name it is registered under: model.type in a config
     provides: tuple[str, ...] = ("hidden_states",)  # names that forward accepts in `outputs`
     fresh: tuple[str, ...] = ()  # name patterns of parameters that pretrained folders may lack
+    plan_facts = "mvp_engine.hf.model.plan_facts:PlanFacts"  # what mvp plan asks of the model
 
     # Facts about this instance.
     source: Path | None = None  # the Hugging Face folder that the weights are loaded from

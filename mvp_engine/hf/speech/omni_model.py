@@ -56,6 +56,7 @@ class OmniModel(LanguageModel):
 
     model_type = "omni_model"
     casts_frozen = True  # talker SFT: 32 of 35 G parameters are frozen
+    plan_facts = "mvp_engine.kit.speech.plan:SpeechFacts"
     provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
 
     def __init__(self, thinker: Any, talker: Any, config: Any) -> None:
