@@ -61,7 +61,8 @@ def doctor(
     if config is not None:
         compose(config, overrides)
     nodes, nproc = nodes_of(argparse.Namespace(**options)), options["nproc"]
-    return doctor.doctor(config, overrides, nodes, nproc, folder=folder, as_json=as_json)
+    request = doctor.Request(config, overrides, folder)
+    return doctor.doctor(request, nodes, nproc, as_json=as_json)
 
 
 def plan(what: str, overrides: list[str], *, as_json: bool, **options: Any) -> int:
@@ -81,7 +82,7 @@ def chat(target: str, root: str, **options: Any) -> int:
     return chat.chat(
         target,
         root=root,
-        media=[(kind, file) for kind in ("image", "video", "audio") for file in options[kind]],
+        media=[(kind, file) for kind in chat.KINDS for file in options[kind]],
         prompt=options["prompt"],
         system=options["system"],
         decoding=decoding,

@@ -27,7 +27,7 @@ from mvp_engine.config import compose
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.weights.hub_datasets import dataset_files
+from mvp_engine.hf.weights.hub import dataset_files
 from mvp_engine.runs import Run, list_runs
 
 CONFIG = """

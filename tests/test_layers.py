@@ -165,6 +165,15 @@ def test_no_file_is_past_700_lines_and_recipe_engines_stay_small() -> None:
         assert len(file.read_text().splitlines()) <= 150, file
 
 
+def test_entry_point_of_a_module_comes_last() -> None:
+    """`python -m`, by which torchrun starts ranks, calls it before what follows it is defined."""
+    for file in PACKAGE.rglob("*.py"):
+        source = file.read_text()
+        if '\nif __name__ == "__main__":' in source:
+            last = ast.parse(source).body[-1]
+            assert isinstance(last, ast.If), f"{file}: move `if __name__ == ...` to the end"
+
+
 @pytest.fixture(scope="module")
 def house() -> Any:
     return import_file(ROOT / "scripts" / "house.py")

@@ -33,7 +33,7 @@ from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
 from mvp_engine.engine.state import collect_state, record_setup, restore_state, with_intervals
 from mvp_engine.errors import Interrupted, UserError
-from mvp_engine.hf.weights.hub_pins import pin_config
+from mvp_engine.hf.weights.hub import pin_config
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
 from mvp_engine.log.format import number

@@ -150,9 +150,9 @@ examples:
   mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
   mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json
 
-mvp data inspect -> tools.inspect_command:print_inspection
+mvp data inspect -> tools.inspect_page:print_inspection
 show rows as the model sees them, the tokens with loss, lengths, packing and bad rows
-  what=FILE|CONFIG        a data file of any format, hf://org/dataset, or a recipe's YAML file
+  target=FILE|CONFIG      a data file of any format, hf://org/dataset, or a recipe's YAML file
   @overrides
   --model MODEL           folder or Hub id (org/name) with the processor or tokenizer
   --split SPLIT=train     split of a config's sources

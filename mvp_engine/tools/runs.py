@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mvp_engine.errors import UserError
 from mvp_engine.log.format import shown
 from mvp_engine.report.facts import RunFacts
@@ -139,7 +137,7 @@ def print_diff(root: Path, first_name: str, second_name: str, *, as_json: bool) 
     second = open_run(second_name, root)
     difference: dict[str, Any] = {
         "runs": [first.id, second.id],
-        "config": _different(_config(first), _config(second)),
+        "config": _different(flat_keys(first.config), flat_keys(second.config)),
         "figures": _different(_last_metrics(first), _last_metrics(second)),
     }
     if as_json:
@@ -156,11 +154,6 @@ def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[
     keys = {**first, **second}
     pairs = {key: [first.get(key), second.get(key)] for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _config(run: Run) -> dict[str, Any]:
-    file = run.dir / "config.yaml"
-    return flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
 
 
 def _last_metrics(run: Run) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
-from mvp_engine.tools.model_card import model_card
+from mvp_engine.tools.push import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"

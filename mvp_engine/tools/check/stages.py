@@ -45,7 +45,7 @@ from mvp_engine.tools.check.record import CheckRecord, MemoryFacts, StepFacts, T
 from mvp_engine.tools.check.splits import split_stage
 from mvp_engine.tools.inspect import config_data_kit, inspect_kit
 from mvp_engine.tools.inspect_page import show, show_bad
-from mvp_engine.tools.inspect_stats import count_bad
+from mvp_engine.tools.inspect_rows import count_bad
 
 MAX_NEW_TOKENS = 4  # per generated completion: enough to see that generation works
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
