@@ -84,7 +84,7 @@ def make_model(folder: Path, tiny: bool) -> Path:
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_config import add_undeclared_settings
+    from mvp_engine.kit.speech.omni_config import add_undeclared_settings
 
     out = folder / "model"
     if out.is_dir():
@@ -186,7 +186,7 @@ def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
 
 def build(tiny: bool) -> Any:
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_model import OmniModel
+    from mvp_engine.kit.speech.omni_model import OmniModel
 
     config = read_config(None, model_config(tiny))
     dtype = torch.bfloat16 if ON_GPU else torch.float32

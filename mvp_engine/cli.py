@@ -198,9 +198,9 @@ def data_inspect(args: argparse.Namespace) -> None:
 
 
 def data_codes(args: argparse.Namespace) -> None:
-    from mvp_engine.tools import speech_codes
+    from mvp_engine.kit.speech import commands
 
-    speech_codes.print_codes(args.config, args.overrides, as_json=args.json)
+    commands.print_codes(args.config, args.overrides, as_json=args.json)
 
 
 def chat(args: argparse.Namespace) -> int:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
-    from mvp_engine.kit.player import Player, Sound, speak
     from mvp_engine.kit.preference import PreferenceLossKit, StepTerms
     from mvp_engine.kit.preference_engine import PreferenceEngine
     from mvp_engine.kit.preference_settings import PreferenceConfig, PreferenceLoss
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
     from mvp_engine.kit.speech.codec import Codec, open_codec
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
-    from mvp_engine.kit.speech_loss import SpeechLossKit
+    from mvp_engine.kit.speech.loss import SpeechLossKit
+    from mvp_engine.kit.speech.player import Player, Sound, speak
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     __getattr__ = lazy_exports(__name__)
 

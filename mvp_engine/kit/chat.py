@@ -27,8 +27,8 @@ from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
-from mvp_engine.kit.player import Player, Sound, speak
 from mvp_engine.kit.settings import SpeechGeneration
+from mvp_engine.kit.speech.player import Player, Sound, speak
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.model_engine.types import OmniModelEngine

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import without_speech
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
+from mvp_engine.kit.speech.layout import without_speech
 from mvp_engine.model_engine import ModelEngine
 
 

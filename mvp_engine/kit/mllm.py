@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from mvp_engine.config.schema import Config
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import num_positions
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
@@ -57,7 +56,8 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
+from mvp_engine.kit.speech.layout import num_positions
+from mvp_engine.kit.speech.loss import SpeechLossKit, trains_text
 from mvp_engine.model_engine.fsdp.compile import use_cache
 from mvp_engine.ops import flash_attention
 from mvp_engine.report import write_report
@@ -111,7 +111,7 @@ class MLLMEngine(Engine):
     @cached_property
     def player(self) -> Any:
         """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
-        from mvp_engine.kit.player import Player
+        from mvp_engine.kit.speech.player import Player
 
         if self.config.model.path is not None:
             return Player.of_folder(self.config.model.path)
@@ -309,7 +309,7 @@ class MLLMEngine(Engine):
         completions: Sequence[tuple[Prompt, Any]],
     ) -> list[Answer]:
         """The answers with their sounds, which are written into the run folder."""
-        from mvp_engine.kit.player import speak_completions
+        from mvp_engine.kit.speech.player import speak_completions
 
         speech = self.data.row_encoder.speech
         assert speech is not None, "the config is checked"

@@ -27,7 +27,7 @@ from mvp_engine.tools.merge import build_model, model_checkpoint
 if TYPE_CHECKING:
     from mvp_engine.kit.chat import ChatModel
     from mvp_engine.kit.decoding import Completion
-    from mvp_engine.kit.player import Player
+    from mvp_engine.kit.speech.player import Player
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
@@ -249,9 +249,9 @@ class SpeechOutput:
     def open_player(self, folder: Path) -> None:
         """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
         from mvp_engine.hf.model.config_source import read_config
-        from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
-        from mvp_engine.kit.player import Player
         from mvp_engine.kit.speech.codec import open_codec
+        from mvp_engine.kit.speech.player import Player
+        from mvp_engine.kit.speech.protocol import SpeechProtocol
 
         if self.codec is None:
             self.player = Player.of_folder(folder)

@@ -24,7 +24,7 @@ from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import IN_BACKWARD
 from mvp_engine.kit.estimate.settings import COMMON_GPUS, usable_gib
 from mvp_engine.kit.estimate.training import changed
-from mvp_engine.kit.speech_flops import SPEAKING
+from mvp_engine.kit.speech.flops import SPEAKING
 from mvp_engine.log.format import duration, rate
 from mvp_engine.ops import nf4
 from mvp_engine.rl.rl_settings import RLConfig

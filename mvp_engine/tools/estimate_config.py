@@ -43,7 +43,7 @@ from mvp_engine.kit.estimate.sample import SampledBatches, assumed_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
-from mvp_engine.kit.speech_flops import SPEAKING
+from mvp_engine.kit.speech.flops import SPEAKING
 from mvp_engine.tools.inspect import config_data_kit
 
 MODEL_CONFIG = Path(__file__).parent / "estimate_model.yaml"

@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH, num_speech_labels
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, OmniModel
-from mvp_engine.hf.speech import speech_rows
-from mvp_engine.hf.speech.csm import CsmModel
-from mvp_engine.hf.speech.frame_decoding import generate_codes
-from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
-from mvp_engine.kit.speech_loss import SpeechLossKit
+from mvp_engine.kit.speech import rows as speech_rows
+from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.generate import generate_codes
+from mvp_engine.kit.speech.layout import SPEECH, num_speech_labels
+from mvp_engine.kit.speech.loss import SpeechLossKit
+from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.model_engine import Settings
 from mvp_engine.model_engine.types import OmniModelEngine
 

@@ -17,7 +17,6 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from mvp_engine.cli import main
-from mvp_engine.data.speech import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import trained_parts
@@ -26,7 +25,8 @@ from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.settings import SpeechGeneration
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
+from mvp_engine.kit.speech.layout import CODES, SPEECH, TEXT, num_speech_labels
+from mvp_engine.kit.speech.loss import SpeechLossKit, trains_text
 from mvp_engine.model_engine import ModelSource, Settings
 from mvp_engine.model_engine.types import OmniModelEngine
 

@@ -10,8 +10,8 @@ from omni_models import BOOKS, CODES, IM_END, batch_of, omni_folder, spoken_row
 from test_talker import FRAMES, ROWS, config, generated, omni, whole
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech.frame_decoding import generate_codes, load_vocoder
 from mvp_engine.kit import Player, speak
+from mvp_engine.kit.speech.generate import generate_codes, load_vocoder
 
 
 def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> None:

@@ -21,7 +21,7 @@ from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import parts_of, trained_parts
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
+from mvp_engine.kit.speech.loss import SpeechLossKit, trains_text
 from mvp_engine.model_engine import ModelSource, Settings
 from mvp_engine.model_engine.types import OmniModelEngine
 

@@ -23,9 +23,9 @@ from omni_models import (
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH, TEXT
-from mvp_engine.hf.speech import speech_rows
-from mvp_engine.hf.speech.omni_model import OmniModel
+from mvp_engine.kit.speech import rows as speech_rows
+from mvp_engine.kit.speech.layout import SPEECH, TEXT
+from mvp_engine.kit.speech.omni_model import OmniModel
 
 FRAMES = 6
 ROWS = {

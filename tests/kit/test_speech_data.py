@@ -25,13 +25,13 @@ from tiny_speech import (
 )
 
 from mvp_engine.data.batch import IGNORE
-from mvp_engine.data.speech import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.make_codes import make_codes
 from mvp_engine.kit.speech.code_store import CodeStore
 from mvp_engine.kit.speech.codec import open_codec
 from mvp_engine.kit.speech.kmeans import ResidualKMeans
+from mvp_engine.kit.speech.layout import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
+from mvp_engine.kit.speech.make_codes import make_codes
 from mvp_engine.tools.inspect import inspect_kit
 
 

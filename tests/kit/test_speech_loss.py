@@ -13,7 +13,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.settings import SpeechLoss
-from mvp_engine.kit.speech_loss import SpeechLossKit
+from mvp_engine.kit.speech.loss import SpeechLossKit
 
 
 class Log:

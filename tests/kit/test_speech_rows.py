@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.speech.row_part import SpeechTargets
 
 SPEECH = RowFormat(speech=True)
 TEXT = {"type": "text", "text": "seven"}

@@ -17,7 +17,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.settings import SpeechLoss
-from mvp_engine.kit.speech_loss import SpeechLossKit
+from mvp_engine.kit.speech.loss import SpeechLossKit
 from mvp_engine.model_engine import ModelSource, Settings
 from mvp_engine.model_engine.types import OmniModelEngine
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.model.attention import config_tree
-from mvp_engine.hf.speech.omni_config import add_undeclared_settings
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, local_folder
+from mvp_engine.kit.speech.omni_config import add_undeclared_settings
 
 LOGGER = logging.getLogger("mvp_engine")
 # Settings that the action head of a vision-language model adds to its config.

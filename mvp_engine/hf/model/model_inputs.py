@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import RowError, UserError
 from mvp_engine.hf.media.shared_media import encoder_inputs
+from mvp_engine.kit.speech.layout import SPEECH
 
 
 def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import recorded
 from mvp_engine.errors import UserError
@@ -30,6 +29,7 @@ from mvp_engine.hf.experts.fp8_layers import run_in_bf16
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.model_inputs import needed_media
 from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.kit.speech.layout import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
 TRIALS = 3  # one may fail by chance: rounding can switch an expert router between two experts

@@ -23,7 +23,6 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.weights.export import drop_local_settings
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.left_out import no_rows
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
@@ -33,6 +32,7 @@ from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
+from mvp_engine.kit.speech.row_part import SpeechTargets
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")

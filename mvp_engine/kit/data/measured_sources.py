@@ -25,7 +25,6 @@ from mvp_engine.kit.data.left_out import (
     refuse_overlong,
     warn_of_missing_columns,
 )
-from mvp_engine.kit.data.make_codes import make_codes
 from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache, try_locked, write_costs
 from mvp_engine.kit.data.pack.costs import (
     CHUNK_ROWS,
@@ -44,6 +43,7 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
+from mvp_engine.kit.speech.make_codes import make_codes
 
 SAMPLED_TOKENS = 16384  # of the rows of a sample
 SAMPLED_ROWS = 256  # at most

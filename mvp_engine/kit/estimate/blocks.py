@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.experts import moe_layers
@@ -23,13 +22,14 @@ from mvp_engine.hf.media.shared_media import largest_share
 from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.speech.csm import CsmModel
-from mvp_engine.hf.speech.omni_model import OmniModel
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
-from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
+from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.flops import SPEAKING, thinker_share
+from mvp_engine.kit.speech.layout import SPEECH
+from mvp_engine.kit.speech.omni_model import OmniModel
 from mvp_engine.ops import fp8
 from mvp_engine.ops.cudnn_attention import LARGEST_HEAD  # also FlashAttention's
 from mvp_engine.ops.nf4 import quantized_layers

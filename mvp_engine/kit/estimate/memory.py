@@ -18,11 +18,11 @@ from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model.language_model import LanguageModel
-from mvp_engine.hf.speech.csm import CsmModel
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.optim.state_stream import BUCKET_BYTES, SLOTS
-from mvp_engine.kit.speech_flops import speech_loss_bytes, thinker_share
+from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.flops import speech_loss_bytes, thinker_share
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.ops.nf4 import quantized_layers
 

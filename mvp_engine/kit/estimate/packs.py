@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.actions.action_model import NOISE, ActionModel
-from mvp_engine.hf.speech.speech_protocol import HEADER
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.action_flops import language_backbone
-from mvp_engine.kit.speech_flops import SpeakingModel, assumed_speech
+from mvp_engine.kit.speech.flops import SpeakingModel, assumed_speech
+from mvp_engine.kit.speech.layout import SPEECH
+from mvp_engine.kit.speech.protocol import HEADER
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels

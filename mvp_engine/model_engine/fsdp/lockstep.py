@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import without_labels
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
+from mvp_engine.kit.speech.layout import without_labels
 from mvp_engine.model_engine.fsdp.dummy_sequences import append_dummies
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import (
     Placeholder,
@@ -34,7 +33,6 @@ from mvp_engine.kit.data.encode.sequences import (
     same_items,
     total_tokens,
 )
-from mvp_engine.kit.data.encode.speech_targets import SPEECH, SpeechTargets
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
 from mvp_engine.kit.data.read.limits import Limits
@@ -42,6 +40,8 @@ from mvp_engine.kit.data.read.media_info import MediaInfo
 from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.speech.protocol import SpokenTurn
+from mvp_engine.kit.speech.row_part import SPEECH, SpeechTargets
 
 LOGGER = logging.getLogger("mvp_engine")
 # (token ids, per-token types, media) -> position ids

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mvp_engine.data.batch import Media
-from mvp_engine.hf.speech.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
 from mvp_engine.kit.data.read.media_info import MediaInfo
 from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.speech.protocol import SpokenTurn
 
 
 @dataclass(frozen=True)

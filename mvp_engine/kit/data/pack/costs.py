@@ -23,7 +23,6 @@ import numpy as np
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.speech_targets import SPEECH
 from mvp_engine.kit.data.pack.cost_cache import (
     ROW_RECORD,
     Costs,
@@ -38,6 +37,7 @@ from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, R
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
+from mvp_engine.kit.speech.row_part import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
 CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.make_codes import MadeCodes, make_codes
+from mvp_engine.kit.speech.make_codes import MadeCodes, make_codes
 from mvp_engine.tools.inspect import config_data_kit
 
 LOGGER = logging.getLogger("mvp_engine")

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from mvp_engine.files import atomic_write_text
-from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.pack.cost_cache import locked
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Part, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.speech.code_store import CodeStore
+from mvp_engine.kit.speech.row_part import SpeechTargets
 
 LOGGER = logging.getLogger("mvp_engine")
 PROGRESS_SECONDS = 10.0

@@ -20,15 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.speech import (
-    CODES,
-    FIRST_CODE,
-    LABEL,
-    POSITION_UNITS,
-    POSITIONS,
-    SPEECH,
-    TEXT,
-)
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
@@ -37,10 +28,19 @@ from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
-from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
-from mvp_engine.hf.speech.speech_rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
-from mvp_engine.hf.speech.talker import packed_hidden
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
+from mvp_engine.kit.speech.layout import (
+    CODES,
+    FIRST_CODE,
+    LABEL,
+    POSITION_UNITS,
+    POSITIONS,
+    SPEECH,
+    TEXT,
+)
+from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
+from mvp_engine.kit.speech.rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
+from mvp_engine.kit.speech.talker import packed_hidden
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter
@@ -83,7 +83,7 @@ class CsmModel(PackedModel):
         return cls(csm, config)
 
     def engine_adapter(self) -> HFAdapter:
-        from mvp_engine.hf.speech.omni_adapter import OmniAdapter
+        from mvp_engine.kit.speech.omni_adapter import OmniAdapter
 
         return OmniAdapter(self)
 

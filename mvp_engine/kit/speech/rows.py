@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.speech import (
+from mvp_engine.distributed.key_exchange import to_device
+from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
+from mvp_engine.kit.speech.layout import (
     CODES,
     FRAME_COUNTS,
     LABEL,
@@ -27,15 +29,13 @@ from mvp_engine.data.speech import (
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.distributed.key_exchange import to_device
-from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
 from mvp_engine.ops.batched_heads import batched_log_probs
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs
 
 
 @dataclass(frozen=True, eq=False)
 class SpeechRows:
-    """The speech of a batch: `values` as `data/speech.py` describes them, and where its frames and labels are."""
+    """The speech of a batch: `values` as `kit/speech/layout.py` describes them, and where its frames and labels are."""
 
     values: Tensor  # (R, 6 + K)
     lengths: list[int]  # of the talker's sequences

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import FIRST_CODE, SPEECH
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
@@ -27,13 +26,14 @@ from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.packed_model import Outputs
-from mvp_engine.hf.speech.omni_config import add_undeclared_settings, check_talker
-from mvp_engine.hf.speech.speech_rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
-from mvp_engine.hf.speech.talker import Qwen3Talker
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
 from mvp_engine.hf.weights.export import Target
 from mvp_engine.hf.weights.load import Entries
 from mvp_engine.hf.weights.weight_stream import TensorEntries
+from mvp_engine.kit.speech.layout import FIRST_CODE, SPEECH
+from mvp_engine.kit.speech.omni_config import add_undeclared_settings, check_talker
+from mvp_engine.kit.speech.rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
+from mvp_engine.kit.speech.talker import Qwen3Talker
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter
@@ -90,7 +90,7 @@ class OmniModel(LanguageModel):
         )
 
         if config.model_type == "csm":
-            from mvp_engine.hf.speech.csm import CsmModel
+            from mvp_engine.kit.speech.csm import CsmModel
 
             return CsmModel.from_config(config)
         check_talker(config)
@@ -105,7 +105,7 @@ class OmniModel(LanguageModel):
         return [*super().heads(), self.talker.codec_head, *self.talker.code_predictor.lm_head]
 
     def engine_adapter(self) -> HFAdapter:
-        from mvp_engine.hf.speech.omni_adapter import OmniAdapter
+        from mvp_engine.kit.speech.omni_adapter import OmniAdapter
 
         return OmniAdapter(self)
 

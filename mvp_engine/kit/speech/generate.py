@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import FIRST_CODE, FRAME_COUNTS, SPEECH, TEXT
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.speech.csm import CsmModel, CsmPasses
-from mvp_engine.hf.speech.omni_model import VOCODER, OmniModel
-from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
-from mvp_engine.hf.speech.speech_rows import SpeechRows
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
 from mvp_engine.hf.weights.load import load
+from mvp_engine.kit.speech.csm import CsmModel, CsmPasses
+from mvp_engine.kit.speech.layout import FIRST_CODE, FRAME_COUNTS, SPEECH, TEXT
+from mvp_engine.kit.speech.omni_model import VOCODER, OmniModel
+from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.rows import SpeechRows
 
 
 class SpeakingPasses(Protocol):

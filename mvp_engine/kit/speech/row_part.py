@@ -1,6 +1,6 @@
 """SpeechTargets: the sounds of assistant turns as codes, and as the talker positions of a batch.
 
-How a model's talker reads text and codes is the model's own matter (`hf/speech/speech_protocol.py`); which codes a row
+How a model's talker reads text and codes is the model's own matter (`kit/speech/protocol.py`); which codes a row
 has, and which rows are bad, is decided here.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media
-from mvp_engine.data.speech import SPEECH as SPEECH
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit.data.encode.sequences import FullSequence
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import decoder_errors, open_media
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, SpeechCodes
 from mvp_engine.kit.data.settings import MLLMData, SpeechData
 from mvp_engine.kit.speech.code_store import CodeStore
+from mvp_engine.kit.speech.layout import SPEECH as SPEECH
+from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
 
 MOST_BOOKS = 32  # of Mimi: the first ones of more than a talker speaks are used
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import StageLink
@@ -30,7 +29,8 @@ from mvp_engine.hf.model.preflight import (
     _max_difference,
     _special_tokens,
 )
-from mvp_engine.hf.speech.speech_protocol import SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.layout import SPEECH
+from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn
 
 
 class OmniAdapter(HFAdapter):

@@ -3,7 +3,7 @@
 Legend: R talker positions of all spoken turns, F frames, K codebooks, D hidden size, T tokens of the thinker, M
 positions that read one of its hidden states.
 
-A talker sequence is one spoken turn, with boundaries of its own (`data/speech.py` has the layout, `speech_protocol.py`
+A talker sequence is one spoken turn, with boundaries of its own (`kit/speech/layout.py` has the layout, `protocol.py`
 the plan that loader workers make). transformers has this protocol in `generate` only, step by step. The code predictor
 reads (hidden state, code 0, ..., code K - 2) of each frame: all K positions in one pass, frames being a batch of short
 sequences, where `generate` makes K - 1 passes.
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.data.speech import FIRST_CODE, TEXT
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.input_hooks import embedding_dtype
-from mvp_engine.hf.speech.speech_rows import SpeechRows
+from mvp_engine.kit.speech.layout import FIRST_CODE, TEXT
+from mvp_engine.kit.speech.rows import SpeechRows
 
 # Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look
 # for packed sequences in the positions, which is a host sync.

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import num_speech_frames, num_speech_labels
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.settings import SpeechLoss
+from mvp_engine.kit.speech.layout import num_speech_frames, num_speech_labels
 
 
 class SpeechLossKit:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, without_speech
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
-from mvp_engine.hf.speech.frame_decoding import Spoken, generate_codes, load_vocoder
-from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file
 from mvp_engine.kit.generation import Prompt
 from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.kit.speech.codec import Codec
+from mvp_engine.kit.speech.generate import Spoken, generate_codes, load_vocoder
+from mvp_engine.kit.speech.layout import FRAME_COUNTS, SPEECH, without_speech
+from mvp_engine.kit.speech.protocol import SpeechProtocol
 
 TOGETHER = 64  # prompts that are spoken in one batch
 

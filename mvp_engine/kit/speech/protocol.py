@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media
-from mvp_engine.data.speech import (
+from mvp_engine.errors import UserError
+from mvp_engine.kit.speech.layout import (
     CODES,
     FIRST_CODE,
     FRAME_COUNTS,
@@ -31,7 +32,6 @@ from mvp_engine.data.speech import (
     TEXT,
     TURN_COUNTS,
 )
-from mvp_engine.errors import UserError
 
 ROLE_TOKENS = 3  # <|im_start|>, the role, a line break
 HEADER = 9  # role tokens, four pads, the begin of speech, the first token of the text
@@ -99,7 +99,7 @@ class SpeechProtocol:
                 "its talker: fine-tune its thinker (model.type=language_model), or use Qwen3-Omni"
             )
         if model_type == "csm":
-            from mvp_engine.hf.speech.csm import CsmProtocol
+            from mvp_engine.kit.speech.csm import CsmProtocol
 
             return CsmProtocol.of(config)
         if model_type != "qwen3_omni_moe" or not getattr(config, "enable_audio_output", True):

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import (
+from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
+from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.layout import (
     FIRST_CODE,
     FRAME_COUNTS,
     SOURCE_COUNTS,
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.speech.csm import CsmModel
-from mvp_engine.hf.speech.omni_model import OmniModel
-from mvp_engine.hf.speech.speech_protocol import HEADER
-from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
-from mvp_engine.kit.speech_loss import trains_text
+from mvp_engine.kit.speech.loss import trains_text
+from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
 SPEAKING = (OmniModel, CsmModel)
