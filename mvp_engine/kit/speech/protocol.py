@@ -2,7 +2,7 @@
 
 Qwen3-Omni's talker reads the user turns, a header of nine positions, and then the frames of speech: at each the sum of
 the embeddings of a frame's codes and of *one token of text*, until the text ends. It has no forward for training; these
-rows are what `generate` would feed step by step (`tests/hf/test_talker.py` compares them).
+rows are what `generate` would feed step by step (`tests/kit/speech/test_talker.py` compares them).
 
 A protocol holds numbers of a config alone: it is pickled to workers, and needs no weights.
 """
