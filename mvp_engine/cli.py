@@ -197,10 +197,10 @@ def data_inspect(args: argparse.Namespace) -> None:
     )
 
 
-def data_codes(args: argparse.Namespace) -> None:
-    from mvp_engine.kit.speech import commands
+def data_command(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import inspect
 
-    commands.print_codes(args.config, args.overrides, as_json=args.json)
+    inspect.run_data_command(args.command, args.config, args.overrides, as_json=args.json)
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -224,7 +224,7 @@ def chat(args: argparse.Namespace) -> int:
         stop_strings=args.stop,
         device=args.device,
         as_json=args.json,
-        speech=chat.speech_output(args),
+        output=chat.output_of(args),
     )
 
 

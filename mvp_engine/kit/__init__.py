@@ -32,11 +32,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.reward import RewardEngine, RewardLossKit
     from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
-    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
-    from mvp_engine.kit.speech.codec import Codec, open_codec
-    from mvp_engine.kit.speech.kmeans import ResidualKMeans
-    from mvp_engine.kit.speech.loss import SpeechLossKit
-    from mvp_engine.kit.speech.player import Player, Sound, speak
+    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     __getattr__ = lazy_exports(__name__)
 
@@ -47,7 +43,6 @@ __all__ = [
     "ActionDataKit",
     "ActionEngine",
     "Answer",
-    "Codec",
     "Completion",
     "ContrastiveConfig",
     "ContrastiveEngine",
@@ -72,19 +67,14 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
-    "Player",
     "PreferenceConfig",
     "PreferenceEngine",
     "PreferenceLoss",
     "PreferenceLossKit",
-    "ResidualKMeans",
     "RewardConfig",
     "RewardEngine",
     "RewardLoss",
     "RewardLossKit",
-    "Sound",
-    "SpeechLoss",
-    "SpeechLossKit",
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
@@ -97,9 +87,7 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
-    "open_codec",
     "rollout",
     "sample_actions",
-    "speak",
     "stop_at",
 ]

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mvp_engine import plugins
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
@@ -26,12 +27,9 @@ from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
-from mvp_engine.kit.settings import SpeechGeneration
-from mvp_engine.kit.speech.player import Player, Sound, speak
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
+from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES
-from mvp_engine.model_engine.types import OmniModelEngine
 
 Message = Mapping[str, Any]
 _ADAPTER_PREFIX = "base_model.model."
@@ -46,7 +44,6 @@ _PLAIN_ADAPTER = {
 }
 # Models that do not answer, and what they do.
 _WITHOUT_TEXT = {
-    "csm": "speaks the text that it is given: mvp_engine.kit.speak",
     "pi0": "predicts actions: act.py of an export (docs/actions.md)",
 }
 
@@ -54,7 +51,7 @@ _WITHOUT_TEXT = {
 class ChatModel:
     """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
 
-    An answer ends before the first of `stop_strings`. With `speaks`, the talker of an Omni folder is loaded too.
+    An answer ends before the first of `stop_strings`. `model_type` is one that writes text.
     """
 
     def __init__(
@@ -63,14 +60,15 @@ class ChatModel:
         adapter: Path | None = None,
         device: str | None = None,
         stop_strings: Sequence[str] = (),
-        speaks: bool = False,
+        model_type: str = "language_model",
     ) -> None:
         place = _find_device(device)
         config = read_config(folder, {})
-        if config.model_type in _WITHOUT_TEXT:
+        without_text = _WITHOUT_TEXT | plugins.without_text()
+        if config.model_type in without_text:
             raise UserError(
                 f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "
-                f"{_WITHOUT_TEXT[config.model_type]}"
+                f"{without_text[config.model_type]}"
             )
         model_class = (config.architectures or [""])[0]
         if model_class.endswith("ForSequenceClassification"):
@@ -83,12 +81,12 @@ class ChatModel:
             max_tokens=2**40,
             positions=RopePositions.for_config(config),
         )
-        engine_class = OmniModelEngine if speaks else LanguageModelEngine
-        model: Any = engine_class.build_model(ModelSource(str(folder)))
+        engine_type = engine_class(model_type)
+        model: Any = engine_type.build_model(ModelSource(str(folder)))
         settings = Settings(precision=precision_on(place, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
-        self.engine = engine_class(model, Layout(World(0, 1, 0, 1, place)), settings)
+        self.engine = engine_type(model, Layout(World(0, 1, 0, 1, place)), settings)
         self.engine.initialize()
         if adapter is not None:
             merge_adapter(self.engine.model, adapter)
@@ -136,22 +134,6 @@ class ChatModel:
         if stream is not None:
             stream.end(self.text(completion.tokens))
         return completion
-
-    def speak(
-        self,
-        messages: Sequence[Message],
-        completion: Completion,
-        player: Player,
-        speaker: str | None = None,
-        settings: SpeechGeneration | None = None,
-    ) -> Sound:
-        """The sound of an answer to `messages`."""
-        tokens = [token for token in completion.tokens if token not in self.stop]
-        if not tokens:
-            raise UserError("the answer has no text, so there is nothing to speak")
-        prompt = with_completion(self.prompt(messages), None, tokens)
-        (sound,) = speak(self.engine.model, [prompt], player, [speaker], settings)
-        return sound
 
     def text(self, tokens: Sequence[int]) -> str:
         text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

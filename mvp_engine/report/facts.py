@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from mvp_engine import plugins
 from mvp_engine.log.format import duration, is_learning_rate, is_share, number, rate
 from mvp_engine.runs import REASON, SLOW_STEPS, Run
 
@@ -272,11 +273,14 @@ class RunFacts:
 
 
 def writes_text(run: Run) -> bool:
-    """Whether the run's model writes text, so that one can chat with it. CSM, a model type of speech, does not."""
+    """Whether the run's model writes text, so that one can chat with it."""
     file = run.dir / "config.yaml"
     config = yaml.safe_load(file.read_text()) if file.is_file() else {}
     described = run.dir / "hf" / "config.json"
-    if described.is_file() and json.loads(described.read_text()).get("model_type") == "csm":
+    if (
+        described.is_file()
+        and json.loads(described.read_text()).get("model_type") in plugins.without_text()
+    ):
         return False
     return config.get("model", {}).get("type") not in ("action_model", "value_model")
 

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any, NoReturn
 
-from mvp_engine import __version__
+from mvp_engine import __version__, plugins
 from mvp_engine.errors import EXIT_USER_ERROR, did_you_mean
 from mvp_engine.tools.command_parsers import (
     CONFIG,
@@ -102,7 +102,7 @@ def _add_config_commands(commands: Any) -> None:
 
 
 def _add_data_commands(commands: Any) -> None:
-    data = add_group(commands, "data", "inspect training data, make codes of speech")
+    data = add_group(commands, "data", "inspect training data, or prepare it")
     text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
     inspect = add_command(data, "inspect", text)
     inspect.add_argument(
@@ -132,12 +132,14 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument("--strict", action="store_true", help=text)
     add_json_option(inspect)
     inspect.set_defaults(run="data_inspect")
-    text = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
-    codes = add_command(data, "codes", text)
-    codes.add_argument("config", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
-    codes.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config keys")
-    add_json_option(codes)
-    codes.set_defaults(run="data_codes")
+    for name, command in plugins.load_all("data_command").items():
+        of_kit = add_command(data, name, command.help)
+        of_kit.add_argument("config", metavar="CONFIG", help=command.config_help)
+        of_kit.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+        )
+        add_json_option(of_kit)
+        of_kit.set_defaults(run="data_command", command=name)
 
 
 def _add_chat_command(commands: Any) -> None:
@@ -182,15 +184,8 @@ def _add_chat_command(commands: Any) -> None:
     )
     text = "an answer ends before this text; may be given several times"
     chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
-    text = "speak the answers of an Omni model into this WAV file; later answers get a number"
-    chat.add_argument("--speak", metavar="FILE", help=text)
-    chat.add_argument("--speaker", metavar="NAME", help="the voice (default: the model's first)")
-    text = "play codes with this codec, a folder or file.py:Class (default: the model's vocoder)"
-    chat.add_argument("--codec", metavar="CODEC", help=text)
-    text = "of the spoken codes; 0: greedy (default: 0.9)"
-    chat.add_argument("--speech-temperature", type=float, metavar="T", help=text)
-    text = "most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)"
-    chat.add_argument("--max-frames", type=int, metavar="N", help=text)
+    for option in plugins.load_all("chat_option").values():
+        option.add_options(chat)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
     chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     add_json_option(chat)

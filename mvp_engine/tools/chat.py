@@ -8,26 +8,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mvp_engine import plugins
 from mvp_engine.checkpoint.format import META
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.weights.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
-from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.runs import best_checkpoint, checkpoint_step, trained_run
 from mvp_engine.tools.merge import build_model, model_checkpoint
 
 if TYPE_CHECKING:
     from mvp_engine.kit.chat import ChatModel
-    from mvp_engine.kit.decoding import Completion
-    from mvp_engine.kit.speech.player import Player
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
@@ -70,27 +68,37 @@ def chat(
     stop_strings: list[str],
     device: str | None,
     as_json: bool,
-    speech: SpeechOutput | None = None,
+    output: Any = None,
 ) -> int:
-    """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
+    """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code.
+
+    `output` is a `chat_option` plug-in that its options ask for: it writes each answer in another form too.
+    """
     conversation = Conversation(system)
     conversation.reset()
     for kind, file in media:
         conversation.add_media(kind, file)
     with model_folders(target, Path(root)) as (folder, adapter):
-        model = ChatModel(folder, adapter, device, stop_strings, speaks=speech is not None)
-        if speech is not None:
-            speech.open_player(folder)
+        model_type = "language_model" if output is None else output.model_type
+        model = ChatModel(folder, adapter, device, stop_strings, model_type)
+        if output is not None:
+            output.open(folder)
         try:
             if prompt is not None:
                 conversation.ask(prompt)
-                _answer(model, conversation, decoding, as_json, speech)
+                _answer(model, conversation, decoding, as_json, output)
             else:
-                _loop(model, conversation, decoding, as_json, speech)
+                _loop(model, conversation, decoding, as_json, output)
         except KeyboardInterrupt:
             print()
             return 128 + signal.SIGINT
     return 0
+
+
+def output_of(args: argparse.Namespace) -> Any:
+    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
+    outputs = [option.of(args) for option in plugins.load_all("chat_option").values()]
+    return next((output for output in outputs if output is not None), None)
 
 
 def _loop(
@@ -98,7 +106,7 @@ def _loop(
     conversation: Conversation,
     decoding: Decoding,
     as_json: bool,
-    speech: SpeechOutput | None,
+    output: Any,
 ) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -122,7 +130,7 @@ def _loop(
                 print(HELP)
             elif line:
                 conversation.ask(line)
-                _answer(model, conversation, decoding, as_json, speech)
+                _answer(model, conversation, decoding, as_json, output)
         except UserError as error:
             if not is_terminal:
                 raise
@@ -138,7 +146,7 @@ def _answer(
     conversation: Conversation,
     decoding: Decoding,
     as_json: bool,
-    speech: SpeechOutput | None,
+    output: Any,
 ) -> None:
     start = time.perf_counter()
     shown: list[str] = []
@@ -156,13 +164,12 @@ def _answer(
         conversation.messages.append({"role": "assistant", "content": "".join(shown)})
         raise
     text = model.text(completion.tokens)
-    spoken = None if speech is None else speech.write(model, conversation.messages, completion)
+    written = {} if output is None else output.write(model, conversation.messages, completion)
     conversation.messages.append({"role": "assistant", "content": text})
     if not as_json:
         print()
-        if spoken is not None:
-            end = "" if spoken["ended"] else ", cut off at --max-frames"
-            print(f"[{spoken['file']}: {spoken['seconds']:.1f} s{end}]", file=sys.stderr)
+        if output is not None:
+            print(f"[{output.words(written)}]", file=sys.stderr)
         return
     record = {
         "messages": conversation.messages[:-1],
@@ -172,9 +179,7 @@ def _answer(
         "log_prob": sum(completion.log_probs),
         "seconds": round(time.perf_counter() - start, 3),
     }
-    if spoken is not None:
-        record["speech"] = spoken
-    print(json.dumps(record, ensure_ascii=False))
+    print(json.dumps(record | written, ensure_ascii=False))
 
 
 @contextmanager
@@ -230,77 +235,3 @@ def _base_of_adapter(folder: Path) -> Path:
 def _step_of_export(folder: Path) -> int:
     digits = folder.name.removeprefix("hf_step_").partition("_")[0]
     return int(digits) if digits.isdecimal() else 0
-
-
-# The sounds of `mvp chat --speak`: one WAV file for each answer.
-
-
-@dataclass
-class SpeechOutput:
-    """Where sounds go, and what plays their codes."""
-
-    file: Path
-    speaker: str | None
-    codec: str | None
-    settings: SpeechGeneration
-    player: Player | None = None
-    written: int = 0
-
-    def open_player(self, folder: Path) -> None:
-        """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
-        from mvp_engine.hf.model.config_source import read_config
-        from mvp_engine.kit.speech.codec import open_codec
-        from mvp_engine.kit.speech.player import Player
-        from mvp_engine.kit.speech.protocol import SpeechProtocol
-
-        if self.codec is None:
-            self.player = Player.of_folder(folder)
-        else:
-            self.player = Player.of_codec(open_codec(self.codec, key="--codec"))
-        protocol = SpeechProtocol.for_config(read_config(folder, {}))
-        assert protocol is not None, "a model that speaks"
-        self.player.check(protocol)
-        if self.speaker is not None and self.speaker.lower() not in protocol.speakers:
-            known = ", ".join(protocol.speakers)
-            raise UserError(f"--speaker {self.speaker}: the model's speakers are {known}")
-
-    def write(
-        self, model: ChatModel, messages: Sequence[Any], completion: Completion
-    ) -> dict[str, Any]:
-        """Speak an answer to `messages`; returns the facts of the file."""
-        assert self.player is not None
-        sound = model.speak(messages, completion, self.player, self.speaker, self.settings)
-        self.written += 1
-        file = self.file
-        if self.written > 1:
-            file = file.with_stem(f"{file.stem}_{self.written}")
-        sound.save(file)
-        return {
-            "file": str(file),
-            "frames": len(sound.codes),
-            "seconds": round(sound.seconds, 3),
-            "ended": sound.ended,
-            "speaker": self.speaker,
-        }
-
-
-def speech_output(args: argparse.Namespace) -> SpeechOutput | None:
-    """What the options of `mvp chat` ask for; None without `--speak`."""
-    if args.speak is None:
-        for option in ("speaker", "codec", "speech_temperature", "max_frames"):
-            if getattr(args, option) is not None:
-                name = option.replace("_", "-")
-                raise UserError(f"--{name} is for spoken answers: add --speak FILE.wav")
-        return None
-    file = Path(args.speak).expanduser()
-    if file.suffix.lower() != ".wav":
-        raise UserError(
-            f"--speak {args.speak}: sounds are written as WAV files: give a name that ends with .wav"
-        )
-    given = {"temperature": args.speech_temperature, "max_frames": args.max_frames}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("temperature", 0) < 0:
-        raise UserError(f"--speech-temperature {given['temperature']:g}: give 0 (greedy) or more")
-    if given.get("max_frames", 1) < 1:
-        raise UserError(f"--max-frames {given['max_frames']}: give 1 or more")
-    return SpeechOutput(file, args.speaker, args.codec, SpeechGeneration.model_validate(given))

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from mvp_engine import plugins
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
+from mvp_engine.kit.data.read.row_types import BadRow, Codes
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
@@ -30,8 +31,12 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         robot = {"robot": robot_facts(rows)}
     else:
         source = open_source(settings.path, settings.root, Limits.text_characters)
-    # Whether sounds of answers may be spoken depends on the config, which is not known here.
-    row_format = RowFormat(columns=settings.columns, speech=True, downloaded=settings.is_downloaded)
+    # Whether media of answers may be targets depends on the config, which is not known here.
+    row_format = RowFormat(
+        columns=settings.columns,
+        targets=tuple(plugins.names("target")),
+        downloaded=settings.is_downloaded,
+    )
     name = settings.label
     wanted = range(limit) if row is None else [find_row([source], row)[1]]
     lengths = list[int]()
@@ -43,9 +48,9 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         facts: dict[str, Any] = {"format": None, "bad": None, "sequences": []}
         try:
             read = read_row(source[index], row_format)
-            sounds = [message.speech for message in read.messages if message.speech]
-            sounds = [sound for sound in sounds if not isinstance(sound.value, SpeechCodes)]
-            for part in [*read.media(), *sounds]:
+            targets = [message.target for message in read.messages if message.target]
+            targets = [target for target in targets if not isinstance(target.value, Codes)]
+            for part in [*read.media(), *targets]:
                 open_media(part.value, Limits(), source.root, part.kind)
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))

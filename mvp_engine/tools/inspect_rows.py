@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # they import torch
     from mvp_engine.kit.data.encode.row_encoder import RowEncoder
     from mvp_engine.kit.data.encode.sequences import EncodedSequence
 
+# Of a sequence without targets (`RowPart.facts`).
+NO_TARGETS: dict[str, Any] = {"spoken": [], "talker": 0}
+
 
 def find_row(sources: Sequence[Rows], row: str) -> tuple[int, int]:
     """The source and the index in it of `row`: an index over all sources, or a place such as `rows.jsonl:17`."""
@@ -81,30 +84,13 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
         "tokens": len(sequence.ids),
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
         "media": media,
-        "spoken": _spoken(row_encoder, sequence),
-        "talker": sequence.talker_positions,
         "text": _segments(row_encoder, sequence),
+        **NO_TARGETS,
     }
+    if row_encoder.row_part is not None:
+        facts |= row_encoder.row_part.facts(sequence)
     actions_shown = getattr(sequence, "actions_shown", None)  # of a frame of a LeRobot folder
     return facts if actions_shown is None else {**facts, **actions_shown()}
-
-
-def _spoken(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:
-    """The sounds that the model learns to speak, by the answer that they belong to."""
-    found = []
-    for turn in sequence.spoken:
-        assert row_encoder.speech is not None
-        rate = row_encoder.speech.frame_rate
-        seconds = None if rate is None else round(len(turn.codes) / rate, 3)
-        found.append(
-            {
-                "answer": turn.turn,
-                "frames": len(turn.codes),
-                "seconds": seconds,
-                "speaker": turn.speaker,
-            }
-        )
-    return found
 
 
 def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:
@@ -153,7 +139,7 @@ def _plain_sequence(row: Row, side: int) -> dict[str, Any]:
                 media.append({"kind": part.kind})
             else:
                 segments.append({"text": part.value, "learnt": has_loss})
-        if message.speech is not None:
+        if message.target is not None:
             segments.append({"media": len(media)})
             media.append({"kind": "speech"})
         calls = message.extra.get("tool_calls")
@@ -161,4 +147,4 @@ def _plain_sequence(row: Row, side: int) -> dict[str, Any]:
             segments.append({"text": f"{calls}", "learnt": has_loss})
         segments.append({"text": "\n", "learnt": False})
     facts: dict[str, Any] = {"side": side, "tokens": None, "learnt": None}
-    return {**facts, "media": media, "spoken": [], "talker": 0, "text": segments}
+    return {**facts, "media": media, **NO_TARGETS, "text": segments}

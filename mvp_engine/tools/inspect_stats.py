@@ -53,7 +53,7 @@ def sample_rows(
                 row = read_row(source[index], row_format)
                 kinds[row.format] += 1
                 media.update(part.kind for part in row.media())
-                spoken = sum(message.speech is not None for message in row.messages)
+                spoken = sum(message.target is not None for message in row.messages)
                 media.update({"spoken answers": spoken} if spoken else {})
                 is_prompt = isinstance(row_format, RowFormat) and row_format.drops_answers
                 (for_reward if is_prompt else unused).update(row.unused)

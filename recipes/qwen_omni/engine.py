@@ -5,8 +5,8 @@ from typing import Any
 
 from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
 from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.speech import SpeechConfig, SpeechEngine, SpokenAnswer
 from mvp_engine.kit.speech.transcript import word_errors
 
 from .data import prepare
@@ -24,11 +24,11 @@ class Spoken(Section):
     """Held-out sentences."""
 
 
-class OmniConfig(MLLMConfig):
+class OmniConfig(SpeechConfig):
     spoken: Spoken | None = None  # synthetic speech with a small codec; null: rows, processor and codec of your own
 
 
-class OmniEngine(MLLMEngine):
+class OmniEngine(SpeechEngine):
     config_class = OmniConfig
     config: OmniConfig
     title = "What a Qwen3-Omni says"
@@ -44,7 +44,7 @@ class OmniEngine(MLLMEngine):
     def judge(self) -> Judge:
         return Judge()
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[SpokenAnswer]) -> None:
         """Log the exact answers in text; of synthetic speech, also the share of words that the judge hears right."""
         super().score(ctx, name, answers)
         spoken = [answer for answer in answers if answer.speech]

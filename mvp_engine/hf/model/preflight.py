@@ -29,7 +29,6 @@ from mvp_engine.hf.experts.fp8_layers import run_in_bf16
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.model_inputs import needed_media
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.kit.speech.layout import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
 TRIALS = 3  # one may fail by chance: rounding can switch an expert router between two experts
@@ -466,8 +465,10 @@ class MediaPreflight:
 
 
 def _kinds(batch: PackedBatch) -> set[str]:
-    kinds = {kind for kind, media in batch.media.items() if len(media.row_counts)}
-    return kinds - {SPEECH}  # no input of an encoder
+    """The kinds of media that encoders read."""
+    return {
+        kind for kind, media in batch.media.items() if len(media.row_counts) and not media.is_target
+    }
 
 
 def _smallest_rows(batches: list[PackedBatch], kind: str) -> list[PackedBatch]:

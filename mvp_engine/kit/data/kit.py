@@ -32,7 +32,6 @@ from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
-from mvp_engine.kit.speech.row_part import SpeechTargets
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -66,7 +65,7 @@ class MLLMDataKit(MeasuredSources):
             options=settings.template,
             positions=None if model_config is None else RopePositions.for_config(model_config),
             fields=settings.fields,
-            speech=SpeechTargets.of(settings, model_config, self.cache),
+            row_part=settings.row_part(model_config, self.cache),
         )
         if settings.media_dtype == "bfloat16":
             self.row_encoder.dtype = torch.bfloat16

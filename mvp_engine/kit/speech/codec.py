@@ -2,7 +2,7 @@
 
 A codec is a folder (Mimi as transformers saves it, or a `ResidualKMeans`) or a class in a file of the user's:
 
-    class Codec(mvp_engine.kit.Codec):
+    class Codec(mvp_engine.kit.speech.Codec):
         sampling_rate, frame_rate, books, codebook_size = 16_000, 50.0, 8, 1024
 
         def encode(self, waveform):  # float32 (samples,) -> integers (frames, books)
@@ -72,7 +72,7 @@ def _user_codec(spec: str, key: str) -> Codec:
     module, name = load_spec(spec, Path.cwd(), key)
     found = getattr(module, name or "", None)
     if not isinstance(found, type) or not issubclass(found, Codec):
-        raise UserError(f"{key}={spec}: {name} is not a subclass of mvp_engine.kit.Codec")
+        raise UserError(f"{key}={spec}: {name} is not a subclass of mvp_engine.kit.speech.Codec")
     codec = found()
     missing = [attribute for attribute in _ATTRIBUTES if not hasattr(codec, attribute)]
     if missing:

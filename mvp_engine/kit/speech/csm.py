@@ -54,7 +54,7 @@ class CsmModel(PackedModel):
     """A model of speech alone: its outputs are `SPEECH_OUTPUTS`, all of it is the part `talker`."""
 
     model_type = "omni_model"
-    provides = SPEECH_OUTPUTS
+    provides = drops_dummies = SPEECH_OUTPUTS
 
     def __init__(self, csm: Any, config: Any) -> None:
         super().__init__(csm)
@@ -86,6 +86,13 @@ class CsmModel(PackedModel):
         from mvp_engine.kit.speech.omni_adapter import OmniAdapter
 
         return OmniAdapter(self)
+
+    def check_source(self) -> None:
+        if self.source is None:
+            raise UserError(
+                "model.config.model_type=csm without model.path: an export copies the codec from the folder. Set "
+                "model.path"
+            )
 
     def base(self) -> nn.Module:
         csm: Any = self.hf

@@ -21,12 +21,12 @@ from mvp_engine.kit.speech.csm import CsmModel
 from mvp_engine.kit.speech.layout import (
     FIRST_CODE,
     FRAME_COUNTS,
+    LABEL,
     SOURCE_COUNTS,
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.kit.speech.loss import trains_text
-from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.omni_model import OmniModel, trains_text
 from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
@@ -130,4 +130,4 @@ def assumed_speech(model: SpeakingModel, rows: int, user_tokens: int, frames: in
     counts = torch.full((rows,), talker_rows)
     fields = {FRAME_COUNTS: torch.full((rows,), frames), TURN_COUNTS: torch.ones(rows).long()}
     fields[SOURCE_COUNTS] = torch.zeros(rows).long()
-    return Media(values, counts, torch.arange(rows), fields)
+    return Media(values, counts, torch.arange(rows), fields, label_column=LABEL)

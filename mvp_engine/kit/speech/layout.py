@@ -7,11 +7,9 @@ text of each, and its frames. The row before a frame predicts it.
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, Media, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 
 SPEECH = "speech"  # the key in `PackedBatch.media`
 # Keys in its `fields`, one number per item; on the host, as grids are.
@@ -31,27 +29,10 @@ FIRST_CODE = 6
 POSITION_UNITS = 2**20
 
 
-def without_labels(media: dict[str, Media]) -> dict[str, Media]:
-    """The same media, speech without loss: for dummy sequences."""
-    if SPEECH not in media:
-        return media
-    speech = media[SPEECH]
-    values = speech.values.clone()
-    values[:, LABEL] = IGNORE
-    return {**media, SPEECH: dataclasses.replace(speech, values=values)}
-
-
 def num_positions(batch: PackedBatch) -> int:
     """What a pack holds of its budget: tokens, and the talker's positions."""
     speech = batch.media.get(SPEECH)
     return batch.num_tokens + (0 if speech is None else len(speech.values))
-
-
-def without_speech(batch: PackedBatch) -> PackedBatch:
-    """The batch without its targets, as a prompt of generation."""
-    if SPEECH not in batch.media:
-        return batch
-    return dataclasses.replace(batch, media={**batch.media, SPEECH: batch.media[SPEECH].select([])})
 
 
 def num_speech_labels(batch: PackedBatch) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ import torch
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.data.pack.cost_cache import locked
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Part, SpeechCodes
+from mvp_engine.kit.data.read.row_types import BadRow, Codes, Part
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.speech.code_store import CodeStore
-from mvp_engine.kit.speech.row_part import SpeechTargets
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.speech.row_part import SpeechPart
 
 LOGGER = logging.getLogger("mvp_engine")
 PROGRESS_SECONDS = 10.0
@@ -66,12 +68,12 @@ def make_codes(
     name: str,
     source: Source,
     row_format: RowFormat,
-    speech: SpeechTargets | None,
+    speech: SpeechPart,
     *,
     again: bool = False,
 ) -> MadeCodes | None:
     """Encode the sounds of a source that are not on disk yet. None where that was done before, unless `again`."""
-    if speech is None or speech.store is None:
+    if speech.store is None:
         return None
     folder = speech.store.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,7 @@ def make_codes(
     return made
 
 
-def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechTargets) -> MadeCodes:
+def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechPart) -> MadeCodes:
     settings = speech.settings
     assert settings.codec is not None
     assert speech.store is not None
@@ -126,7 +128,7 @@ def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechTarget
 def _missing(
     source: Source,
     row_format: RowFormat,
-    speech: SpeechTargets,
+    speech: SpeechPart,
     store: CodeStore,
     made: MadeCodes,
 ) -> Iterator[_Sound]:
@@ -158,7 +160,7 @@ def _missing(
 
 
 def _targets(
-    source: Source, row_format: RowFormat, rows: Sequence[int], speech: SpeechTargets
+    source: Source, row_format: RowFormat, rows: Sequence[int], speech: SpeechPart
 ) -> Iterator[Part]:
     for row in rows:
         try:
@@ -167,7 +169,7 @@ def _targets(
             continue
         for message in messages:
             sound = speech.sound(message)
-            if sound is not None and not isinstance(sound.value, SpeechCodes):
+            if sound is not None and not isinstance(sound.value, Codes):
                 yield sound
 
 

@@ -1,29 +1,10 @@
-"""Configs of Omni models: which talkers can be trained, and settings that transformers' config classes leave out."""
+"""Configs of Omni models: which talkers can be trained."""
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 from mvp_engine.errors import UserError
-
-# What the code of Qwen3-Omni reads and its config classes do not declare, so that no model can be built from their
-# defaults: by path of the sub-config, with the values of the folder of Qwen3-Omni-30B-A3B.
-_UNDECLARED = (
-    ("thinker_config", "vision_start_token_id", 151652),
-    ("talker_config", "spatial_merge_size", 2),
-    ("talker_config.text_config", "shared_expert_intermediate_size", 768),
-)
-
-
-def add_undeclared_settings(config: Any) -> None:
-    """Set these, where a config of Qwen3-Omni lacks them."""
-    if getattr(config, "model_type", "") != "qwen3_omni_moe":
-        return
-    for path, name, value in _UNDECLARED:
-        part = attrgetter(path)(config)
-        if not hasattr(part, name):
-            setattr(part, name, value)
 
 
 def check_talker(config: Any) -> None:

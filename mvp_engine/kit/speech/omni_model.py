@@ -25,15 +25,18 @@ from mvp_engine.hf.model import attention, input_hooks
 from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.language_model import LanguageModel
+from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.hf.model.packed_model import Outputs
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
 from mvp_engine.hf.weights.export import Target
 from mvp_engine.hf.weights.load import Entries
 from mvp_engine.hf.weights.weight_stream import TensorEntries
 from mvp_engine.kit.speech.layout import FIRST_CODE, SPEECH
-from mvp_engine.kit.speech.omni_config import add_undeclared_settings, check_talker
+from mvp_engine.kit.speech.omni_config import check_talker
+from mvp_engine.kit.speech.plugin import OmniModelFolder
 from mvp_engine.kit.speech.rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
 from mvp_engine.kit.speech.talker import Qwen3Talker
+from mvp_engine.model_engine.types import PackedModelEngine
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter
@@ -57,6 +60,8 @@ class OmniModel(LanguageModel):
     model_type = "omni_model"
     casts_frozen = True  # talker SFT: 32 of 35 G parameters are frozen
     provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
+    drops_dummies = SPEECH_OUTPUTS
+    adapted = ("hf.", "talker.")
 
     def __init__(self, thinker: Any, talker: Any, config: Any) -> None:
         super().__init__(thinker)
@@ -94,7 +99,7 @@ class OmniModel(LanguageModel):
 
             return CsmModel.from_config(config)
         check_talker(config)
-        add_undeclared_settings(config)
+        OmniModelFolder.complete_config(config)
         thinker = from_auto(AutoModelForMultimodalLM, config.thinker_config)
         talker_config = config.talker_config
         talker_config._attn_implementation = attention.register()
@@ -230,8 +235,7 @@ class OmniModel(LanguageModel):
 
 def _has_media(batch: PackedBatch) -> bool:
     """Whether a batch has images, videos or audio; sharded ranks have the same kinds in a forward (`lockstep.py`)."""
-    kinds = [kind for kind, media in batch.media.items() if len(media.row_counts)]
-    return any(kind != SPEECH for kind in kinds)
+    return any(len(media.row_counts) and not media.is_target for media in batch.media.values())
 
 
 def _add_missing_init_rules(talker: Any) -> None:
@@ -245,3 +249,15 @@ def _add_missing_init_rules(talker: Any) -> None:
 def _init_normal(std: float, module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.normal_(param, std=std)
+
+
+def trains_text(model: nn.Module) -> bool:
+    """Whether any parameter trains that the model's text depends on."""
+    parts = parts_of(model)
+    return any(p.requires_grad and parts[name] != "talker" for name, p in model.named_parameters())
+
+
+class OmniModelEngine(PackedModelEngine):
+    """A language model that also speaks: the outputs of its thinker, and log-probs, entropy and loss of speech."""
+
+    model_class = OmniModel

@@ -23,11 +23,11 @@ from mvp_engine.files import atomic_path
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file
 from mvp_engine.kit.generation import Prompt
-from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.kit.speech.codec import Codec
 from mvp_engine.kit.speech.generate import Spoken, generate_codes, load_vocoder
-from mvp_engine.kit.speech.layout import FRAME_COUNTS, SPEECH, without_speech
+from mvp_engine.kit.speech.layout import FRAME_COUNTS, SPEECH
 from mvp_engine.kit.speech.protocol import SpeechProtocol
+from mvp_engine.kit.speech.settings import SpeechGeneration
 
 TOGETHER = 64  # prompts that are spoken in one batch
 
@@ -111,7 +111,7 @@ def speak(
     for first in range(0, len(prompts), TOGETHER):
         some = list(prompts[first : first + TOGETHER])
         if not protocol.reads_answers:
-            some = [without_speech(prompt) for prompt in some]
+            some = [prompt.without_targets() for prompt in some]
         found += generate_codes(
             model,
             some,

@@ -142,7 +142,13 @@ class SpeechProtocol:
         values = torch.zeros(0, FIRST_CODE + self.books, dtype=torch.long)
         nothing = torch.zeros(0, dtype=torch.long)
         names = (FRAME_COUNTS, TURN_COUNTS, SOURCE_COUNTS)
-        return Media(values, nothing, nothing.clone(), {name: nothing.clone() for name in names})
+        return Media(
+            values,
+            nothing,
+            nothing.clone(),
+            {name: nothing.clone() for name in names},
+            label_column=LABEL,
+        )
 
     def num_answers(self, ids_T: Tensor) -> int:
         """The assistant turns of a sequence, spoken or not."""
@@ -271,7 +277,7 @@ def media_of(items: list[Tensor], turns: Tensor) -> Media:
     owners = torch.zeros(len(items), dtype=torch.long)
     sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
     fields = {FRAME_COUNTS: frames, TURN_COUNTS: turns, SOURCE_COUNTS: sources}
-    return Media(torch.cat(items), counts, owners, fields)
+    return Media(torch.cat(items), counts, owners, fields, label_column=LABEL)
 
 
 def _positions(positions_3T: Tensor, users: Tensor, segments: list[int], after: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""SpeechTargets: the sounds of assistant turns as codes, and as the talker positions of a batch.
+"""SpeechPart: the sounds of assistant turns, read from rows as codes, and as the talker positions of a batch.
 
-How a model's talker reads text and codes is the model's own matter (`kit/speech/protocol.py`); which codes a row
-has, and which rows are bad, is decided here.
+How a model's talker reads text and codes is the model's own matter (`protocol.py`); which codes a row has, and which
+rows are bad, is decided here. The chat template never sees the sounds: the thinker reads and learns the text alone.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media
-from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.sequences import FullSequence
+from mvp_engine.errors import UserError, count
+from mvp_engine.kit.data.encode.sequences import EncodedSequence, RowPart
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import decoder_errors, open_media
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, SpeechCodes
-from mvp_engine.kit.data.settings import MLLMData, SpeechData
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow, Codes, Message, Part, Row
+from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.speech.code_store import CodeStore
-from mvp_engine.kit.speech.layout import SPEECH as SPEECH
+from mvp_engine.kit.speech.layout import SPEECH
+from mvp_engine.kit.speech.make_codes import make_codes
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.settings import SpeechData
 
 MOST_BOOKS = 32  # of Mimi: the first ones of more than a talker speaks are used
 
 
-class SpeechTargets:
+class SpeechPart(RowPart):
     """Reads the spoken turns of rows for one model."""
+
+    name = SPEECH
+    positions = "positions of the talker"
 
     def __init__(
         self, settings: SpeechData, model_config: Any, cache: Path, limits: Limits
@@ -55,13 +61,6 @@ class SpeechTargets:
             rate = settings.min_rate
             self.store = CodeStore(settings.codec, settings.books, cache, limits, min_rate=rate)
             self._check_codec(self.store)
-
-    @classmethod
-    def of(cls, settings: MLLMData, model_config: Any, cache: Path) -> SpeechTargets | None:
-        """None without `mllm.speech`."""
-        if settings.speech is None:
-            return None
-        return cls(settings.speech, model_config, cache, settings.limits)
 
     def _check_codec(self, store: CodeStore) -> None:
         size = store.codec.codebook_size
@@ -89,31 +88,42 @@ class SpeechTargets:
         """Frames per second, where the codec or the model says it."""
         return self.protocol.frame_rate if self.store is None else self.store.codec.frame_rate
 
-    def with_turns(self, sequence: FullSequence, row: Row, root: Path) -> FullSequence:
-        """The sequence with the spoken turns of its row. Raises BadRow."""
-        return self.counted(replace(sequence, spoken=self._turns(row, root)))
+    def prepare(self, name: str, source: Source, row_format: RowFormat) -> None:
+        make_codes(name, source, row_format, self)
 
-    def counted(self, sequence: FullSequence) -> FullSequence:
-        """The sequence with the number of its talker positions."""
-        if not sequence.spoken:
-            return replace(sequence, talker_positions=0)
-        frames = [(turn.turn, len(turn.codes)) for turn in sequence.spoken]
+    def num_positions(self, ids: list[int], targets: Sequence[SpokenTurn]) -> int:
+        frames = [(turn.turn, len(turn.codes)) for turn in targets]
         try:
-            count = self.protocol.num_rows(torch.tensor(sequence.tokens.ids), frames)
+            return self.protocol.num_rows(torch.tensor(ids), frames)
         except SpeechError as error:
             raise BadRow(error.reason, error.detail) from None
-        return replace(sequence, talker_positions=count)
 
-    def plan(self, ids_T: Tensor, positions: Tensor, spoken: Sequence[SpokenTurn]) -> Media:
+    def media(self, ids_T: Tensor, positions: Tensor, targets: Sequence[SpokenTurn]) -> Media:
         """The talker positions of one sequence."""
-        if not spoken:
+        if not targets:
             return self.protocol.empty()
         try:
-            return self.protocol.plan(ids_T, positions, list(spoken))
+            return self.protocol.plan(ids_T, positions, list(targets))
         except SpeechError as error:
             raise BadRow(error.reason, error.detail) from None
 
-    def _turns(self, row: Row, root: Path) -> list[SpokenTurn]:
+    def facts(self, sequence: EncodedSequence) -> dict[str, Any]:
+        """The sounds that the model learns to speak, by the answer that they belong to, and their positions."""
+        spoken = []
+        for turn in sequence.targets:
+            rate = self.frame_rate
+            seconds = None if rate is None else round(len(turn.codes) / rate, 3)
+            spoken.append(
+                {
+                    "answer": turn.turn,
+                    "frames": len(turn.codes),
+                    "seconds": seconds,
+                    "speaker": turn.speaker,
+                }
+            )
+        return {"spoken": spoken, "talker": sequence.target_positions}
+
+    def read(self, row: Row, root: Path) -> list[SpokenTurn]:
         turns = []
         answers = [message for message in row.messages if message.role == "assistant"]
         if self.protocol.reads_answers and len(answers) < len(row.messages):
@@ -146,7 +156,7 @@ class SpeechTargets:
     def sound(self, message: Message) -> Part | None:
         """The sound of a message; without loss only for a talker that reads earlier answers."""
         is_read = message.loss is not False or self.protocol.reads_answers
-        return message.speech if is_read else None
+        return message.target if is_read else None
 
     def _check_silent(self, message: Message, turn: int) -> None:
         if self.settings.require and message.loss is not False:
@@ -158,7 +168,7 @@ class SpeechTargets:
 
     def _codes(self, part: Part, root: Path) -> np.ndarray:
         """(frames, books) of a sound, valid for the model."""
-        if isinstance(part.value, SpeechCodes):
+        if isinstance(part.value, Codes):
             codes = self._given_codes(part.value.codes, root)
         elif self.store is None:
             raise BadRow(
@@ -209,3 +219,28 @@ class SpeechTargets:
                 f"codes are {low} to {high}; the model's codebooks have 0 to {self.protocol.codebook_size - 1}",
             )
         return codes
+
+
+def take_speech(message: Message, index: int, is_target: bool) -> Message:
+    """The assistant turn with its audio as the `target`; a bad row unless the model predicts audio."""
+    audio = [part for part in message.parts if part.kind == "audio"]
+    if not is_target:
+        raise BadRow(
+            "speech_target",
+            f"message {index} (assistant) has audio, which the model would have to speak: train with "
+            "model.type=omni_model and set mllm.speech; or remove the audio; or, if it is an input, move it into "
+            "a user's turn",
+        )
+    if len(audio) > 1:
+        raise BadRow(
+            "speech_count",
+            f"message {index} (assistant) has {count(len(audio), 'sound')}; a turn speaks one: join them, or split "
+            "the turn",
+        )
+    if not message.text.strip():
+        raise BadRow(
+            "speech_text",
+            f"message {index} (assistant) has a sound, but no text: the talker reads the text that it speaks",
+        )
+    others = tuple(part for part in message.parts if part.kind != "audio")
+    return replace(message, parts=others, target=audio[0])

@@ -20,8 +20,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit.speech.omni_adapter import check_speech
+from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.types import OmniModelEngine
 
 SPEAKING: dict[str, Any] = {**OMNI, "csm": csm}
 

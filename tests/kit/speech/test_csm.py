@@ -18,19 +18,20 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, OmniModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.speech import OmniModel
 from mvp_engine.kit.speech import rows as speech_rows
 from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.generate import generate_codes
 from mvp_engine.kit.speech.layout import SPEECH, num_speech_labels
-from mvp_engine.kit.speech.loss import SpeechLossKit
+from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.model_engine import Settings
-from mvp_engine.model_engine.types import OmniModelEngine
 
 BOOKS, VOCAB, FRAMES = 4, 35, 6
 
@@ -250,7 +251,7 @@ def test_csm_names_what_it_cannot_speak() -> None:
     codes = torch.zeros(2, BOOKS, dtype=torch.long)
     with pytest.raises(SpeechError, match=r"as \[0\]"):
         protocol.plan(ids, torch.arange(2), [SpokenTurn(0, codes, "ethan")])
-    with pytest.raises(UserError, match=r"csm speaks and writes no text: set model\.type=omni_model"):
+    with pytest.raises(UserError, match=r"csm writes no text: set model\.type=omni_model"):
         LanguageModel.from_config(config())
     with pytest.raises(UserError, match="copies the codec from the folder"):
         OmniModel.on_meta(None, {"model_type": "csm", **settings()})

@@ -20,15 +20,16 @@ from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import trained_parts
-from mvp_engine.kit import MLLMData, MLLMDataKit, Player, speak
+from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.settings import SpeechGeneration
+from mvp_engine.kit.speech import Player, speak
+from mvp_engine.kit.speech.engine import SpeechLossKit, trains_text
 from mvp_engine.kit.speech.layout import CODES, SPEECH, TEXT, num_speech_labels
-from mvp_engine.kit.speech.loss import SpeechLossKit, trains_text
+from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.settings import SpeechGeneration, SpeechMLLMData
 from mvp_engine.model_engine import ModelSource, Settings
-from mvp_engine.model_engine.types import OmniModelEngine
 
 
 def trained(folder: Path, lora: Lora | None = None) -> OmniModelEngine:
@@ -112,7 +113,7 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     processor.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     sources = {"train": {"path": str(tmp_path / "rows.jsonl")}}
     options = {"cache": str(tmp_path / "cache"), "speech": {"codec": None, "books": BOOKS}, "max_bad_fraction": 1.0}
-    data = MLLMData(sources=sources, micro_batch_tokens=64, **options)
+    data = SpeechMLLMData(sources=sources, micro_batch_tokens=64, **options)
     kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
     # Its sound would be learnt as that of the user's text.
     assert [(bad.where[-1], bad.reason) for bad in kit.bad_rows("train")] == [("2", "speech_role")]

@@ -10,8 +10,7 @@ import torch
 from transformers import MimiConfig, MimiModel
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import open_codec
-from mvp_engine.kit.speech import mimi
+from mvp_engine.kit.speech import mimi, open_codec
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from test_omni_ranks import adamw, engine_on, micro_batch
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.settings import SpeechLoss
-from mvp_engine.kit.speech.loss import SpeechLossKit
+from mvp_engine.kit.speech.engine import SpeechLossKit
+from mvp_engine.kit.speech.settings import SpeechLoss
 
 pytestmark = pytest.mark.gpu
 WAYS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from omni_models import BOOKS, CODES, IM_END, batch_of, omni_folder, spoken_row
 from test_talker import FRAMES, ROWS, config, generated, omni, whole
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import Player, speak
+from mvp_engine.kit.speech import Player, speak
 from mvp_engine.kit.speech.generate import generate_codes, load_vocoder
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import OmniModel
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import parts_of, trained_parts
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.speech.loss import SpeechLossKit, trains_text
+from mvp_engine.kit.speech import OmniModel
+from mvp_engine.kit.speech.engine import SpeechLossKit, trains_text
+from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.model_engine import ModelSource, Settings
-from mvp_engine.model_engine.types import OmniModelEngine
 
 
 def speech_trained(folder: Path, lora: Lora | None = None, freeze: tuple[str, ...] = ()) -> OmniModelEngine:

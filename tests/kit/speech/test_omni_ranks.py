@@ -16,10 +16,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.settings import SpeechLoss
-from mvp_engine.kit.speech.loss import SpeechLossKit
+from mvp_engine.kit.speech.engine import SpeechLossKit
+from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.settings import SpeechLoss
 from mvp_engine.model_engine import ModelSource, Settings
-from mvp_engine.model_engine.types import OmniModelEngine
 
 # Rows: silent, spoken, two spoken turns with an image, audio and the second turn spoken.
 ROWS = [

@@ -26,12 +26,13 @@ from tiny_speech import (
 
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.speech.code_store import CodeStore
 from mvp_engine.kit.speech.codec import open_codec
 from mvp_engine.kit.speech.kmeans import ResidualKMeans
 from mvp_engine.kit.speech.layout import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.make_codes import make_codes
+from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.tools.inspect import inspect_kit
 
 
@@ -196,10 +197,10 @@ def test_make_codes_leaves_out_unreadable_sounds_and_counts(tmp_path: Path) -> N
     kit = speech_kit(tmp_path, rows)
     settings = kit.sources("train")[0]
     source = kit.open_rows(settings)
-    made = make_codes("train", source, kit.row_formats()[0], kit.row_encoder.speech)
+    made = make_codes("train", source, kit.row_formats()[0], kit.row_encoder.row_part)
     assert made is not None
     assert (made.sounds, made.made, made.bad) == (4, 3, 1)
-    again = make_codes("train", source, kit.row_formats()[0], kit.row_encoder.speech)
+    again = make_codes("train", source, kit.row_formats()[0], kit.row_encoder.row_part)
     assert again is not None
     assert again.made == 0
 
@@ -244,7 +245,7 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
     def kit(config: Any, **speech: Any) -> MLLMDataKit:
         source = {"path": str(tmp_path / "rows.jsonl")}
         values = {"sources": [source], "micro_batch_tokens": 64, "speech": {"codec": codec, "books": BOOKS, **speech}}
-        return MLLMDataKit(MLLMData.model_validate(values), tokenizer(), model_config=config)
+        return MLLMDataKit(SpeechMLLMData.model_validate(values), tokenizer(), model_config=config)
 
     with pytest.raises(UserError, match=r"mllm\.speech\.books=16, but the model's talker speaks 2"):
         kit(omni_config(), books=16)

@@ -10,7 +10,6 @@ from omni_models import batch_of, qwen3_omni_settings, spoken_row
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import OmniModel
 from mvp_engine.hf.model.attention import config_tree
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import MFUKit
@@ -18,6 +17,7 @@ from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.packs import assumed_speech_packs
 from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.speech import OmniModel
 
 
 def tiny() -> tuple[OmniModel, Any]:

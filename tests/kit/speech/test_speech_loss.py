@@ -12,8 +12,8 @@ from test_talker import config, omni
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.settings import SpeechLoss
-from mvp_engine.kit.speech.loss import SpeechLossKit
+from mvp_engine.kit.speech.engine import SpeechLossKit
+from mvp_engine.kit.speech.settings import SpeechLoss
 
 
 class Log:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
+from mvp_engine.kit.data.read.row_types import BadRow, Codes
 from mvp_engine.kit.data.read.rows import read_row
-from mvp_engine.kit.speech.row_part import SpeechTargets
+from mvp_engine.kit.speech.row_part import SpeechPart
 
-SPEECH = RowFormat(speech=True)
+SPEECH = RowFormat(targets=("audio",))
 TEXT = {"type": "text", "text": "seven"}
 AUDIO = {"type": "audio", "audio": "a.wav", "speaker": "anna"}
 
@@ -25,9 +25,9 @@ def row(*answer: Any, user: Any = "Say seven.", **options: Any) -> dict[str, Any
 def test_speech_row_audio_in_assistant_turn_is_no_input() -> None:
     message = read_row(row(TEXT, AUDIO), SPEECH).messages[1]
     assert [part.kind for part in message.parts] == ["text"]
-    assert message.speech is not None
-    assert message.speech.value == "a.wav"
-    assert message.speech.options == {"speaker": "anna"}
+    assert message.target is not None
+    assert message.target.value == "a.wav"
+    assert message.target.options == {"speaker": "anna"}
 
 
 def test_speech_row_without_setting_is_bad_and_never_read_as_input() -> None:
@@ -40,7 +40,7 @@ def test_speech_row_audio_from_column_for_assistant_is_bad_without_setting() -> 
     raw = {**row(TEXT, {"type": "audio"}), "audio": "a.wav"}
     with pytest.raises(BadRow, match="speech_target"):
         read_row(raw)
-    spoken = read_row(raw, SPEECH).messages[1].speech
+    spoken = read_row(raw, SPEECH).messages[1].target
     assert spoken is not None
     assert spoken.value == "a.wav"
 
@@ -52,9 +52,9 @@ def test_speech_row_user_audio_stays_input() -> None:
 
 
 def test_speech_row_codes_are_taken_as_given() -> None:
-    spoken = read_row(row(TEXT, {"type": "audio", "codes": [[1, 2], [3, 4]]}), SPEECH).messages[1].speech
+    spoken = read_row(row(TEXT, {"type": "audio", "codes": [[1, 2], [3, 4]]}), SPEECH).messages[1].target
     assert spoken is not None
-    assert spoken.value == SpeechCodes([[1, 2], [3, 4]])
+    assert spoken.value == Codes([[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_speech_row_turn_without_loss_keeps_its_sound_for_talkers_that_read_answ
     raw["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "eight"}]
     message = read_row(raw, SPEECH).messages[1]
     assert message.text == "seven"
-    assert message.speech is not None
-    for reads, sound in ((True, message.speech), (False, None)):
+    assert message.target is not None
+    for reads, sound in ((True, message.target), (False, None)):
         targets: Any = SimpleNamespace(protocol=SimpleNamespace(reads_answers=reads))
-        assert SpeechTargets.sound(targets, message) is sound
+        assert SpeechPart.sound(targets, message) is sound

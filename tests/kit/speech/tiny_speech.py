@@ -10,8 +10,9 @@ import numpy as np
 import soundfile
 
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.speech.kmeans import ResidualKMeans
+from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.kit.tiny_processors import word_tokenizer
 
 RATE = 8000
@@ -96,7 +97,7 @@ def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech: Any) -> MLLMD
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not (folder / "codec").exists():
         write_codec(folder / "codec")
-    settings = MLLMData.model_validate(
+    settings = SpeechMLLMData.model_validate(
         {
             "sources": [{"path": str(file)}],
             "micro_batch_tokens": 200,
