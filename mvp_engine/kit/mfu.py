@@ -42,8 +42,8 @@ from mvp_engine.kit.speech.flops import (
     speech_work,
     thinker_share,
 )
-from mvp_engine.kit.speech.layout import SPEECH
 from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.rows import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
 

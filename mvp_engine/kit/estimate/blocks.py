@@ -28,8 +28,8 @@ from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.kit.speech.csm import CsmModel
 from mvp_engine.kit.speech.flops import SPEAKING, thinker_share
-from mvp_engine.kit.speech.layout import SPEECH
 from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.rows import SPEECH
 from mvp_engine.ops import fp8
 from mvp_engine.ops.cudnn_attention import LARGEST_HEAD  # also FlashAttention's
 from mvp_engine.ops.nf4 import quantized_layers

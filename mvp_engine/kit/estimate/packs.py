@@ -15,8 +15,8 @@ from mvp_engine.hf.actions.action_model import NOISE, ActionModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.speech.flops import SpeakingModel, assumed_speech
-from mvp_engine.kit.speech.layout import SPEECH
 from mvp_engine.kit.speech.protocol import HEADER
+from mvp_engine.kit.speech.rows import SPEECH
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels

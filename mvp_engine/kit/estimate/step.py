@@ -16,7 +16,7 @@ from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory, state_bytes
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
-from mvp_engine.kit.speech.layout import SPEECH
+from mvp_engine.kit.speech.rows import SPEECH
 
 REST = 1.12  # the whole step, as a multiple of what is counted
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).

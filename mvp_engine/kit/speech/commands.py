@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mvp_engine.kit.chat import ChatModel
     from mvp_engine.kit.data import MLLMDataKit
     from mvp_engine.kit.decoding import Completion
-    from mvp_engine.kit.speech.make_codes import MadeCodes
-    from mvp_engine.kit.speech.player import Player, Sound
+    from mvp_engine.kit.speech.codes import MadeCodes
+    from mvp_engine.kit.speech.generate import Player, Sound
     from mvp_engine.kit.speech.settings import SpeechGeneration
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -39,7 +39,7 @@ class CodesCommand:
 
 
 def _print_codes(kit: MLLMDataKit, file: str, as_json: bool) -> None:
-    from mvp_engine.kit.speech.make_codes import make_codes
+    from mvp_engine.kit.speech.codes import make_codes
 
     speech: Any = kit.row_encoder.row_part
     if speech is None or speech.store is None:
@@ -149,7 +149,7 @@ class SpeechOutput:
         """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
         from mvp_engine.hf.model.config_source import read_config
         from mvp_engine.kit.speech.codec import open_codec
-        from mvp_engine.kit.speech.player import Player
+        from mvp_engine.kit.speech.generate import Player
         from mvp_engine.kit.speech.protocol import SpeechProtocol
 
         if self.codec is None:
@@ -184,7 +184,7 @@ class SpeechOutput:
 
     def _sound(self, model: ChatModel, messages: Sequence[Any], completion: Completion) -> Sound:
         from mvp_engine.kit.decoding import with_completion
-        from mvp_engine.kit.speech.player import speak
+        from mvp_engine.kit.speech.generate import speak
 
         assert self.player is not None
         tokens = [token for token in completion.tokens if token not in model.stop]

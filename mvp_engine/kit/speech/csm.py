@@ -29,18 +29,21 @@ from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
-from mvp_engine.kit.speech.layout import (
+from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
+from mvp_engine.kit.speech.rows import (
     CODES,
     FIRST_CODE,
     LABEL,
     POSITION_UNITS,
     POSITIONS,
     SPEECH,
+    SPEECH_OUTPUTS,
     TEXT,
+    SpeechRows,
+    SpeechSizes,
+    packed_hidden,
+    speech_outputs,
 )
-from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
-from mvp_engine.kit.speech.rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
-from mvp_engine.kit.speech.talker import packed_hidden
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter
@@ -141,7 +144,7 @@ class CsmModel(PackedModel):
 
 
 class CsmPasses:
-    """The passes of CSM, as `speech_rows.py` calls them."""
+    """The passes of CSM, as `speech_outputs` calls them."""
 
     def __init__(self, csm: Any) -> None:
         self.csm = csm

@@ -24,9 +24,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.generation import Answer, Prompt
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mllm import MLLMEngine
-from mvp_engine.kit.speech.layout import num_positions, num_speech_frames, num_speech_labels
+from mvp_engine.kit.speech.generate import Player, speak_completions
 from mvp_engine.kit.speech.omni_model import trains_text
-from mvp_engine.kit.speech.player import Player, speak_completions
+from mvp_engine.kit.speech.rows import num_positions, num_speech_frames, num_speech_labels
 from mvp_engine.kit.speech.settings import SpeechConfig, SpeechLoss
 
 

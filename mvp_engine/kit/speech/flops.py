@@ -18,7 +18,9 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
 from mvp_engine.kit.speech.csm import CsmModel
-from mvp_engine.kit.speech.layout import (
+from mvp_engine.kit.speech.omni_model import OmniModel, trains_text
+from mvp_engine.kit.speech.protocol import HEADER
+from mvp_engine.kit.speech.rows import (
     FIRST_CODE,
     FRAME_COUNTS,
     LABEL,
@@ -26,8 +28,6 @@ from mvp_engine.kit.speech.layout import (
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.kit.speech.omni_model import OmniModel, trains_text
-from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
 SPEAKING = (OmniModel, CsmModel)

@@ -29,8 +29,8 @@ from mvp_engine.hf.model.preflight import (
     _max_difference,
     _special_tokens,
 )
-from mvp_engine.kit.speech.layout import SPEECH
 from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.rows import SPEECH
 
 
 class OmniAdapter(HFAdapter):

@@ -1,7 +1,7 @@
 """OmniModel: a thinker and a talker on packed batches, in one teacher-forced pass.
 
 `hf` is the thinker, a language model with encoders; `talker` is transformers' talker with its code predictor. The
-vocoder is not part of the model: an export copies it from the source folder. `talker.py` holds the talker's pass.
+vocoder is not part of the model: an export copies it from the source folder. The talker reads speech rows (`rows.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
@@ -24,6 +25,7 @@ from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model import attention, input_hooks
 from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.hf.model.packed_model import Outputs
@@ -31,11 +33,17 @@ from mvp_engine.hf.weights.enclosing_folder import WholeFolder
 from mvp_engine.hf.weights.export import Target
 from mvp_engine.hf.weights.load import Entries
 from mvp_engine.hf.weights.weight_stream import TensorEntries
-from mvp_engine.kit.speech.layout import FIRST_CODE, SPEECH
-from mvp_engine.kit.speech.omni_config import check_talker
 from mvp_engine.kit.speech.plugin import OmniModelFolder
-from mvp_engine.kit.speech.rows import SPEECH_OUTPUTS, SpeechRows, SpeechSizes, speech_outputs
-from mvp_engine.kit.speech.talker import Qwen3Talker
+from mvp_engine.kit.speech.rows import (
+    FIRST_CODE,
+    SPEECH,
+    SPEECH_OUTPUTS,
+    TEXT,
+    SpeechRows,
+    SpeechSizes,
+    packed_hidden,
+    speech_outputs,
+)
 from mvp_engine.model_engine.types import PackedModelEngine
 
 if TYPE_CHECKING:
@@ -233,6 +241,90 @@ class OmniModel(LanguageModel):
             decoder.layers = layers
 
 
+# The talker and its code predictor, teacher forced.
+#
+# Legend: R talker positions of all spoken turns, F frames, K codebooks, D hidden size, M positions that read a hidden
+# state of the thinker.
+
+# Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look
+# for packed sequences in the positions, which is a host sync.
+_CAUSAL = {"full_attention": None, "sliding_attention": None}
+
+
+class Qwen3Talker:
+    """The passes of a talker, as `speech_outputs` calls them."""
+
+    def __init__(self, talker: Any, embed: nn.Module) -> None:
+        """`embed` are the thinker's embeddings."""
+        self.talker = talker
+        self.embed = embed
+        self.books = int(talker.config.num_code_groups)
+
+    @property
+    def decoder(self) -> Any:
+        return self.talker.model
+
+    @property
+    def predictor(self) -> Any:
+        return self.talker.code_predictor.model
+
+    @property
+    def first_head(self) -> Tensor:
+        """(V, D) of the first codebook"""
+        return self.talker.codec_head.weight
+
+    def rest_heads(self) -> Tensor:
+        """(K - 1, V, D) of the others"""
+        return torch.stack([head.weight for head in self.talker.code_predictor.lm_head])
+
+    def embeddings(self, codes_FK: Tensor) -> Tensor:
+        """(F, K, D): the embeddings of the codes of each frame; the first codebook is the talker's own."""
+        first_FD = self.talker.get_input_embeddings()(codes_FK[:, 0])
+        tables = [table.weight for table in self.talker.code_predictor.get_input_embeddings()]
+        # One lookup in one table, instead of one in each of K - 1.
+        offsets_K = torch.arange(len(tables), device=codes_FK.device) * len(tables[0])
+        rest_FKD = F.embedding(codes_FK[:, 1:] + offsets_K, torch.cat(tables))
+        embeds_FKD = torch.cat([first_FD[:, None], rest_FKD], dim=1)
+        return embeds_FKD.to(embedding_dtype(embeds_FKD))
+
+    def embedding(self, codes_F: Tensor, book: int) -> Tensor:
+        """(F, D): of one codebook."""
+        if book == 0:
+            return self.talker.get_input_embeddings()(codes_F)
+        return self.talker.code_predictor.get_input_embeddings()[book - 1](codes_F)
+
+    def text(self, ids_R: Tensor) -> Tensor:
+        """(R, D): the text channel."""
+        return self.talker.text_projection(self.embed(ids_R))
+
+    def inputs(self, rows: SpeechRows, embeds_FKD: Tensor, hidden_TD: Tensor | None) -> Tensor:
+        """(R, D): the text channel (projected embeddings, or hidden states at media) plus the codec channel.
+
+        `hidden_TD` are the thinker's hidden states, needed where rows have media.
+        """
+        inputs_RD = self.text(rows.values[:, TEXT])
+        if rows.sources is not None:
+            assert hidden_TD is not None
+            assert rows.source_tokens is not None
+            media_MD = self.talker.hidden_projection(hidden_TD[rows.source_tokens])
+            inputs_RD = inputs_RD.index_copy(0, rows.sources, media_MD.to(inputs_RD.dtype))
+        first_R = rows.values[:, FIRST_CODE]
+        header_RD = self.talker.get_input_embeddings()(first_R.clamp(min=0))
+        inputs_RD = inputs_RD + header_RD.masked_fill((first_R < 0)[:, None], 0.0)
+        rest_FD = embeds_FKD[:, 1:].sum(1)
+        return inputs_RD.index_add(0, rows.frames, rest_FD.to(inputs_RD.dtype))
+
+    def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
+        """(R, D): the last hidden states, each spoken turn a sequence of its own."""
+        return packed_hidden(self.decoder, rows, inputs_RD, rows.positions, shard)
+
+    def rest_hidden(self, hidden_FD: Tensor, embeds_FKD: Tensor) -> Tensor:
+        """(K - 1, F, D): the inputs of the heads after the first. `hidden_FD`: of the rows that predict the frames."""
+        inputs_FKD = torch.cat([hidden_FD[:, None].to(embeds_FKD.dtype), embeds_FKD[:, :-1]], dim=1)
+        out = self.predictor(inputs_embeds=inputs_FKD, attention_mask=_CAUSAL, use_cache=False)
+        return out.last_hidden_state[:, 1:].transpose(0, 1)
+
+
 def _has_media(batch: PackedBatch) -> bool:
     """Whether a batch has images, videos or audio; sharded ranks have the same kinds in a forward (`lockstep.py`)."""
     return any(len(media.row_counts) and not media.is_target for media in batch.media.values())
@@ -261,3 +353,62 @@ class OmniModelEngine(PackedModelEngine):
     """A language model that also speaks: the outputs of its thinker, and log-probs, entropy and loss of speech."""
 
     model_class = OmniModel
+
+
+# Configs of Omni models: which talkers can be trained.
+
+
+def check_talker(config: Any) -> None:
+    """Raise `UserError` for a config without a talker that can be trained, or one whose sizes do not fit."""
+    model_type = config.model_type
+    if model_type.startswith("qwen2_5_omni"):
+        raise UserError(
+            f"model.type=omni_model: the talker of {model_type} cannot be trained. The encoder of its codec was never "
+            "released, so there are no codes to learn from. Train the thinker: model.type=language_model"
+        )
+    if model_type != "qwen3_omni_moe":
+        raise UserError(
+            f"model.type=omni_model is for models with a talker (qwen3_omni_moe, csm), not for {model_type}: set "
+            "model.type=language_model"
+        )
+    if not config.enable_audio_output:
+        raise UserError(
+            "model.type=omni_model: enable_audio_output of the model's config is false, so the folder has no talker. "
+            "Set model.type=language_model"
+        )
+    talker = config.talker_config
+    predictor = talker.code_predictor_config
+    vocoder = config.code2wav_config
+    same = {
+        "talker_config.num_code_groups": talker.num_code_groups,
+        "talker_config.code_predictor_config.num_code_groups": predictor.num_code_groups,
+        "code2wav_config.num_quantizers": vocoder.num_quantizers,
+    }
+    _check_equal(same, "the number of codebooks")
+    same = {
+        "talker_config.text_config.hidden_size": talker.text_config.hidden_size,
+        "talker_config.code_predictor_config.hidden_size": predictor.hidden_size,
+    }
+    _check_equal(same, "the hidden size of the talker")
+    same = {
+        "thinker_config.text_config.hidden_size": config.thinker_config.text_config.hidden_size,
+        "talker_config.thinker_hidden_size": talker.thinker_hidden_size,
+    }
+    _check_equal(same, "the hidden size of the thinker")
+    if vocoder.codebook_size < predictor.vocab_size:
+        raise UserError(
+            f"model.config.code2wav_config.codebook_size={vocoder.codebook_size}: the talker speaks codes up to "
+            f"{predictor.vocab_size - 1} (talker_config.code_predictor_config.vocab_size), which the vocoder lacks"
+        )
+    layers = config.thinker_config.text_config.num_hidden_layers
+    if not 0 < talker.accept_hidden_layer <= layers:
+        raise UserError(
+            f"model.config.talker_config.accept_hidden_layer={talker.accept_hidden_layer}: the thinker has {layers} "
+            "layers, and the talker reads media from the output of one of them"
+        )
+
+
+def _check_equal(values: dict[str, int], what: str) -> None:
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"model.config.{name}={value}" for name, value in values.items())
+        raise UserError(f"{what} must be the same: {listed}")

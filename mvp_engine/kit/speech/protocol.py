@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.speech.layout import (
+from mvp_engine.kit.speech.rows import (
     CODES,
     FIRST_CODE,
     FRAME_COUNTS,

@@ -23,10 +23,9 @@ from mvp_engine.kit.data.read.media_source import decoder_errors, open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Codes, Message, Part, Row
 from mvp_engine.kit.data.read.sources import Source
-from mvp_engine.kit.speech.code_store import CodeStore
-from mvp_engine.kit.speech.layout import SPEECH
-from mvp_engine.kit.speech.make_codes import make_codes
+from mvp_engine.kit.speech.codes import CodeStore, make_codes
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.rows import SPEECH
 from mvp_engine.kit.speech.settings import SpeechData
 
 MOST_BOOKS = 32  # of Mimi: the first ones of more than a talker speaks are used

@@ -1,4 +1,8 @@
-"""The speech of a packed batch as a talker's rows: where frames and labels are, and how ranks share them.
+"""The speech of a packed batch, `PackedBatch.media["speech"]`: its layout, and outputs of a talker on its rows.
+
+An item is one sequence of the talker; its rows are the talker's positions. For Qwen3-Omni that is one spoken assistant
+turn: the user turns before it, a header, and one position per frame of codes. For CSM it is all turns of a row: the
+text of each, and its frames. The row before a frame predicts it. `protocol.py` plans them in loader workers.
 
 Legend: R talker positions of all spoken turns, N spoken turns, F frames, P positions with a label (frames and ends of
 speech), K codebooks, M positions that read a hidden state.
@@ -18,24 +22,53 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.distributed.key_exchange import to_device
 from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
-from mvp_engine.kit.speech.layout import (
-    CODES,
-    FRAME_COUNTS,
-    LABEL,
-    POSITION_UNITS,
-    POSITIONS,
-    SOURCE,
-    SOURCE_COUNTS,
-    SPEECH,
-    TURN_COUNTS,
-)
+from mvp_engine.hf.model import attention
 from mvp_engine.ops.batched_heads import batched_log_probs
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs
+
+SPEECH = "speech"  # the key in `PackedBatch.media`
+# Keys in its `fields`, one number per item; on the host, as grids are.
+FRAME_COUNTS = "frame_counts"
+TURN_COUNTS = "turn_counts"  # spoken turns
+SOURCE_COUNTS = "source_counts"  # rows that read a hidden state
+
+# Columns of `values`, which are int64.
+LABEL = 0  # the first code of the next frame, or the end of speech; IGNORE elsewhere
+TEXT = 1  # the token of the text channel, in the vocabulary of the language model
+SOURCE = 2  # the token of its sequence whose hidden state is read (media); -1: the text's embedding
+POSITIONS = slice(
+    3, 6
+)  # temporal, height, width, in POSITION_UNITS: those of videos may be fractions
+CODES = slice(6, None)  # ids whose embeddings are added, one per codebook; -1: none
+FIRST_CODE = 6
+POSITION_UNITS = 2**20
+
+
+def num_positions(batch: PackedBatch) -> int:
+    """What a pack holds of its budget: tokens, and the talker's positions."""
+    speech = batch.media.get(SPEECH)
+    return batch.num_tokens + (0 if speech is None else len(speech.values))
+
+
+def num_speech_labels(batch: PackedBatch) -> Tensor:
+    """The frames and ends of speech that carry loss, as a scalar on the batch's device."""
+    return (_values(batch)[:, LABEL] != IGNORE).sum()
+
+
+def num_speech_frames(batch: PackedBatch) -> Tensor:
+    """The frames that carry loss, without ends of speech, as a scalar on the batch's device."""
+    values = _values(batch)
+    return ((values[:-1, LABEL] != IGNORE) & (values[1:, -1] >= 0)).sum()
+
+
+def _values(batch: PackedBatch) -> Tensor:
+    """The talker's positions; none without speech."""
+    return batch.media[SPEECH].values if SPEECH in batch.media else batch.labels.new_empty(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class SpeechRows:
-    """The speech of a batch: `values` as `kit/speech/layout.py` describes them, and where its frames and labels are."""
+    """The speech of a batch: `values` in the layout above, and where its frames and labels are."""
 
     values: Tensor  # (R, 6 + K)
     lengths: list[int]  # of the talker's sequences
@@ -162,8 +195,8 @@ class RowShare:
 #
 # Legend: R talker positions, F frames, P positions with a label, K codebooks, D hidden size.
 #
-# `talker.py` and `csm.py` have the passes. Here are the heads, and how sequence-parallel ranks share them: each rank
-# has a part of the labels of the first codebook, and runs the code predictor on a part of the frames.
+# `omni_model.py` and `csm.py` have the passes. Here are the heads, and how sequence-parallel ranks share them: each
+# rank has a part of the labels of the first codebook, and runs the code predictor on a part of the frames.
 
 SPEECH_OUTPUTS = ("speech_loss", "speech_log_probs", "speech_entropy")
 Outputs = dict[str, Tensor]
@@ -266,3 +299,25 @@ def _table(first_P: Tensor, rest_KF: Tensor, at_P: Tensor) -> Tensor:
     """(P, K): the first codebook of all labelled rows, the others in the rows that predict a frame."""
     rest_PK = first_P.new_zeros(len(first_P), len(rest_KF)).index_copy(0, at_P, rest_KF.T)
     return torch.cat([first_P[:, None], rest_PK], dim=1)
+
+
+def packed_hidden(
+    decoder: Any, rows: SpeechRows, inputs_RD: Tensor, positions: Tensor, shard: UlyssesShard | None
+) -> Tensor:
+    """(R, D): the last hidden states of a decoder on the rows, with `positions` of shape (R,) or (3, R).
+
+    With `shard`, its ranks share the rows in the layers; each gets the hidden states of all.
+    """
+    options: dict[str, Any] = attention.boundaries(rows.cu_seqlens, max(rows.lengths))
+    if shard is not None:
+        inputs_RD = shard.cut(inputs_RD)
+        positions = shard.cut(positions, dim=positions.ndim - 1)
+        options["ulysses_shard"] = shard
+    out = decoder(
+        inputs_embeds=inputs_RD[None],
+        position_ids=positions.unsqueeze(-2),
+        use_cache=False,
+        **options,
+    )
+    hidden_RD = out.last_hidden_state[0]
+    return hidden_RD if shard is None else shard.gather_shared(hidden_RD)

@@ -268,8 +268,8 @@ def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> An
     """A row as the data kit makes it: a batch of one sequence, answers with loss, speech planned."""
     from mvp_engine.data.batch import Media, PackedBatch
     from mvp_engine.kit.data.encode.rope_positions import RopePositions
-    from mvp_engine.kit.speech.layout import SPEECH
     from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn
+    from mvp_engine.kit.speech.rows import SPEECH
 
     ids, found = row["ids"], row["media"]
     one = torch.tensor([0])

@@ -28,9 +28,9 @@ from mvp_engine.kit.speech import rows as speech_rows
 from mvp_engine.kit.speech.csm import CsmModel
 from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.generate import generate_codes
-from mvp_engine.kit.speech.layout import SPEECH, num_speech_labels
 from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.rows import SPEECH, num_speech_labels
 from mvp_engine.model_engine import Settings
 
 BOOKS, VOCAB, FRAMES = 4, 35, 6

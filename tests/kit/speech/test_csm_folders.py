@@ -26,8 +26,8 @@ from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.speech import Player, speak
 from mvp_engine.kit.speech.engine import SpeechLossKit, trains_text
-from mvp_engine.kit.speech.layout import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.rows import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.settings import SpeechGeneration, SpeechMLLMData
 from mvp_engine.model_engine import ModelSource, Settings
 

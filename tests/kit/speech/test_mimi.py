@@ -10,7 +10,8 @@ import torch
 from transformers import MimiConfig, MimiModel
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.speech import mimi, open_codec
+from mvp_engine.kit.speech import codec as codec_module
+from mvp_engine.kit.speech import open_codec
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mimi, "BATCH_SECONDS", 3.0)  # several batches
+    monkeypatch.setattr(codec_module, "BATCH_SECONDS", 3.0)  # several batches
     codec = open_codec(str(folder), books=4)
     random = np.random.default_rng(0)
     lengths = [1920 * 5, 1920 * 9 + 7, 100, 1920 * 6 - 1, 0]

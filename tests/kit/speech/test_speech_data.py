@@ -27,11 +27,9 @@ from tiny_speech import (
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
-from mvp_engine.kit.speech.code_store import CodeStore
-from mvp_engine.kit.speech.codec import open_codec
-from mvp_engine.kit.speech.kmeans import ResidualKMeans
-from mvp_engine.kit.speech.layout import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
-from mvp_engine.kit.speech.make_codes import make_codes
+from mvp_engine.kit.speech.codec import ResidualKMeans, open_codec
+from mvp_engine.kit.speech.codes import CodeStore, make_codes
+from mvp_engine.kit.speech.rows import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.tools.inspect import inspect_kit
 
@@ -164,7 +162,7 @@ class Counting(ResidualKMeans):
 def test_code_store_encodes_each_content_once_and_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvp_engine.kit.speech.kmeans.ResidualKMeans", Counting)
+    monkeypatch.setattr("mvp_engine.kit.speech.codec.ResidualKMeans", Counting)
     Counting.calls = 0
     sound = write_sound(tmp_path / "a.wav")
     (tmp_path / "b.wav").write_bytes((tmp_path / sound).read_bytes())
@@ -174,11 +172,11 @@ def test_code_store_encodes_each_content_once_and_again_when_it_changes(
     assert Counting.calls == 1  # equal content
     list(speech_kit(tmp_path, rows).loader("train"))
     assert Counting.calls == 1
-    before = kit.row_encoder.encode(rows[0], kit.row_formats()[0], tmp_path)[0].spoken[0].codes
+    before = kit.row_encoder.encode(rows[0], kit.row_formats()[0], tmp_path)[0].targets[0].codes
     write_sound(tmp_path / "a.wav", 0.6, 500)
     os.utime(tmp_path / "a.wav", ns=(1, 1))
     kit = speech_kit(tmp_path, rows)
-    after = kit.row_encoder.encode(rows[0], kit.row_formats()[0], tmp_path)[0].spoken[0].codes
+    after = kit.row_encoder.encode(rows[0], kit.row_formats()[0], tmp_path)[0].targets[0].codes
     assert Counting.calls == 2
     assert before.shape != after.shape
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.speech import rows as speech_rows
-from mvp_engine.kit.speech.layout import SPEECH, TEXT
 from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.rows import SPEECH, TEXT
 
 FRAMES = 6
 ROWS = {

@@ -11,7 +11,7 @@ import soundfile
 
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import MLLMDataKit
-from mvp_engine.kit.speech.kmeans import ResidualKMeans
+from mvp_engine.kit.speech.codec import ResidualKMeans
 from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.kit.tiny_processors import word_tokenizer
 
