@@ -24,7 +24,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 
-POINTS = ("model_engine", "config", "model_folder", "data_folder", "inspect")
+POINTS = ("model_engine", "config", "model_folder", "inspect")
 POINTS += ("target", "data_command", "chat_option")
 
 

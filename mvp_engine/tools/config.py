@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from mvp_engine import plugins
 from mvp_engine.config.compose import DEFAULTS, Draft, MissingKeys, load_yaml, read_draft
 from mvp_engine.config.explain import suggest_key
 from mvp_engine.config.schema import Config
@@ -91,7 +92,7 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     from mvp_engine.rl.rl_settings import RLConfig
 
     kits: list[type[Config]] = [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig]
-    return [*kits, DistilConfig, ActionConfig, RLConfig]
+    return [*kits, DistilConfig, ActionConfig, *plugins.load_all("config").values(), RLConfig]
 
 
 def json_schema(config: Config) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare, words_of
 

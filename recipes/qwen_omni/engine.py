@@ -7,7 +7,7 @@ from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.speech import SpeechConfig, SpeechEngine, SpokenAnswer
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare
 from .judge import Judge

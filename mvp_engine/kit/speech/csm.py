@@ -86,7 +86,7 @@ class CsmModel(PackedModel):
         return cls(csm, config)
 
     def engine_adapter(self) -> HFAdapter:
-        from mvp_engine.kit.speech.omni_adapter import OmniAdapter
+        from mvp_engine.kit.speech.omni_model import OmniAdapter
 
         return OmniAdapter(self)
 

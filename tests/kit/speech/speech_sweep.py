@@ -19,8 +19,7 @@ from test_csm_folders import test_data_kit_makes_rows_of_csm_from_codes
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
-from mvp_engine.kit.speech.omni_adapter import check_speech
-from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.omni_model import OmniModelEngine, check_speech
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 SPEAKING: dict[str, Any] = {**OMNI, "csm": csm}

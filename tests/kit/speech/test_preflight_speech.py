@@ -13,8 +13,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.speech import csm as csm_module
 from mvp_engine.kit.speech import omni_model as talker_module
 from mvp_engine.kit.speech.csm import CsmPasses
-from mvp_engine.kit.speech.omni_adapter import OmniAdapter, _Trial, check_speech
-from mvp_engine.kit.speech.omni_model import Qwen3Talker
+from mvp_engine.kit.speech.omni_model import OmniAdapter, Qwen3Talker, _Trial, check_speech
 from mvp_engine.kit.speech.protocol import SpeechProtocol
 from mvp_engine.kit.speech.rows import TEXT, packed_hidden
 

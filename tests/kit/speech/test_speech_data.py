@@ -28,7 +28,7 @@ from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.speech.codec import ResidualKMeans, open_codec
-from mvp_engine.kit.speech.codes import CodeStore, make_codes
+from mvp_engine.kit.speech.row_part import CodeStore, make_codes
 from mvp_engine.kit.speech.rows import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.tools.inspect import inspect_kit

@@ -1,4 +1,4 @@
-"""Speech synthesis by eSpeak NG, a library of a few megabytes, loaded into this process."""
+"""For demos of speech: synthesis by eSpeak NG, a library of a few megabytes, and the word errors of a transcript."""
 
 import ctypes
 import ctypes.util
@@ -76,3 +76,16 @@ class Speaker:
         if samples and count > 0:
             self._chunks.append(ctypes.string_at(samples, 2 * count))
         return 0
+
+
+def word_errors(written: list[str], expected: list[str]) -> int:
+    """The Levenshtein distance: how many words must be inserted, deleted or replaced."""
+    row = list(range(len(expected) + 1))
+    for i, word in enumerate(written, 1):
+        diagonal = row[0]
+        row[0] = i
+        for j, other in enumerate(expected, 1):
+            cost = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
+            diagonal = row[j]
+            row[j] = cost
+    return row[-1]
