@@ -8,7 +8,7 @@ What is measured, each in processes of its own, so that a part that fails is a r
 
 - `train`: `MLLMEngine` with `model.type=omni_model`, talker SFT: the thinker is frozen, and since rows are text its
   blocks do not run (it has one layer here, and its whole embedding). Rows have codes of 2 to 30 s at 12.5 frames per
-  second. Frames per second, MFU, peak memory, and what `mvp estimate` predicts. `--tried` lists trainings as
+  second. Frames per second, MFU, peak memory, and what `mvp plan` predicts. `--tried` lists trainings as
   TOKENS:CHECKPOINTING:COMPILE[:PACKS], where PACKS are the micro-batches of a step (1). The first half of the steps
   warms up; a training that reaches `--limit` before its last step counts with the steps it logged. It ends without a
   checkpoint.
@@ -138,7 +138,7 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(config))
     gpu = torch.cuda.get_device_name() if ON_GPU else "H200"
-    predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json", *args.keys]
+    predict = [sys.executable, "-m", "mvp_engine.cli", "plan", str(file), "--gpu", gpu, "--json", *args.keys]
     shutil.rmtree(folder / name, ignore_errors=True)
     command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file), *args.keys]
     with subprocess.Popen(predict, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prediction:

@@ -105,31 +105,14 @@ def replay(args: argparse.Namespace) -> int:
     return replay.replay(args.name, args.overrides, args.dir, args.step, args.nproc, args.json)
 
 
-def estimate(args: argparse.Namespace) -> int:
-    from mvp_engine.tools import estimate
-    from mvp_engine.tools.estimate_config import Question
-
-    question = Question(
-        args.what, args.overrides, args.gpu, args.gpus, args.tokens, args.media_share
-    )
-    return estimate.print_estimate(
-        question,
-        communication=args.communication,
-        gpus_per_node=args.gpus_per_node,
-        network=args.network,
-        as_json=args.json,
-    )
-
-
 def plan(args: argparse.Namespace) -> int:
-    from mvp_engine.tools.estimate_config import Question
-    from mvp_engine.tools.plan.command import PlanOptions, print_plan
+    from dataclasses import fields
 
-    question = Question(
-        args.what, args.overrides, args.gpu, args.gpus, args.tokens, args.media_share
-    )
-    options = PlanOptions(args.gpus_per_node, args.network, args.ranks)
-    return print_plan(question, options, as_json=args.json)
+    from mvp_engine.kit.plan.planner import Question
+    from mvp_engine.tools.plan import print_plan
+
+    question = Question(**{field.name: getattr(args, field.name) for field in fields(Question)})
+    return print_plan(question, as_json=args.json)
 
 
 def models(args: argparse.Namespace) -> None:

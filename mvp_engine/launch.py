@@ -263,7 +263,7 @@ def _failed(error: BaseException, world: World | None) -> int:
     if world and world.watch:
         world.watch.end()  # no collective follows
     if isinstance(error, torch.OutOfMemoryError):
-        error = UserError(f"{error} `mvp estimate CONFIG` prints settings that fit")
+        error = UserError(f"{error} `mvp plan CONFIG` prints settings that fit")
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     why = ""

@@ -25,7 +25,7 @@ from typing import Any
 from mvp_engine.errors import UserError
 
 POINTS = ("model_engine", "config", "model_folder", "inspect")
-POINTS += ("target", "data_command", "chat_option")
+POINTS += ("target", "data_command", "chat_option", "auto")
 
 
 class ModelFolder:
@@ -70,9 +70,9 @@ def names(point: str) -> dict[str, str]:
         targets |= importlib.import_module(module).PLUGINS.get(point, {})
     for entry in entry_points(group=f"mvp_engine.{point}"):
         if targets.setdefault(entry.name, entry.value) != entry.value:
+            both = " and ".join(sorted([targets[entry.name], entry.value]))
             raise UserError(
-                f"two plug-ins add {entry.name!r} to mvp_engine.{point}: {targets[entry.name]} and {entry.value}. "
-                "Uninstall one of their packages"
+                f"two plug-ins add {entry.name!r} to mvp_engine.{point}: {both}. Uninstall one of their packages"
             )
     return targets
 

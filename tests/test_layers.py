@@ -20,8 +20,12 @@ from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "config.schema", "log.format"}
-ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
+ROOMS = ["cli", "tools", "launch", "config", "plug-in kits", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
+# Folders of kit/ that plug in: they may use everything below `config`, and only their plugin.py says what they add.
+PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl"}
+# Those that nothing else imports: `mvp plan` is the command of kit/plan, `mvp data inspect` knows LeRobot folders.
+APART = PLUGIN_KITS - {"actions", "plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
 FILES = 422
@@ -66,6 +70,8 @@ def imported(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mvp_engine"):
             below = (node.module or "").removeprefix("mvp_engine").lstrip(".")
             found |= {below} if below else {alias.name for alias in node.names}
+            if below == "kit":  # `from mvp_engine.kit import flow`
+                found |= {f"kit.{alias.name}" for alias in node.names if (PACKAGE / "kit" / alias.name).is_dir()}
         elif isinstance(node, ast.Import):
             found |= {a.name.removeprefix("mvp_engine.") for a in node.names if a.name.startswith("mvp_engine.")}
     return found - {"__version__", "PARENT"}
@@ -86,7 +92,22 @@ def check_imports(file: Path) -> None:
         assert module not in LEAVES, f"{module} is a leaf but imports {target}"
         if room == "__init__":
             continue
-        assert ROOMS.index(target.split(".")[0]) >= ROOMS.index(room), f"{module} imports {target}, which is above it"
+        assert ROOMS.index(room_of(target)) >= ROOMS.index(room_of(module)), f"{module} imports {target}, above it"
+
+
+def room_of(module: str) -> str:
+    names = module.split(".")
+    return "plug-in kits" if names[0] == "kit" and names[1:] and names[1] in PLUGIN_KITS else names[0]
+
+
+def test_core_and_tools_import_no_plugin_kit() -> None:
+    """Not at the top of a file and not inside of a function: a config, a row or a command names what it needs."""
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        if room_of(module) == "plug-in kits":
+            continue
+        kits = {target for target in imported(file) if room_of(target) == "plug-in kits"}
+        assert not [target for target in kits if target.split(".")[1] in APART], f"{module} imports {kits}"
 
 
 # Kits that plug in (docs/plugins.md), and the modules that still import them.

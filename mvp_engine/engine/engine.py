@@ -193,7 +193,7 @@ class Engine(EngineHooks):
 
     @property
     def parallel(self) -> Parallel:
-        """The layout of the model that is trained, for logs; in RL that of the actor."""
+        """The layout of the model that is trained, for logs."""
         return self.config.parallel
 
     @property

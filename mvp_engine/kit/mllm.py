@@ -35,10 +35,10 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import trained_parts
+from mvp_engine.kit.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.data import MLLMDataKit, load_processor
+from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.kit.data.pack.packs import PackLoader
-from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
-from mvp_engine.kit.estimate.sample import repeated
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import (
     Answer,

@@ -45,6 +45,15 @@ class RunFacts:
         return dict(self.info.get("setup", {}))
 
     @cached_property
+    def training(self) -> dict[str, Any]:
+        return training_facts(self.run)
+
+    @property
+    def headline(self) -> str:
+        """The metric that says how the training went."""
+        return str(self.training.get("headline", "loss"))
+
+    @cached_property
     def records(self) -> list[Record]:
         return list(self.run.records())
 
@@ -253,10 +262,10 @@ class RunFacts:
             exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
             if writes_text(self.run):
                 steps["Chat with it"] = f"mvp chat {folder}"
-            elif exports and config["model"]["type"] == "value_model":
-                steps["Train with it"] = (
-                    f"mvp train RL_CONFIG reward.model={shlex.quote(str(exports[-1]))}"
-                )
+            elif exports:
+                export = shlex.quote(str(exports[-1]))
+                more = self.training.get("next_steps", {})
+                steps |= {what: text.format(export=export) for what, text in more.items()}
             if not exports and self.run.checkpoint_list():
                 steps["Export it"] = self.run.resume_command("workflow=export")
             steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
@@ -270,6 +279,11 @@ class RunFacts:
             steps["Train longer"] = self.run.resume_command(longer)
         steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
         return steps
+
+
+def training_facts(run: Run) -> dict[str, Any]:
+    """What the run's engine says of its kind of training (`EngineHooks.describe_training`)."""
+    return dict(run.info.get("setup", {}).get("training", {}))
 
 
 def writes_text(run: Run) -> bool:

@@ -20,7 +20,6 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
 from mvp_engine.report.facts import RunFacts, config_text, percent
 from mvp_engine.report.page_media import media_item
-from mvp_engine.report.page_rollouts import PromptRollouts, rollouts_html
 from mvp_engine.report.plot import (
     COLOURS,
     GRID,
@@ -59,7 +58,7 @@ def write_report(
     figures: Mapping[str, str] | None = None,
     panels: Mapping[str, Mapping[str, str]] | None = None,
     examples: Sequence[Example] = (),
-    rollouts: Mapping[str, Sequence[PromptRollouts]] | None = None,
+    sections: Sequence[str] = (),
     config: str | None = None,
     next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
@@ -69,8 +68,7 @@ def write_report(
 
     `figures` are metrics as text. `panels` are metrics to plot, by title and label. `next_steps` are commands, by
     what they do. `tables` are rows of texts by title, the first row with the column names. At most `shown` examples
-    are on the page, in their order; up to half of them are wrong answers. `rollouts` are prompts with several
-    completions and their rewards, by title.
+    are on the page, in their order; up to half of them are wrong answers. `sections` are more HTML, after them.
     """
     facts = RunFacts(run)
     figures = facts.figures() if figures is None else figures
@@ -85,8 +83,7 @@ def write_report(
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
     parts += _examples(examples, shown)
-    for name, prompts in (rollouts or {}).items():
-        parts += rollouts_html(name, prompts)
+    parts += sections
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
     parts += _table("Slow steps", facts.slow_step_rows())
@@ -311,9 +308,6 @@ td { font-variant-numeric: tabular-nums; }
 .zoom input:focus-visible + img { outline: 2px solid #2563eb; }
 .zoom input:checked + img { position: fixed; inset: 0; z-index: 1; width: 100vw; max-width: none; height: 100vh;
   border: 0; border-radius: 0; background: rgba(0, 0, 0, 0.88); cursor: zoom-out; }
-.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
-.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
-.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 code { user-select: all; font-size: 13px; }
 pre, .command { display: block; background: var(--box); border-radius: 8px; padding: 10px 14px; margin: 4px 0 12px;
   font-size: 13px; }

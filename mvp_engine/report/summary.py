@@ -74,8 +74,7 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
     ]
     train = facts.last("train")
     held_out = facts.last("eval")
-    # Of an RL run the reward says how it went: its loss is about 0 throughout.
-    name = "reward" if "reward" in train else "loss"
+    name = facts.headline
     if train.get(name) is not None:
         lines.append(_line("train", f"{name} {number(train[name])}"))
     if held_out:

@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_launch_commands(commands)
     _add_chat_command(commands)
     _add_data_commands(commands)
-    add_estimate_commands(commands)
+    add_plan_command(commands)
     _add_models_command(commands)
     add_doctor_command(commands)
     _add_config_commands(commands)
@@ -269,6 +269,9 @@ def _add_runs_commands(commands: Any) -> None:
 # The parser class of `mvp`: help texts with examples, error messages with what was probably meant.
 
 
+RENAMED = {"estimate": "plan"}  # commands of earlier versions
+
+
 class HintingParser(argparse.ArgumentParser):
     """argparse, with examples in its help, and what was probably meant in its error messages."""
 
@@ -282,7 +285,8 @@ class HintingParser(argparse.ArgumentParser):
             self.exit(EXIT_USER_ERROR)
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong:
-            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            name = RENAMED.get(wrong[1], wrong[1])
+            message += did_you_mean(name, re.findall(r"[\w-]+", wrong[2]))
         wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
         if wrong:
             message += f".{self._option_hint(wrong[1])}"
@@ -365,19 +369,15 @@ examples:
 examples:
   mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
   mvp merge outputs/my-run adapter --adapter""",
-    "mvp estimate": """\
-examples:
-  mvp estimate Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
-  mvp estimate sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
-
-If the training does not fit, the last lines are the cheapest changes that make it fit.""",
     "mvp plan": """\
 examples:
-  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100
-  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192
-  mvp plan my/configs/train.yaml --gpus 64 --ranks 7,33 --json
+  mvp plan Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
+  mvp plan sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
+  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100 --simulate
+  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192 --ranks 7,33
 
-It needs no GPU. Exit code 2: ranks would hang, or the training does not fit.""",
+It needs no GPU. Exit code 2: ranks would hang, or the training does not fit; then the last lines are the cheapest
+changes that make it fit.""",
     "mvp doctor": """\
 examples:
   mvp doctor
@@ -497,19 +497,33 @@ def add_doctor_command(commands: Any) -> None:
     doctor.set_defaults(run="doctor")
 
 
-def add_estimate_commands(commands: Any) -> None:
-    text = (
-        "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
-    )
-    estimate = add_command(commands, "estimate", text)
-    add_estimate_options(estimate)
-    estimate.set_defaults(run="estimate")
-    text = "simulate a training step on any number of ranks: memory, collectives, hangs"
+def add_plan_command(commands: Any) -> None:
+    text = "predict memory and time on GPUs that need not be present; simulate ranks; exit code 2 if it does not fit"
     plan = add_command(commands, "plan", text)
-    add_plan_options(plan)
+    plan.add_argument(
+        "what",
+        metavar="CONFIG|MODEL",
+        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
+    )
+    add_overrides(plan)
+    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
+    plan.add_argument("--gpu", metavar="NAME", help=text)
+    text = "number of GPUs (default: as many as the parallel layout needs)"
+    plan.add_argument("--gpus", type=int, metavar="N", help=text)
+    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
+    plan.add_argument("--tokens", type=int, metavar="N", help=text)
+    text = "share of image or audio tokens in assumed packs (default: 0.75)"
+    plan.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
+    text = "run a step of some ranks without values: collectives, hangs, the communication that a step waits for"
+    plan.add_argument("--simulate", action="store_true", help=text)
+    text = "more ranks to simulate: numbers with commas, or all (default: one of each kind)"
+    plan.add_argument("--ranks", metavar="N,N", help=text)
+    text = "GPUs that NVLink or PCIe connects (default: 8)"
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
+    text = "network between nodes, in GB/s per GPU and direction (default: 50, 400 Gb/s)"
+    plan.add_argument("--network", type=float, default=50.0, metavar="X", help=text)
+    add_json_option(plan)
     plan.set_defaults(run="plan")
-    for command in (estimate, plan):
-        add_json_option(command)
 
 
 def add_replay_command(commands: Any) -> None:
@@ -524,39 +538,3 @@ def add_replay_command(commands: Any) -> None:
     replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     add_json_option(replay)
     replay.set_defaults(run="replay")
-
-
-# Options of `mvp estimate` and `mvp plan`.
-
-
-def add_estimate_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command)
-    text = "simulate a rank, as mvp plan does, for the communication that a step waits for"
-    command.add_argument("--communication", action="store_true", help=text)
-
-
-def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "what",
-        metavar="CONFIG|MODEL",
-        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
-    )
-    add_overrides(command)
-    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
-    command.add_argument("--gpu", metavar="NAME", help=text)
-    text = "number of GPUs (default: as many as the parallel layout needs)"
-    command.add_argument("--gpus", type=int, metavar="N", help=text)
-    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
-    command.add_argument("--tokens", type=int, metavar="N", help=text)
-    text = "share of image or audio tokens in assumed packs (default: 0.75)"
-    command.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
-    text = "GPUs that NVLink or PCIe connects (default: 8)"
-    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
-    text = "network between nodes, in GB/s per GPU and direction (default: 50, 400 Gb/s)"
-    command.add_argument("--network", type=float, metavar="X", help=text)
-
-
-def add_plan_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command)
-    text = "more ranks to simulate: numbers with commas, or all (default: one of each kind)"
-    command.add_argument("--ranks", metavar="N,N", help=text)

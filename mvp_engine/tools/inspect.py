@@ -21,6 +21,7 @@ from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.auto import changed, global_batch, with_defaults
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.plan import Plan
 from mvp_engine.kit.data.processor import load_processor
@@ -28,8 +29,6 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
-from mvp_engine.kit.estimate.auto import global_batch, with_defaults
-from mvp_engine.kit.estimate.training import changed
 from mvp_engine.tools import inspect_stats
 from mvp_engine.tools.inspect_rows import bad_reason, encoded_row, find_row
 from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows

@@ -71,9 +71,9 @@ def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> 
         arguments = ["--config", config, "--folder", folder]
         if as_json:
             arguments.append("--quiet")
-        code = run_module("mvp_engine.tools.check", nodes, [*arguments, *overrides])
+        code = run_module("mvp_engine.tools.check.stages", nodes, [*arguments, *overrides])
         if as_json and (Path(folder) / "facts.json").exists():  # only on the node of rank 0
-            from mvp_engine.tools.check import read_facts
+            from mvp_engine.tools.check.record import read_facts
 
             print(json.dumps(read_facts(Path(folder)), indent=2))
     return code

@@ -14,7 +14,7 @@ import yaml
 from mvp_engine.checkpoint.state import HF
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, SCHEME, hub_model
 from mvp_engine.hf.weights.hub_datasets import hub_dataset
-from mvp_engine.report.facts import writes_text
+from mvp_engine.report.facts import training_facts, writes_text
 from mvp_engine.runs import Run, best_checkpoint, checkpoint_step, flat_keys
 from mvp_engine.tools.merge import model_checkpoint
 
@@ -22,8 +22,7 @@ from mvp_engine.tools.merge import model_checkpoint
 SHOWN_KEYS = [
     "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup_steps", "optim.warmup_ratio",
     "optim.weight_decay", "loop.epochs", "loop.total_steps", "loop.precision", "data.global_batch_size",
-    "rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl", "rollout.max_new_tokens",
-    "rollout.temperature", "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
+    "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
     "lora.targets", "model.freeze", "seed",
 ]  # fmt: skip
 SNIPPET = """\
@@ -92,8 +91,8 @@ def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: boo
     how = "fine-tuning of all weights"
     if config.get("lora"):
         how = "LoRA, as an adapter" if is_adapter else "LoRA, merged"
-    if rl := config.get("rl"):
-        how = f"reinforcement learning ({rl['algorithm']}; {how})"
+    if method := training_facts(run).get("method"):
+        how = method.format(how=how)
     return f"Trained from {origin} by {how}, with MVP Engine (run `{run.id}`).\n"
 
 
@@ -126,7 +125,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _results(run: Run) -> str:
-    """The evaluation of the model, else the last one, and the last training loss; of an RL run, the last reward."""
+    """The evaluation of the model, else the last one, and the last training loss, or what stands for it."""
     values: dict[str, float] = {}
     used = best_checkpoint(run.checkpoints)
     for split in ("train", "eval"):
@@ -135,7 +134,7 @@ def _results(run: Run) -> str:
             of_step = [one for one in records if one["step"] == checkpoint_step(used)]
             records = of_step or records
         last = records[-1] if records else {}
-        shown = "reward" if "reward" in last else "loss"
+        shown = training_facts(run).get("headline", "loss")
         for key, value in last.items():
             if isinstance(value, float) and (split == "eval" or key == shown):
                 values[f"{'held-out' if split == 'eval' else 'training'} {key}"] = value
@@ -146,9 +145,10 @@ def _results(run: Run) -> str:
 def _settings(run: Run, config: dict[str, Any]) -> str:
     """Config keys, and the versions of the last launch, which need not be those that are installed here."""
     flat = flat_keys(config)
-    if config.get("rl"):
-        flat.pop("data.global_batch_size", None)  # a step has rl.prompts prompts
-    shown = {key: flat[key] for key in SHOWN_KEYS if flat.get(key) not in (None, [], {}, "")}
+    if keys := training_facts(run).get("keys", []):
+        flat.pop("data.global_batch_size", None)  # the kind of training has keys of its own for it
+    flat = {key: flat.get(key) for key in [*SHOWN_KEYS, *keys]}
+    shown = {key: value for key, value in flat.items() if value not in (None, [], {}, "")}
     rows = [f"| `{key}` | {value} |" for key, value in shown.items()]
     versions = run.info.get("setup", {}).get("versions", {})
     rows += [f"| {package} | {version} |" for package, version in versions.items()]

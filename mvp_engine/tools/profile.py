@@ -120,12 +120,8 @@ def _profile(window: Window, composed: Composed, world: World) -> int:
         raise UserError(
             "mvp profile starts a new training: leave resume out, or name a step of a run: mvp profile RUN --step N"
         )
-    workers = getattr(composed.config, "workers", None)
-    if workers is not None and (workers.where != "local" or window.replayed):
-        raise UserError(
-            f"mvp profile measures its own process, and workers.where={workers.where} has the models in others: set "
-            "workers.where=local and leave out groups.actor.ranks; and steps of an RL run (--step) cannot be repeated"
-        )
+    repeated = window.replayed and window.replayed.dir
+    composed.engine_class.check_command(composed.config, "profile", repeated, window.first)
     engine_class = profiled(composed.engine_class, window)
     if world.is_main:
         try:
@@ -379,7 +375,7 @@ class Time:
 def memory_by_kind(engine: Engine) -> dict[str, float]:
     """GiB on this rank: static memory, what the peak needs in addition, and the peak itself."""
     params = list(engine.model.parameters())
-    optimizer = getattr(engine.model_engine, "optimizer", None)  # of RL, in the workers
+    optimizer = getattr(engine.model_engine, "optimizer", None)
     state: dict[Any, Any] = {} if optimizer is None else optimizer.state
     state_bytes = 0
     for entry in state.values():

@@ -34,7 +34,6 @@ from mvp_engine.launch import launch, leave
 from mvp_engine.model_engine.fsdp.grad_norm import first_nonfinite_grad, local_grad_norm_sq
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.rl import RLEngine
 from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.
@@ -138,11 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
-    if issubclass(composed.engine_class, RLEngine):
-        raise UserError(
-            f"mvp replay: {run.dir} is an RL run, whose models are in other processes. The prompts of step {step} "
-            "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
-        )
+    composed.engine_class.check_command(composed.config, "replay", run.dir, step)
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:

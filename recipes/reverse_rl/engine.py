@@ -3,7 +3,7 @@
 from typing import Any
 
 from mvp_engine.config import Section
-from mvp_engine.rl import Answer, RLConfig, RLEngine
+from mvp_engine.kit.rl import Answer, RLConfig, RLEngine
 
 from .data import prepare
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from mvp_engine.checkpoint.format import Reader
+from mvp_engine.checkpoint.round_trip import optimizer_differences
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor, local_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.tools.check.model_checks import optimizer_differences
 
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 

@@ -13,8 +13,8 @@ from mvp_engine.cli import main
 from mvp_engine.config.compose import read_draft
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
-from mvp_engine.kit.preference_settings import PreferenceConfig
-from mvp_engine.rl.rl_settings import RLConfig
+from mvp_engine.kit.preference.settings import PreferenceConfig
+from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.tools.argument_parser import EXAMPLES, build_parser
 from mvp_engine.tools.config import config_keys, json_schema, reference_page, schemas_of
 from mvp_engine.tools.recipe_schema import find_schema

@@ -15,10 +15,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
+from mvp_engine.kit.plan.record import Collective, CollectiveRecorder, find_differences
+from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.tools.plan.command import find_differences
-from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
-from mvp_engine.tools.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),

@@ -67,7 +67,7 @@ def test_distil_teacher_of_another_vocabulary_is_a_user_error(base: Path, capsys
 
 
 def test_distil_estimate_counts_the_teacher(base: Path, capsys: Any) -> None:
-    words = ["estimate", str(CONFIGS / "cpu.yaml"), "--json", "--gpu", "H100", f"project.dir={base}", "made.rows=60"]
+    words = ["plan", str(CONFIGS / "cpu.yaml"), "--json", "--gpu", "H100", f"project.dir={base}", "made.rows=60"]
     words += [f"distil.teacher={base}/distil_teacher_model"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)

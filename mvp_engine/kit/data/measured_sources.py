@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -343,3 +344,18 @@ class _Source:
         if not self.left:
             write_costs(self.file, self.costs)
             self.lock.close()
+
+
+def repeated(sample: PackedBatch, tokens: int) -> PackedBatch:
+    """About `tokens` tokens of the sample, which is repeated or cut between rows."""
+    copies, rest = divmod(tokens, sample.num_tokens)
+    # Batches that hold the same Media object would share its items.
+    batches = [
+        replace(sample, media={name: replace(item) for name, item in sample.media.items()})
+        for _ in range(copies)
+    ]
+    ends = np.cumsum(sample.host_lengths)
+    rows = int(np.searchsorted(ends, rest, side="right"))
+    if rows or not batches:
+        batches.append(sample.select(list(range(max(1, rows)))))
+    return PackedBatch.concat(batches)

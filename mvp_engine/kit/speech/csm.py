@@ -57,6 +57,7 @@ class CsmModel(PackedModel):
     """A model of speech alone: its outputs are `SPEECH_OUTPUTS`, all of it is the part `talker`."""
 
     model_type = "omni_model"
+    plan_facts = "mvp_engine.kit.speech.plan:CsmFacts"
     provides = drops_dummies = SPEECH_OUTPUTS
 
     def __init__(self, csm: Any, config: Any) -> None:

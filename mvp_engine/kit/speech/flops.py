@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
@@ -19,19 +18,15 @@ from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
 from mvp_engine.kit.speech.csm import CsmModel
 from mvp_engine.kit.speech.omni_model import OmniModel, trains_text
-from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.kit.speech.rows import (
     FIRST_CODE,
     FRAME_COUNTS,
-    LABEL,
     SOURCE_COUNTS,
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
 SPEAKING = (OmniModel, CsmModel)
-SpeakingModel = OmniModel | CsmModel
 
 
 def speech_costs_alone(model: CsmModel) -> FlopCosts:
@@ -104,30 +99,3 @@ def thinker_share(model: PackedModel, batch: PackedBatch) -> float:
         return 0.0
     layers: Any = model.decoder().layers
     return model.talker.config.accept_hidden_layer / len(layers)
-
-
-def speech_loss_bytes(model: PackedModel, batch: PackedBatch, size: int) -> float:
-    """Memory around the heads of the talker, of numbers of `size` bytes: a chunk of logits, embeddings of all codes.
-
-    In half precision the gradient of logits takes their place; in float32 there are three copies.
-    """
-    speech = batch.media.get(SPEECH)
-    if not isinstance(model, SPEAKING) or speech is None or not len(speech.row_counts):
-        return 0.0
-    sizes = model.speech_sizes
-    frames = int(speech.fields[FRAME_COUNTS].sum())
-    logits = min(frames * (sizes.books - 1) * sizes.codes, CHUNK_LOGITS)
-    embeddings = frames * sizes.books * sizes.width
-    weights = (sizes.books - 1) * sizes.codes * sizes.width
-    return logits * (2.0 if size == 2 else 12.0) + 3.0 * size * embeddings + 8.0 * weights
-
-
-def assumed_speech(model: SpeakingModel, rows: int, user_tokens: int, frames: int) -> Media:
-    """Speech of `rows` sequences, one spoken turn each; values on the meta device."""
-    talker_rows = user_tokens + HEADER + frames
-    books = model.speech_sizes.books
-    values = torch.empty(rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta")
-    counts = torch.full((rows,), talker_rows)
-    fields = {FRAME_COUNTS: torch.full((rows,), frames), TURN_COUNTS: torch.ones(rows).long()}
-    fields[SOURCE_COUNTS] = torch.zeros(rows).long()
-    return Media(values, counts, torch.arange(rows), fields, label_column=LABEL)

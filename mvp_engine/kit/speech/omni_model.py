@@ -85,6 +85,7 @@ class OmniModel(LanguageModel):
 
     model_type = "omni_model"
     casts_frozen = True  # talker SFT: 32 of 35 G parameters are frozen
+    plan_facts = "mvp_engine.kit.speech.plan:SpeechFacts"
     provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
     drops_dummies = SPEECH_OUTPUTS
     adapted = ("hf.", "talker.")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mvp_engine.kit import MLLMModelKit
-from mvp_engine.kit.estimate.memory import STATE_BYTES
+from mvp_engine.kit.optim.settings import STATE_BYTES
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 
 

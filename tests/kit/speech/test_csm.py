@@ -20,9 +20,8 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
+from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech import OmniModel
 from mvp_engine.kit.speech import rows as speech_rows
 from mvp_engine.kit.speech.csm import CsmModel
@@ -263,7 +262,7 @@ def test_mfu_and_estimate_of_csm_count_its_rows_of_speech() -> None:
     with FlopCounterMode(display=False) as counter:
         model(batch, ["speech_loss"])["speech_loss"].sum().backward()
     assert float(MFUKit(model).flops(batch)) == pytest.approx(counter.get_total_flops(), rel=0.2)
-    found = peak_memory(BlockCosts(model, EstimateSettings(precision="bf16")), [batch], micro_batches=2)
+    found = peak_memory(BlockCosts(model, PlanSettings(precision="bf16")), [batch], micro_batches=2)
     assert found["activations"] > 0
     assert found["loss"] > 0
 

@@ -143,7 +143,7 @@ def test_processor_of_csm_is_refused_with_the_fix(tmp_path: Path) -> None:
 
 def test_commands_know_a_folder_of_csm(tmp_path: Path, capsys: Any) -> None:
     whole().save_pretrained(tmp_path / "csm")
-    assert main(["estimate", str(tmp_path / "csm"), "--gpu", "H200", "--json"]) == 0
+    assert main(["plan", str(tmp_path / "csm"), "--gpu", "H200", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"]
     assert facts["tokens_per_step"] > 0

@@ -13,10 +13,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.model.attention import config_tree
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import MFUKit
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.packs import assumed_speech_packs
-from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings, facts_of
+from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech import OmniModel
 
 
@@ -57,7 +55,7 @@ def test_mfu_flops_of_speech_alone_leave_out_the_thinker() -> None:
     assert float(MFUKit(model).flops(longer)) == alone  # more text in the thinker is no more work
 
 
-def test_estimate_of_talker_training_fits_where_training_all_does_not() -> None:
+def test_plan_of_talker_training_fits_where_training_all_does_not() -> None:
     real = {"num_code_groups": 16, "code_predictor_config": {"num_code_groups": 16}, "spatial_merge_size": 2}
     text = {"num_hidden_layers": 48, "num_experts": 128, "num_attention_heads": 32, "head_dim": 128}
     model = OmniModel.on_meta(
@@ -68,14 +66,14 @@ def test_estimate_of_talker_training_fits_where_training_all_does_not() -> None:
             "thinker_config": {"text_config": text},
         },
     )
-    settings = EstimateSettings(precision="bf16", activation_checkpointing={"talker": "selective"})
-    packs = assumed_speech_packs(model, 8192)
+    settings = PlanSettings(precision="bf16", activation_checkpointing={"talker": "selective"})
+    batch, _, _ = facts_of(model).assumed_batch(8192)  # type: ignore[misc]
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     assert 2.5e9 < parameters["talker"] < 4e9
     sizes = []
     for freeze in (False, True):
         model.hf.requires_grad_(not freeze)
-        found = peak_memory(BlockCosts(model, settings), packs.largest, micro_batches=2)
+        found = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
         sizes.append({name: size / 2**30 for name, size in found.items()})
     everything, talker = (sum(one.values()) for one in sizes)
     assert talker < everything / 2
