@@ -84,13 +84,13 @@ def make_model(folder: Path, tiny: bool) -> Path:
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_config import add_undeclared_settings
+    from mvp_engine.kit.speech.plugin import OmniModelFolder
 
     out = folder / "model"
     if out.is_dir():
         return out
     config = read_config(None, model_config(tiny))
-    add_undeclared_settings(config)
+    OmniModelFolder.complete_config(config)
     config.dtype = torch.bfloat16
     with torch.device(DEVICE):
         whole: Any = Qwen3OmniMoeForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
@@ -186,7 +186,7 @@ def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
 
 def build(tiny: bool) -> Any:
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_model import OmniModel
+    from mvp_engine.kit.speech.omni_model import OmniModel
 
     config = read_config(None, model_config(tiny))
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -269,7 +269,7 @@ def sync(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
 def mimi(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     from transformers import MimiConfig, MimiModel
 
-    from mvp_engine.kit import open_codec
+    from mvp_engine.kit.speech import open_codec
 
     options: dict[str, Any] = {}
     if args.tiny:

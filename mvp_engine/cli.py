@@ -76,7 +76,7 @@ def chat(target: str, root: str, **options: Any) -> int:
     from mvp_engine.kit.decoding import Decoding
     from mvp_engine.tools import chat
 
-    speech = chat.speech_output(argparse.Namespace(**options))
+    output = chat.output_of(argparse.Namespace(**options))
     names = ("temperature", "top_k", "top_p", "seed")
     decoding = Decoding(options["max_new_tokens"], **{name: options[name] for name in names})
     return chat.chat(
@@ -89,7 +89,7 @@ def chat(target: str, root: str, **options: Any) -> int:
         stop_strings=options["stop"],
         device=options["device"],
         as_json=options["as_json"],
-        speech=speech,
+        output=output,
     )
 
 

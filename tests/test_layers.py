@@ -110,6 +110,23 @@ def test_core_and_tools_import_no_plugin_kit() -> None:
         assert not [target for target in kits if target.split(".")[1] in APART], f"{module} imports {kits}"
 
 
+# Kits that plug in (docs/plugins.md), and the modules that still import them.
+PLUGIN_KITS: dict[str, set[str]] = {"speech": {"kit.mfu", "kit.estimate", "tools.estimate", "tools.estimate_config"}}
+# They have their own models, next to those of hf/.
+MODEL_KITS = ("kit/speech",)
+
+
+@pytest.mark.parametrize("kit", sorted(PLUGIN_KITS))
+def test_core_imports_no_kit_that_plugs_in(kit: str) -> None:
+    folder = f"kit.{kit}"
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        if module.startswith(f"{folder}.") or any(module.startswith(known) for known in PLUGIN_KITS[kit]):
+            continue
+        found = {target for target in imported(file) if target == folder or target.startswith(f"{folder}.")}
+        assert not found, f"{module} imports {sorted(found)}: register it in {folder.replace('.', '/')}/plugin.py"
+
+
 def transformers_internals(source: str) -> list[str]:
     """Imports from transformers, lazy ones too, that are not `from transformers import PublicName`."""
     found = []
@@ -132,7 +149,8 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
     assert all(transformers_internals(source) for source in internal)
     assert not transformers_internals("from transformers import AutoModel\nimport transformers\ntransformers.AutoModel")
     package = ROOT / "mvp_engine"
-    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "hf"]
+    folders = ("hf", *MODEL_KITS)
+    files = [file for file in package.rglob("*.py") if not file.relative_to(package).as_posix().startswith(folders)]
     sources = {str(file): source for file in files if "transformers" in (source := file.read_text())}
     assert {file: used for file, source in sources.items() if (used := transformers_internals(source))} == {}
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
-    from mvp_engine.kit.player import Player, Sound, speak
     from mvp_engine.kit.preference.contrastive import ContrastiveEngine, ContrastiveLossKit
     from mvp_engine.kit.preference.distil import DistilEngine, DistilLossKit
     from mvp_engine.kit.preference.engine import PreferenceEngine
@@ -39,10 +38,7 @@ if TYPE_CHECKING:
         RewardLoss,
     )
     from mvp_engine.kit.row_checks import check_labels, check_rows
-    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
-    from mvp_engine.kit.speech.codec import Codec, open_codec
-    from mvp_engine.kit.speech.kmeans import ResidualKMeans
-    from mvp_engine.kit.speech_loss import SpeechLossKit
+    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
 else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
@@ -53,7 +49,6 @@ __all__ = [
     "ActionDataKit",
     "ActionEngine",
     "Answer",
-    "Codec",
     "Completion",
     "ContrastiveConfig",
     "ContrastiveEngine",
@@ -78,19 +73,14 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
-    "Player",
     "PreferenceConfig",
     "PreferenceEngine",
     "PreferenceLoss",
     "PreferenceLossKit",
-    "ResidualKMeans",
     "RewardConfig",
     "RewardEngine",
     "RewardLoss",
     "RewardLossKit",
-    "Sound",
-    "SpeechLoss",
-    "SpeechLossKit",
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
@@ -103,9 +93,7 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
-    "open_codec",
     "rollout",
     "sample_actions",
-    "speak",
     "stop_at",
 ]

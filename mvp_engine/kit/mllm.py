@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import num_positions
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
@@ -52,8 +50,7 @@ from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit, compile_blocks, export_link, prepare_kernels
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
-from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
+from mvp_engine.kit.settings import MLLMConfig
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -88,7 +85,7 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
-        config.check_speech()
+        config.check_engine()
         model_config = read_config(config.model.path, config.model.config)
         return MLLMDataKit(
             config.mllm,
@@ -102,26 +99,13 @@ class MLLMEngine(Engine):
         return self.data_kit(self.config)
 
     @cached_property
-    def player(self) -> Any:
-        """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
-        from mvp_engine.kit.player import Player
-
-        if self.config.model.path is not None:
-            return Player.of_folder(self.config.model.path)
-        speech: Any = self.data.row_encoder.speech  # the config has a codec
-        return Player.of_codec(speech.store.codec)
-
-    @cached_property
     def optim(self) -> OptimKit:
         return OptimKit(self.config.optim, self.config.seed)
 
     @cached_property
-    def loss(self) -> TokenNormedLossKit | SpeechLossKit:
-        text = TokenNormedLossKit(self.config.loss)
-        if self.config.model.type != "omni_model":
-            return text
-        # Without text, no thinker block runs on rows of text.
-        return SpeechLossKit(self.config.speech_loss, text if trains_text(self.model) else None)
+    def loss(self) -> Any:
+        """The loss kit of `forward_step`: `(loss_sum, weight)` of a micro-batch."""
+        return TokenNormedLossKit(self.config.loss)
 
     @property
     def global_batch_size(self) -> int:
@@ -226,11 +210,15 @@ class MLLMEngine(Engine):
         model: Any = self.model
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
-        num_tokens = sum(map(num_positions, ctx.micro_batches))
+        num_tokens = sum(map(self.num_positions, ctx.micro_batches))
         capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
+
+    def num_positions(self, batch: PackedBatch) -> int:
+        """What a micro-batch holds of the budget of a pack."""
+        return batch.num_tokens
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         refuse_preference_rows(micro_batch)
@@ -278,7 +266,7 @@ class MLLMEngine(Engine):
         completions: list[tuple[Prompt, list[int]]] = []
         # Where ranks run one forward together, the others wait in it: then the job cannot continue.
         runs_alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
-        with self._keep_training(ctx, "generation", runs_alone):
+        with self.keep_training(ctx, "generation", runs_alone):
             self.answers = generate_answers(
                 self.model_engine,
                 self.generation_batches,
@@ -289,47 +277,25 @@ class MLLMEngine(Engine):
                 budget=self.config.mllm.pack_tokens,
                 keep=completions,
             )
-        if settings.speech is not None:
-            with self._keep_training(ctx, "speech"):
-                self.answers = self._speak(ctx, settings.speech, completions)
-        with self._keep_training(ctx, "score"):
+        self.after_generation(ctx, completions)
+        with self.keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):
                 own = [answer for answer in self.answers if answer.source == i]
                 others = [answer for answer in self.answers if answer.source != i]
                 self.answers = others + with_verdicts(own, self.score(ctx, name, own))
         answers = self._gather_answers()
-        with self._keep_training(ctx, "writing answers.jsonl"):
+        with self.keep_training(ctx, "writing answers.jsonl"):
             if self.world.is_main:
                 names = self.data.source_names("eval")
                 write_answers(self.run.dir / "answers.jsonl", ctx.step, names, answers)
 
-    def _speak(
-        self,
-        ctx: StepContext,
-        settings: SpeechGeneration,
-        completions: Sequence[tuple[Prompt, Any]],
-    ) -> list[Answer]:
-        """The answers with their sounds, which are written into the run folder."""
-        from mvp_engine.kit.player import speak_completions
-
-        speech = self.data.row_encoder.speech
-        assert speech is not None, "the config is checked"
-        model: Any = self.model_engine.model
-        sounds = speak_completions(model, completions, self.player, speech.protocol, settings)
-        folder = self.run.dir / "speech" / f"step_{ctx.step}"
-        answers = []
-        for answer, sound in zip(self.answers, sounds, strict=True):
-            file = folder / f"{answer.source}_{answer.sample}.wav"
-            sound.save(file)
-            answers.append(
-                replace(answer, speech=str(file), speaker=sound.speaker, speech_ended=sound.ended)
-            )
-        ended = sum(sound.ended for sound in sounds)
-        ctx.log("speech_ended", ended, len(sounds))
-        return answers
+    def after_generation(
+        self, ctx: StepContext, completions: Sequence[tuple[Prompt, list[int]]]
+    ) -> None:
+        """Called before `score`, with the prompts of `self.answers` and the tokens that complete them."""
 
     @contextmanager
-    def _keep_training(
+    def keep_training(
         self, ctx: StepContext, what: str, can_continue: bool = True
     ) -> Iterator[None]:
         """An error inside is a warning if it happens in an evaluation of a training; `mvp check` raises it."""

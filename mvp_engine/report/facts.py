@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mvp_engine import plugins
 from mvp_engine.log.format import duration, is_learning_rate, is_share, number, rate
 from mvp_engine.runs import REASON, SLOW_STEPS, Run
 
@@ -254,9 +255,12 @@ def training_facts(run: Run) -> dict[str, Any]:
 
 
 def writes_text(run: Run) -> bool:
-    """Whether the run's model writes text, so that one can chat with it. CSM, a model type of speech, does not."""
+    """Whether the run's model writes text, so that one can chat with it."""
     described = run.dir / "hf" / "config.json"
-    if described.is_file() and json.loads(described.read_text()).get("model_type") == "csm":
+    if (
+        described.is_file()
+        and json.loads(described.read_text()).get("model_type") in plugins.without_text()
+    ):
         return False
     return run.config.get("model", {}).get("type") not in ("action_model", "value_model")
 

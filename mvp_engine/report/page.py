@@ -39,7 +39,7 @@ class Example:
     expected: str
     written: str
     right: bool | None  # None: neither right nor wrong, as for answers that nothing has judged
-    spoken: Callable[[], Sequence[bytes]] = list  # the answer as speech: WAV files
+    spoken: Callable[[], Sequence[bytes]] = list  # the answer as sound: WAV files
 
 
 def write_report(

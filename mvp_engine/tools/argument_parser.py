@@ -19,12 +19,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from mvp_engine import __version__
+from mvp_engine import __version__, plugins
 from mvp_engine.errors import EXIT_USER_ERROR, did_you_mean
 
 TEXT = "Fine-tune and pre-train models on text, images, video and audio."
 GROUPS = {
-    "data": "inspect training data, make codes of speech",
+    "data": "inspect training data, or prepare it",
     "launch": "scripts that start a training on a cluster",
 }
 # What several commands have: @config in the text below.
@@ -137,11 +137,6 @@ chat with a trained model: a run, a Hugging Face folder or a LoRA adapter
   --top-p P=1             sample from the most likely tokens that have this probability together
   --seed N=0              seed of the sampling
   --stop TEXT...          an answer ends before this text; may be given several times
-  --speak FILE            speak the answers of an Omni model into this WAV file; later answers get a number
-  --speaker NAME          the voice (default: the model's first)
-  --codec CODEC           play codes with this codec, a folder or file.py:Class (default: the model's vocoder)
-  --speech-temperature T  of the spoken codes; 0: greedy (default: 0.9)
-  --max-frames N          most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)
   --device NAME           cpu or cuda (default: a GPU if present)
   @runs
   @json
@@ -167,15 +162,6 @@ examples:
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
   mvp data inspect hf://org/dataset:train --strict
   mvp data inspect my/configs/train.yaml --row photos.jsonl:17
-
-mvp data codes -> tools.speech_codes:print_codes
-make the codes of all sounds that a config's model learns to speak, on a GPU if there is one
-  file=CONFIG             a recipe's YAML file with mllm.speech
-  @overrides
-  @json
-examples:
-  mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
-  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi
 
 mvp plan -> cli:plan
 predict memory and time on GPUs that need not be present; simulate ranks; exit code 2 if it does not fit
@@ -359,7 +345,19 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(run=command.run, parser=added)  # it reports unknown options
         for argument in command.arguments:
             _add_argument(added, argument)
+        if command.name == "chat":
+            for option in plugins.load_all("chat_option").values():
+                option.add_options(added)
+    for name, of_kit in plugins.load_all("data_command").items():
+        added = groups["data"].add_parser(name, help=of_kit.help, description=of_kit.help)
+        added.set_defaults(run="tools.inspect:run_data_command", parser=added, command=name)
+        for argument in (f"file=CONFIG  {of_kit.config_help}", *_shared("  @overrides", "  @json")):
+            _add_argument(added, argument)
     return parser
+
+
+def _shared(*names: str) -> Iterator[str]:
+    return (SHARED[name].strip() for name in names)
 
 
 def _add_argument(command: argparse.ArgumentParser, text: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mvp_engine import plugins
 from mvp_engine.checkpoint.format import META
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -31,12 +32,9 @@ from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
-from mvp_engine.kit.player import Player, Sound, speak
-from mvp_engine.kit.settings import SpeechGeneration
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
+from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES
-from mvp_engine.model_engine.types import OmniModelEngine
 from mvp_engine.runs import best_checkpoint, checkpoint_step, trained_run
 from mvp_engine.tools.merge import build_model, model_checkpoint
 
@@ -51,7 +49,7 @@ class Chat:
     model: ChatModel
     decoding: Decoding
     as_json: bool = False
-    speech: SpeechOutput | None = None
+    output: Any = None  # a `chat_option` plug-in: writes each answer in another form too
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +117,7 @@ class Chat:
             raise
         answer = self.model.text(completion.tokens)
         question = list(self.messages)
-        spoken = self.speech and self.speech.write(self.model, question, completion)
+        written = {} if self.output is None else self.output.write(self.model, question, completion)
         self._add_answer(answer)
         if self.as_json:
             record = {
@@ -130,12 +128,11 @@ class Chat:
                 "log_prob": sum(completion.log_probs),
                 "seconds": round(time.perf_counter() - start, 3),
             }
-            print(json.dumps(record | ({"speech": spoken} if spoken else {}), ensure_ascii=False))
+            print(json.dumps(record | written, ensure_ascii=False))
             return
         print()
-        if spoken:
-            end = "" if spoken["ended"] else ", cut off at --max-frames"
-            print(f"[{spoken['file']}: {spoken['seconds']:.1f} s{end}]", file=sys.stderr)
+        if written:
+            print(f"[{self.output.words(written)}]", file=sys.stderr)
 
     def _add_answer(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
@@ -159,15 +156,16 @@ def chat(
     stop_strings: list[str],
     device: str | None,
     as_json: bool,
-    speech: SpeechOutput | None = None,
+    output: Any = None,
 ) -> int:
     """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
     parts = [medium(kind, file) for kind, file in media]
     with model_folders(target, Path(root)) as (folder, adapter):
-        model = ChatModel(folder, adapter, device, stop_strings, speaks=speech is not None)
-        if speech is not None:
-            speech.open_player(folder)
-        conversation = Chat(model, decoding, as_json, speech, system)
+        model_type = "language_model" if output is None else output.model_type
+        model = ChatModel(folder, adapter, device, stop_strings, model_type)
+        if output is not None:
+            output.open(folder)
+        conversation = Chat(model, decoding, as_json, output, system)
         conversation.reset()
         conversation.media = parts
         try:
@@ -176,6 +174,12 @@ def chat(
             print()
             return 128 + signal.SIGINT
     return 0
+
+
+def output_of(args: argparse.Namespace) -> Any:
+    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
+    outputs = [option.of(args) for option in plugins.load_all("chat_option").values()]
+    return next((output for output in outputs if output is not None), None)
 
 
 @contextmanager
@@ -233,78 +237,6 @@ def _step_of_export(folder: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-# The sounds of `mvp chat --speak`: one WAV file for each answer.
-
-
-@dataclass
-class SpeechOutput:
-    """Where sounds go, and what plays their codes."""
-
-    file: Path
-    speaker: str | None
-    codec: str | None
-    settings: SpeechGeneration
-    player: Player | None = None
-    written: int = 0
-
-    def open_player(self, folder: Path) -> None:
-        """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
-        from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
-        from mvp_engine.kit.speech.codec import open_codec
-
-        if self.codec is None:
-            self.player = Player.of_folder(folder)
-        else:
-            self.player = Player.of_codec(open_codec(self.codec, key="--codec"))
-        protocol = SpeechProtocol.for_config(read_config(folder, {}))
-        assert protocol is not None, "a model that speaks"
-        self.player.check(protocol)
-        if self.speaker is not None and self.speaker.lower() not in protocol.speakers:
-            known = ", ".join(protocol.speakers)
-            raise UserError(f"--speaker {self.speaker}: the model's speakers are {known}")
-
-    def write(
-        self, model: ChatModel, messages: Sequence[Any], completion: Completion
-    ) -> dict[str, Any]:
-        """Speak an answer to `messages`; returns the facts of the file."""
-        assert self.player is not None
-        sound = model.speak(messages, completion, self.player, self.speaker, self.settings)
-        self.written += 1
-        file = self.file
-        if self.written > 1:
-            file = file.with_stem(f"{file.stem}_{self.written}")
-        sound.save(file)
-        return {
-            "file": str(file),
-            "frames": len(sound.codes),
-            "seconds": round(sound.seconds, 3),
-            "ended": sound.ended,
-            "speaker": self.speaker,
-        }
-
-
-def speech_output(args: argparse.Namespace) -> SpeechOutput | None:
-    """What the options of `mvp chat` ask for; None without `--speak`."""
-    if args.speak is None:
-        for option in ("speaker", "codec", "speech_temperature", "max_frames"):
-            if getattr(args, option) is not None:
-                name = option.replace("_", "-")
-                raise UserError(f"--{name} is for spoken answers: add --speak FILE.wav")
-        return None
-    file = Path(args.speak).expanduser()
-    if file.suffix.lower() != ".wav":
-        raise UserError(
-            f"--speak {args.speak}: sounds are written as WAV files: give a name that ends with .wav"
-        )
-    given = {"temperature": args.speech_temperature, "max_frames": args.max_frames}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("temperature", 0) < 0:
-        raise UserError(f"--speech-temperature {given['temperature']:g}: give 0 (greedy) or more")
-    if given.get("max_frames", 1) < 1:
-        raise UserError(f"--max-frames {given['max_frames']}: give 1 or more")
-    return SpeechOutput(file, args.speaker, args.codec, SpeechGeneration.model_validate(given))
-
-
 # ChatModel: a Hugging Face folder that answers conversations with text, images, video and audio.
 #
 # Prompts are rendered, and media are processed, by the data kit: as in a training with the same processor.
@@ -322,7 +254,6 @@ _PLAIN_ADAPTER = {
 }
 # Models that do not answer, and what they do.
 _WITHOUT_TEXT = {
-    "csm": "speaks the text that it is given: mvp_engine.kit.speak",
     "pi0": "predicts actions: act.py of an export (docs/actions.md)",
 }
 
@@ -330,7 +261,7 @@ _WITHOUT_TEXT = {
 class ChatModel:
     """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
 
-    An answer ends before the first of `stop_strings`. With `speaks`, the talker of an Omni folder is loaded too.
+    An answer ends before the first of `stop_strings`. `model_type` is one that writes text.
     """
 
     def __init__(
@@ -339,14 +270,15 @@ class ChatModel:
         adapter: Path | None = None,
         device: str | None = None,
         stop_strings: Sequence[str] = (),
-        speaks: bool = False,
+        model_type: str = "language_model",
     ) -> None:
         place = _find_device(device)
         config = read_config(folder, {})
-        if config.model_type in _WITHOUT_TEXT:
+        without_text = _WITHOUT_TEXT | plugins.without_text()
+        if config.model_type in without_text:
             raise UserError(
                 f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "
-                f"{_WITHOUT_TEXT[config.model_type]}"
+                f"{without_text[config.model_type]}"
             )
         model_class = (config.architectures or [""])[0]
         if model_class.endswith("ForSequenceClassification"):
@@ -359,12 +291,12 @@ class ChatModel:
             max_tokens=2**40,
             positions=RopePositions.for_config(config),
         )
-        engine_class = OmniModelEngine if speaks else LanguageModelEngine
-        model: Any = engine_class.build_model(ModelSource(str(folder)))
+        engine_type = engine_class(model_type)
+        model: Any = engine_type.build_model(ModelSource(str(folder)))
         settings = Settings(precision=precision_on(place, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
-        self.engine = engine_class(model, Layout(World(0, 1, 0, 1, place)), settings)
+        self.engine = engine_type(model, Layout(World(0, 1, 0, 1, place)), settings)
         self.engine.initialize()
         if adapter is not None:
             merge_adapter(self.engine.model, adapter)
@@ -412,22 +344,6 @@ class ChatModel:
         if stream is not None:
             stream.end(self.text(completion.tokens))
         return completion
-
-    def speak(
-        self,
-        messages: Sequence[Message],
-        completion: Completion,
-        player: Player,
-        speaker: str | None = None,
-        settings: SpeechGeneration | None = None,
-    ) -> Sound:
-        """The sound of an answer to `messages`."""
-        tokens = [token for token in completion.tokens if token not in self.stop]
-        if not tokens:
-            raise UserError("the answer has no text, so there is nothing to speak")
-        prompt = with_completion(self.prompt(messages), None, tokens)
-        (sound,) = speak(self.engine.model, [prompt], player, [speaker], settings)
-        return sound
 
     def text(self, tokens: Sequence[int]) -> str:
         text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

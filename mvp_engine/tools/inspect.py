@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mvp_engine import plugins
+from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit.actions.kit import ActionDataKit
@@ -241,6 +243,13 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
             f"the config has no model.path to load a processor from: {DATA_KIT_FIX}, or give --model MODEL"
         )
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
+
+
+def run_data_command(command: str, file: str, overrides: list[str], *, as_json: bool) -> None:
+    """`mvp data COMMAND CONFIG`: a `data_command` plug-in, on the data kit of a config."""
+    composed = compose(file, overrides)
+    kit = config_data_kit(composed.engine_class, composed.config)
+    plugins.load("data_command", command).run(kit, file, as_json=as_json)
 
 
 def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:

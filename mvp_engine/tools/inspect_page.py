@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mvp_engine import plugins
 from mvp_engine.config.shipped import shipped_config
 from mvp_engine.errors import UserError, count
 
@@ -241,10 +242,6 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
         counts = ""
         if sequence["tokens"] is not None:
             counts = f": {sequence['tokens']:,} tokens, {sequence['learnt']:,} with loss"
-        for spoken in sequence["spoken"]:
-            counts += f"; answer {spoken['answer']} is spoken: {_spoken(spoken)}"
-        if sequence["talker"]:
-            counts += f"; {sequence['talker']:,} talker positions"
         console.print(Text(f"\n{title}{SIDES[sequence['side']]}{counts}", "bold"))
         text = _text(sequence, plain)
         more = len(text) - MAX_CHARACTERS
@@ -253,8 +250,18 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
+        _facts_of_kits(sequence, console, in_full)
         if "actions" in sequence:
             _actions(sequence, console, in_full)
+
+
+def _facts_of_kits(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
+    """Facts under names that kits add: lines of a name, a text and its style."""
+    styles = {"loss": WITH_LOSS, "dim": DIM}
+    for key in plugins.names("inspect"):
+        if key in facts:
+            for name, words, style in plugins.load("inspect", key)(facts[key], in_full):
+                _line(console, name, Text(_clean(words), styles.get(style, "")))
 
 
 def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
@@ -270,12 +277,6 @@ def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
 
 def _numbers(values: list[float]) -> str:
     return "  ".join(f"{value:.4g}" for value in values)
-
-
-def _spoken(spoken: dict[str, Any]) -> str:
-    seconds = "" if spoken["seconds"] is None else f", {spoken['seconds']:.1f} s"
-    speaker = f", speaker {_clean(spoken['speaker'])}" if spoken["speaker"] else ""
-    return f"{count(spoken['frames'], 'frame')}{seconds}{speaker}"
 
 
 def _text(sequence: dict[str, Any], plain: bool) -> Text:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mvp_engine import plugins
 from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
@@ -21,7 +22,7 @@ from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row, SpeechCodes
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Row
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
@@ -34,6 +35,8 @@ SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
 Format = RowFormat | str | None
 Facts = dict[str, Any]
+# Of a sequence without targets (`RowPart.facts`).
+NO_TARGETS: Facts = {"spoken": [], "talker": 0}
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Sample:
             return
         self.formats[row.format] += 1
         self.media.update(part.kind for part in row.media())
-        if spoken := sum(message.speech is not None for message in row.messages):
+        if spoken := sum(message.target is not None for message in row.messages):
             self.media["spoken answers"] += spoken
         is_prompt = isinstance(row_format, RowFormat) and row_format.drops_answers
         (self.reward_columns if is_prompt else self.unused_columns).update(row.unused)
@@ -184,24 +187,13 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
         "tokens": len(sequence.ids),
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
         "media": media,
-        "spoken": _spoken(row_encoder, sequence),
-        "talker": sequence.talker_positions,
         "text": _segments(row_encoder, sequence),
+        **NO_TARGETS,
     }
+    if row_encoder.row_part is not None:
+        facts |= row_encoder.row_part.facts(sequence)
     actions_shown = getattr(sequence, "actions_shown", None)  # of a frame of a LeRobot folder
     return facts if actions_shown is None else {**facts, **actions_shown()}
-
-
-def _spoken(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]:
-    """The sounds that the model learns to speak, by the answer that they belong to."""
-    spoken = []
-    for turn in sequence.spoken:
-        assert row_encoder.speech is not None
-        frames, rate = len(turn.codes), row_encoder.speech.frame_rate
-        seconds = None if rate is None else round(frames / rate, 3)
-        facts = {"answer": turn.turn, "frames": frames, "seconds": seconds}
-        spoken.append({**facts, "speaker": turn.speaker})
-    return spoken
 
 
 def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]:
@@ -237,8 +229,11 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
         more = {"robot": robot_facts(rows)}
     else:
         source = open_source(settings.path, settings.root, Limits.text_characters)
-    # Whether sounds of answers may be spoken depends on the config, which is not known here.
-    row_format = RowFormat(columns=settings.columns, speech=True, downloaded=settings.is_downloaded)
+    # Whether media of answers may be targets depends on the config, which is not known here.
+    targets = tuple(plugins.names("target"))
+    row_format = RowFormat(
+        columns=settings.columns, targets=targets, downloaded=settings.is_downloaded
+    )
     limit = min(limit, len(source))
     shown = range(limit) if row is None else [find_row([source], row)[1]]
     shown_rows: dict[int, Row] = {}
@@ -287,9 +282,9 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
 
 
 def _open_media(row: Row, root: Path) -> None:
-    """Raise BadRow for media that are missing; sounds of answers may be codes."""
-    sounds = [message.speech for message in row.messages if message.speech]
-    files = [sound for sound in sounds if not isinstance(sound.value, SpeechCodes)]
+    """Raise BadRow for media that are missing; targets may be codes."""
+    targets = [message.target for message in row.messages if message.target]
+    files = [target for target in targets if not isinstance(target.value, Codes)]
     for part in [*row.media(), *files]:
         open_media(part.value, Limits(), root, part.kind)
 
@@ -322,10 +317,10 @@ def _plain_sequence(row: Row, side: int) -> Facts:
                 add_media(part.kind)
             else:
                 add_text(part.value, has_loss)
-        if message.speech is not None:
+        if message.target is not None:
             add_media("speech")
         if calls := message.extra.get("tool_calls"):
             add_text(f"{calls}", has_loss)
         add_text("\n", False)
     facts: Facts = {"side": side, "tokens": None, "learnt": None}
-    return {**facts, "media": media, "spoken": [], "talker": 0, "text": segments}
+    return {**facts, "media": media, **NO_TARGETS, "text": segments}

@@ -4,7 +4,7 @@ from typing import Any
 
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMEngine
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare, words_of
 from .settings import AudioConfig

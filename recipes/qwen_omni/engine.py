@@ -4,16 +4,16 @@ from functools import cached_property
 from typing import Any
 
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMEngine
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit.speech import SpeechEngine, SpokenAnswer
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare
 from .judge import Judge
 from .settings import OmniConfig
 
 
-class OmniEngine(MLLMEngine):
+class OmniEngine(SpeechEngine):
     config_class = OmniConfig
     config: OmniConfig
     title = "What a Qwen3-Omni says"
@@ -29,7 +29,7 @@ class OmniEngine(MLLMEngine):
     def judge(self) -> Judge:
         return Judge()
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[SpokenAnswer]) -> None:
         """Log the exact answers in text; of synthetic speech, also the share of words that the judge hears right."""
         super().score(ctx, name, answers)
         spoken = [answer for answer in answers if answer.speech]

@@ -1,7 +1,7 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit import MLLMConfig
+from mvp_engine.kit.speech import SpeechConfig
 
 
 class Spoken(Section):
@@ -15,5 +15,5 @@ class Spoken(Section):
     """Held-out sentences."""
 
 
-class OmniConfig(MLLMConfig):
+class OmniConfig(SpeechConfig):
     spoken: Spoken | None = None  # synthetic speech with a small codec; null: rows, processor and codec of your own

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import (
+from mvp_engine.errors import count
+from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.kit.speech.flops import thinker_share
+from mvp_engine.kit.speech.protocol import HEADER
+from mvp_engine.kit.speech.rows import (
     FIRST_CODE,
     FRAME_COUNTS,
+    LABEL,
     SOURCE_COUNTS,
     SPEECH,
     TURN_COUNTS,
 )
-from mvp_engine.errors import count
-from mvp_engine.hf.model.plan_facts import PlanFacts
-from mvp_engine.hf.speech.speech_protocol import HEADER
-from mvp_engine.kit.speech_flops import thinker_share
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
 ROW_TOKENS = 128  # text of an assumed row
@@ -83,7 +84,7 @@ class SpeechFacts(PlanFacts):
         counts = torch.full((rows,), talker_rows)
         fields = {FRAME_COUNTS: torch.full((rows,), FRAMES), TURN_COUNTS: torch.ones(rows).long()}
         fields[SOURCE_COUNTS] = torch.zeros(rows).long()
-        media = {SPEECH: Media(values, counts, torch.arange(rows), fields)}
+        media = {SPEECH: Media(values, counts, torch.arange(rows), fields, label_column=LABEL)}
         ids = torch.zeros(rows, ROW_TOKENS, dtype=torch.long)
         text = (
             f"packs of {count(rows, 'row')}, assumed: {ROW_TOKENS} tokens of text and an answer of {FRAMES} frames, "
