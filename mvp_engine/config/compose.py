@@ -120,8 +120,8 @@ def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composed:
 def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """The values of the files, of those that they inherit, and of the overrides, with interpolations resolved."""
     file = _find_file(Path(path).expanduser())
-    inheritance = Inheritance(file)
-    words = [word for word in overrides if not inheritance.select(_parse_override(word))]
+    words = [_parse_override(word) for word in overrides]
+    inheritance = Inheritance(file, {word.key_or_group: word.value() for word in words})
     inheritance.read(file)
     values = copy.deepcopy(_default_values())
     for source, tree in inheritance.trees.items():
@@ -131,7 +131,8 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     try:
         config = OmegaConf.create(values)
         for word in words:
-            _override(config, word)
+            if word.key_or_group not in inheritance.selected:
+                _override(config, word)
         missing = sorted(
             re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)
         )
@@ -198,19 +199,13 @@ class Inheritance:
     `_self_`, the place of the file's own keys (without it they come last).
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, choices: dict[str, Any]) -> None:
+        """`choices`: values of the command line. That of a group, such as `model=tiny`, is the name of its file."""
         outer = [folder for folder in file.parents[1:] if folder.name == "configs"]
         self.roots = [file.parent, *outer[:1]]
-        self.choices: dict[str, str] = {}  # files of groups that the command line selects
+        self.choices = choices
+        self.selected: set[str] = set()  # groups of which the command line has chosen the file
         self.trees: dict[ConfigFile, dict[str, Any]] = {}  # values by file, later ones win
-
-    def select(self, override: Override) -> bool:
-        """Whether the override selects a file, as `model=tiny` does next to a folder `model/`."""
-        group = override.key_or_group
-        is_group = any((root / group).is_dir() for root in self.roots)
-        if is_group:
-            self.choices[group] = str(override.value())
-        return is_group
 
     def read(self, file: Path, group: str = "", heirs: tuple[Path, ...] = ()) -> None:
         if file in heirs:
@@ -234,7 +229,10 @@ class Inheritance:
         name = str(entry)
         if isinstance(entry, dict):
             [(group, choice), *_] = entry.items()
-            name = f"{group}/{self.choices.get(group, choice)}"
+            if isinstance(self.choices.get(group), str):
+                self.selected.add(group)
+                choice = self.choices[group]
+            name = f"{group}/{choice}"
         if not re.fullmatch(r"/?[\w.+-]+(/[\w.+-]+)*", name):
             raise UserError(
                 f"{short_path(file)}: {entry!r} in `defaults:` is no name of a file, `group: name` or _self_"
@@ -286,9 +284,9 @@ def _parse_override(word: str) -> Override:
     return override
 
 
-def _override(config: DictConfig, word: str) -> None:
+def _override(config: DictConfig, override: Override) -> None:
     """Set or, with `~key`, remove a key. A dict is merged into the one that is there; `+key=value` adds a key."""
-    override = _parse_override(word)
+    word = override.input_line
     key, value = override.key_or_group, override.value()
     before = OmegaConf.select(config, key, throw_on_missing=False)
     if override.is_delete():
