@@ -118,7 +118,7 @@ def _profile(window: Window, composed: Composed, world: World) -> int:
         raise UserError(
             "mvp profile starts a new training: leave resume out, or name a step of a run: mvp profile RUN --step N"
         )
-    repeated = window.replayed and window.replayed.dir
+    repeated = window.replayed.dir if window.replayed else None
     composed.engine_class.check_command(composed.config, "profile", repeated, window.first)
     engine_class = profiled(composed.engine_class, window)
     if world.is_main:
