@@ -232,12 +232,6 @@ def hub_errors(repo: HubRepo) -> Iterator[None]:
         ) from None
     except errors.LocalEntryNotFoundError as error:
         raise UserError(_unreachable(repo, error.__cause__)) from None
-    except errors.HfHubHTTPError as error:
-        is_refused = error.response is not None and error.response.status_code == 401
-        hint = (
-            ". The token is not valid: run `hf auth login`, or set HF_TOKEN" if is_refused else ""
-        )
-        raise UserError(f"{repo}: the Hub answers {_first_line(error)}{hint}") from None
     except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.XetDownloadError) as error:
         raise UserError(_unreachable(repo, error)) from None
     except OSError as error:
@@ -251,6 +245,13 @@ def hub_errors(repo: HubRepo) -> Iterator[None]:
 def _unreachable(repo: HubRepo, cause: BaseException | None) -> str:
     from huggingface_hub import constants
 
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    if isinstance(cause, errors.HfHubHTTPError):
+        is_refused = cause.response is not None and cause.response.status_code == 401
+        hint = (
+            ". The token is not valid: run `hf auth login`, or set HF_TOKEN" if is_refused else ""
+        )
+        return f"{repo}: the Hub answers {_first_line(cause)}{hint}"
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
     if cause is not None and not constants.HF_HUB_OFFLINE:
         reason += f" ({_first_line(cause)})"
