@@ -194,7 +194,7 @@ def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
 def test_check_bad_rows_of_a_stream_are_listed(
     digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvp_engine.tools.inspect_stats.SAMPLE", 100)  # rows of a stream that the data stage reads
+    monkeypatch.setattr("mvp_engine.tools.inspect_rows.SAMPLE", 100)  # rows of a stream that the data stage reads
     chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
     rows = [json.dumps({"messages": chat})] * 400
     rows[50] = rows[150] = rows[250] = "{broken"

@@ -103,7 +103,7 @@ def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys: An
     assert main(["check", str(RECIPE), "losses.kind=no_weight"]) == 1
     error = capsys.readouterr().err
     assert "forward_step must return (loss_sum, weight), not Tensor" in error
-    assert "mvp replay /" not in error  # its folder is gone
+    assert "mvp check /" not in error  # its folder is gone
     assert "mvp-check-" not in error
 
 

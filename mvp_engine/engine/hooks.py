@@ -51,7 +51,6 @@ class EngineHooks:
     # Config keys that say how large a step is.
     batch_size_keys: tuple[str, ...] = ("data.global_batch_size", "mllm.micro_batch_tokens")
     trains_in_process = True  # False: parameters, gradients and optimizer are in other processes
-    model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class EngineHooks:
 
     @classmethod
     def check_command(cls, config: Any, command: str, run: Path | None, step: int) -> None:
-        """Raise `UserError` if `mvp profile` or `mvp replay` cannot train with this config in its process.
+        """Raise `UserError` if `mvp profile` or `mvp check RUN` cannot train with this config in its process.
 
         `run`: the folder of a run whose step is to be repeated.
         """

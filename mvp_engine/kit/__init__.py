@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
-else:  # the sections of configs are here too, and `mvp config show` imports no torch
+else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 

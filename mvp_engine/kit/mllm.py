@@ -12,9 +12,7 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -28,7 +26,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.config.schema import Config
-from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
@@ -37,7 +34,6 @@ from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.data import MLLMDataKit, load_processor
-from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import (
@@ -51,12 +47,10 @@ from mvp_engine.kit.generation import (
 )
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
-from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.model import MLLMModelKit, compile_blocks, export_link, prepare_kernels
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig
-from mvp_engine.model_engine.fsdp.compile import use_cache
-from mvp_engine.ops import flash_attention
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -68,7 +62,6 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
-    model_before_data = True
     eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     answers: Sequence[Answer] = ()
 
@@ -180,10 +173,6 @@ class MLLMEngine(Engine):
 
     def before_train(self) -> None:
         export_link(self.config.export)
-        self._closing.callback(self.data.stop_measuring)
-        # With costs in the cache the loader comes first: its workers load packs while the model is built.
-        self.model_before_data &= self.world.any(self.data.measure_ahead(self.measured_splits))[0]
-        prepare_kernels(self)
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
@@ -191,13 +180,25 @@ class MLLMEngine(Engine):
     def measured_splits(self) -> list[str]:
         return ["train", "eval"] if self.config.loop.eval_interval else ["train"]
 
-    def _open_feed(self) -> None:
-        if self.model_before_data:
-            compile_blocks(self)
+    def start_data(self) -> None:
+        """Open the data, or start to measure rows whose costs are not in the cache, while the model is built."""
+        self._closing.callback(self.data.stop_measuring)
+        is_measuring = self.world.any(self.data.measure_ahead(self.measured_splits))[0]
+        prepare_kernels(self.device, self.config.model)
+        if not is_measuring:
+            super().start_data()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        if not self.has_data:
+            with smaller_after_out_of_memory(self):
+                compile_blocks(self)
+        return super().build_optimizer(model)
+
+    def open_data(self) -> None:
         if self.config.loop.eval_interval:
             # Errors in held-out rows are raised now, not after hours of training.
             self._eval_loader = self._loader("eval")
-        super()._open_feed()
+        super().open_data()
         if isinstance(self.feed.loader, PackLoader) and self.checkpoint is None:
             self._closing.enter_context(self.feed.loader.started())
 
@@ -381,101 +382,3 @@ class MLLMEngine(Engine):
         losses = self.data.source_losses(-loss_T, batch, ctx.split)
         for name, (loss_sum, weight) in losses.items():
             ctx.log(name, loss_sum, weight)
-
-
-# What is compiled before the first step, or prepared for it: worker processes of Inductor, attention kernels, and the
-# blocks of a model on a few rows, while the costs of all rows are measured.
-
-LOGGER = logging.getLogger("mvp_engine")
-# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
-# enough where its sizes are marked (`model.compile_dynamic`).
-SHARES = (1.0, 0.9)
-
-
-def prepare_kernels(engine: MLLMEngine) -> None:
-    start_compile_workers(engine)  # first: it names the folder of the compile cache
-    prepare_attention(engine.device)
-
-
-def start_compile_workers(engine: MLLMEngine) -> None:
-    """Start the processes that compile kernels for Inductor, if the config compiles blocks on a GPU.
-
-    They import torch for some seconds. Inductor would start them with its first graph, whose kernels are compiled in
-    this process one by one until they are ready.
-    """
-    setting = engine.config.model.compile
-    backends = setting.values() if isinstance(setting, dict) else [setting]
-    if engine.device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
-        return
-    use_cache(engine.config.model.compile_cache)  # the processes inherit its environment variable
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.use_process_pool()
-
-
-def prepare_attention(device: torch.device) -> None:
-    """Import FlashAttention 4 in a thread, which takes a second or two; or log that it would be faster on this GPU."""
-    if device.type != "cuda" or not flash_attention.runs_on(device):
-        return
-    if flash_attention.INSTALLED:
-        threading.Thread(target=flash_attention.load, daemon=True).start()
-    else:
-        LOGGER.info(
-            "attention with heads of 64 or 128 would be faster on this GPU with flash-attn-4 %s: "
-            "pip install 'mvp-engine[cuda]'",
-            flash_attention.VERSION,
-        )
-
-
-def compile_blocks(engine: MLLMEngine) -> None:
-    """Run forward and backward on packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
-
-    It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
-    """
-    model: Any = engine.model
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    if not is_compiled or engine.layout.pipeline > 1 or engine.data.is_stream():
-        return
-    random_state = rng_state()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    sample: PackedBatch | None = None
-    with smaller_after_out_of_memory(engine):
-        for share in SHARES[:1] if engine.config.model.compile_dynamic else SHARES:
-            if not engine.world.any(engine.data.is_measuring)[0]:
-                break
-            sample = sample or engine.data.sample()
-            tokens = int(share * engine.config.mllm.pack_tokens)
-            _forward_backward(engine, repeated(sample, tokens))
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    set_rng_state(random_state)
-
-
-def _forward_backward(engine: MLLMEngine, batch: PackedBatch) -> None:
-    model: Any = engine.model
-    name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
-    with engine.model_engine.autocast():
-        found = model(batch.to(engine.device), [name])[name]
-    if found.requires_grad:
-        found.float().mean().backward()
-    model.zero_grad(set_to_none=True)
-
-
-# The symlink that the config key `export` names.
-
-
-def export_link(export: str | None) -> Path | None:
-    """The path of the link, after a check that it can be written."""
-    if export is None:
-        return None
-    link = Path(export).expanduser()
-    if link.exists() and not link.is_symlink():
-        raise UserError(
-            f"export={link} exists and is no link of an earlier run: set export to another path"
-        )
-    parent = next(folder for folder in link.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(
-            f"export={link}: nothing can be written into {parent}. Set export to another path"
-        )
-    return link

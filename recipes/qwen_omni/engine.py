@@ -3,29 +3,14 @@
 from functools import cached_property
 from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.speech import SpeechConfig, SpeechEngine, SpokenAnswer
+from mvp_engine.kit.speech import SpeechEngine, SpokenAnswer
 from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare
 from .judge import Judge
-
-
-class Spoken(Section):
-    """Synthetic speech."""
-
-    folder: str
-    """Audio files, rows, codec and tokenizer are built into it, once."""
-    sentences: int
-    """Training sentences."""
-    held_out: int
-    """Held-out sentences."""
-
-
-class OmniConfig(SpeechConfig):
-    spoken: Spoken | None = None  # synthetic speech with a small codec; null: rows, processor and codec of your own
+from .settings import OmniConfig
 
 
 class OmniEngine(SpeechEngine):

@@ -23,7 +23,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
-from mvp_engine.tools.model_card import model_card
+from mvp_engine.tools.push import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
@@ -108,7 +108,7 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     assert (run.dir / "rollouts.jsonl").read_text() == rollouts
     assert (run.dir / "report.html").is_file()
     assert (run.dir / "hf_step_3" / "model.safetensors").is_file()
-    assert main(["replay", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
+    assert main(["check", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def _with_layout(source: DataSource) -> DataSource:
     if layout is None:
         return source
     # Here: it imports torch, which a config does not need.
-    from mvp_engine.hf.weights.hub_datasets import folder_files
+    from mvp_engine.hf.weights.hub import folder_files
 
     files = folder_files(*layout, source.split)
     update = {"path": files, "name": source.label, "root": source.root or str(layout[0])}
@@ -169,7 +169,7 @@ def _hub_layout(path: str | list[str]) -> tuple[Path, list[str]] | None:
 
 def _local_files(paths: list[str], split: str) -> list[str]:
     # Here: it imports torch, which a config does not need.
-    from mvp_engine.hf.weights.hub_datasets import dataset_files
+    from mvp_engine.hf.weights.hub import dataset_files
 
     found: list[str] = []
     for path in paths:

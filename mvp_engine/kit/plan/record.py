@@ -29,8 +29,8 @@ OWN_FOLDER = str(Path(__file__).parent)
 
 # In the names of operators of these namespaces, without "-" and "_"; the first that matches counts.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-KINDS = ("reduce-scatter", "all-gather", "all-reduce", "all-to-all", "broadcast", "send", "recv")
-KINDS += ("barrier", "scatter", "gather", "reduce")
+KINDS = ["reduce-scatter", "all-gather", "all-reduce", "all-to-all", "broadcast", "send", "recv"]
+KINDS += ["barrier", "scatter", "gather", "reduce"]
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensors", "tensor")
 
 

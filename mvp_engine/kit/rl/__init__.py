@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.rl.rewards import Answer
     from mvp_engine.kit.rl.rollout import Rollout, Sample, Sampling
     from mvp_engine.kit.rl.settings import ALGORITHMS, Algorithm, RLConfig
-else:  # configs name `RLConfig`, and `mvp config show` imports no torch
+else:  # configs name `RLConfig`, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 __all__ = [

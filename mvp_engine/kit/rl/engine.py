@@ -102,7 +102,6 @@ class RLEngine(MLLMEngine):
     batch_size_keys = ("rl.prompts",)
     trains_in_process = False
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
-    model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
     _no_signal = 0  # steps in a row
@@ -155,7 +154,7 @@ class RLEngine(MLLMEngine):
         where = config.workers.where
         if command == "replay":
             raise UserError(
-                f"mvp replay: {run} is an RL run, whose models are in other processes. The prompts of step {step} "
+                f"mvp check: {run} is an RL run, whose models are in other processes. The prompts of step {step} "
                 "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
             )
         if where != "local" or run is not None:
@@ -256,6 +255,11 @@ class RLEngine(MLLMEngine):
         start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
         greeting = f"{what}: continuing {self.run.dir} from {start}"
         MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
+
+    def start_data(self) -> None:
+        super().start_data()
+        if not self.has_data:  # the workers' schedules need the number of steps
+            self.open_data()
 
     def before_train(self) -> None:
         self._open_rewards()

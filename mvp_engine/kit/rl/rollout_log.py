@@ -20,7 +20,7 @@ from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.log.format import number
 from mvp_engine.report.facts import RunFacts
-from mvp_engine.report.page_media import media_item
+from mvp_engine.report.page import media_item
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 EVAL_PROMPTS = 24  # held-out prompts of each evaluation that are written

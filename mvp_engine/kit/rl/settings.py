@@ -13,8 +13,8 @@ from mvp_engine.config.schema import (
     CHECKPOINTING_MODES,
     Count,
     Fraction,
+    GroupParallel,
     NonNegative,
-    Parallel,
     Positive,
     Section,
 )
@@ -198,30 +198,6 @@ class Workers(Section):
     """local: the models are in the controller's process; spawn: in processes of this machine; ray: in Ray actors."""
     restarts: Annotated[int, Field(ge=0)] = 2
     """How often a training starts its processes again, from the newest checkpoint, after one of them died."""
-
-
-class GroupParallel(Section):
-    """How the ranks of a group share the model; the sizes multiply to its number of ranks."""
-
-    replicate: Literal[-1] | Count = -1
-    """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
-    shard: Count = 1
-    """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
-    pipeline: Count = 1
-    """Pipeline parallel: stages of the model, each with a slice of the decoder's blocks."""
-    context: Count = 1
-    """Sequence parallel: ranks that shard the queries of a batch and gather keys and values."""
-    ulysses: Count = 1
-    """Sequence parallel (Ulysses): ranks that shard the tokens of a batch."""
-    tensor: Count = 1
-    """Tensor parallel: ranks that shard each weight matrix."""
-    expert: Count = 1
-    """Expert parallel: so many of the shard x context x ulysses ranks share the experts; it multiplies no ranks."""
-    reshard: bool = True
-    """FSDP: gather parameters in every forward and backward; false: once per step, and once per sampling of answers."""
-
-    def with_timeout(self, timeout: float) -> Parallel:
-        return Parallel(**self.model_dump(), timeout=timeout)
 
 
 class Group(Section):

@@ -45,7 +45,7 @@ from mvp_engine.tools.check.record import CheckRecord, MemoryFacts, StepFacts, T
 from mvp_engine.tools.check.splits import split_stage
 from mvp_engine.tools.inspect import config_data_kit, inspect_kit
 from mvp_engine.tools.inspect_page import show, show_bad
-from mvp_engine.tools.inspect_stats import count_bad
+from mvp_engine.tools.inspect_rows import count_bad
 
 MAX_NEW_TOKENS = 4  # per generated completion: enough to see that generation works
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
@@ -236,7 +236,7 @@ class Check:
         self.record.begin_stage("model")
         engine.before_train()
         # The folder of this check is gone when somebody reads the command.
-        engine.guard.replay_command = "mvp replay RUN, after a training with this config"
+        engine.guard.replay_command = "mvp check RUN, after a training with this config"
         parts = trained_parts(engine.model, engine.model_engine.param_groups)
         self.facts.parts = parts
         total = parts[-1]
