@@ -76,7 +76,6 @@ def chat(target: str, root: str, **options: Any) -> int:
     from mvp_engine.kit.decoding import Decoding
     from mvp_engine.tools import chat
 
-    output = chat.output_of(argparse.Namespace(**options))
     names = ("temperature", "top_k", "top_p", "seed")
     decoding = Decoding(options["max_new_tokens"], **{name: options[name] for name in names})
     return chat.chat(
@@ -89,7 +88,7 @@ def chat(target: str, root: str, **options: Any) -> int:
         stop_strings=options["stop"],
         device=options["device"],
         as_json=options["as_json"],
-        output=output,
+        output=chat.output_of(options),
     )
 
 

@@ -16,6 +16,7 @@ docs/plugins.md lists the extension points, and what is expected at each.
 from __future__ import annotations
 
 import importlib
+import runpy
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -60,14 +61,19 @@ class ModelFolder:
 
 
 @cache
+def _tables() -> list[dict[str, dict[str, str]]]:
+    """`PLUGINS` of every plugin.py of the package, without an import of its parents, which may import torch."""
+    files = sorted(Path(__file__).parent.glob("*/*/plugin.py"))
+    return [runpy.run_path(str(file))["PLUGINS"] for file in files]
+
+
+@cache
 def names(point: str) -> dict[str, str]:
     """`module:attribute` by name, of all that is installed; those of the package first."""
     assert point in POINTS, f"docs/plugins.md has no extension point {point!r}"
-    package = Path(__file__).parent
     targets: dict[str, str] = {}
-    for file in sorted(package.glob("*/*/plugin.py")):
-        module = ".".join([package.name, *file.parent.relative_to(package).parts, "plugin"])
-        targets |= importlib.import_module(module).PLUGINS.get(point, {})
+    for table in _tables():
+        targets |= table.get(point, {})
     for entry in entry_points(group=f"mvp_engine.{point}"):
         if targets.setdefault(entry.name, entry.value) != entry.value:
             both = " and ".join(sorted([targets[entry.name], entry.value]))

@@ -26,6 +26,7 @@ from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.kit.action_flops import (
     add_action_costs,
@@ -33,22 +34,8 @@ from mvp_engine.kit.action_flops import (
     num_suffix_rows,
     suffix_pairs,
 )
-from mvp_engine.kit.flop_costs import FlopCosts, flop_costs
-from mvp_engine.kit.speech.csm import CsmModel
-from mvp_engine.kit.speech.flops import (
-    SPEAKING,
-    add_speech_costs,
-    speech_costs_alone,
-    speech_work,
-    thinker_share,
-)
-from mvp_engine.kit.speech.omni_model import OmniModel
-from mvp_engine.kit.speech.rows import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
-
-# The work of an encoder: the kind of rows and their number; or "pair", the number of pairs, and the cost of one.
-EncoderWork = tuple[str, Tensor | float, float | None]
 
 
 class MFUKit:
@@ -63,13 +50,10 @@ class MFUKit:
     @cached_property
     def costs(self) -> FlopCosts:
         """Computed with the first batch, when the engine has frozen what it should."""
-        if isinstance(self.model, CsmModel):
-            return speech_costs_alone(self.model)
+        if not isinstance(self.model, ActionModel):
+            return self.model.flop_costs()
         costs = flop_costs(self.backbone)
-        if isinstance(self.model, ActionModel):
-            add_action_costs(costs, self.model)
-        if isinstance(self.model, OmniModel):
-            add_speech_costs(costs, self.model)
+        add_action_costs(costs, self.model)
         return costs
 
     def count(self, ctx: StepContext) -> None:
@@ -104,7 +88,7 @@ class MFUKit:
         lengths_S = batch.cu_seqlens.diff().double()
         # The head computes logits where there is a label.
         num_logits = batch.num_loss_tokens if masked else batch.num_tokens
-        share = thinker_share(self.model, batch)
+        share = self.model.text_share(batch)
         matmul = lengths_S.new_zeros(()) + costs.rows["text"] * batch.num_tokens * share
         matmul += costs.rows.get("head", 0.0) * num_logits * (share == 1.0)
         attention = torch.zeros_like(matmul)
@@ -127,11 +111,10 @@ class MFUKit:
                     attention += amount * pair_cost
         return matmul, attention
 
-    def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[EncoderWork]:
+    def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[Work]:
         """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""
-        if name == SPEECH:
-            if isinstance(self.model, SPEAKING):  # else nothing reads it
-                yield from speech_work(self.costs, media)
+        if media.is_target:
+            yield from self.model.target_work(self.costs, media)
             return
         pair_costs = {}
         for (kind, window), cost in self.costs.pairs.items():
@@ -151,9 +134,7 @@ class MFUKit:
                 f"MFUKit does not support how the encoder of {self.config.model_type} reads {name!r}"
             )
 
-    def _patch_grids(
-        self, grid_N3: Tensor, pair_costs: dict[int | None, float]
-    ) -> Iterator[EncoderWork]:
+    def _patch_grids(self, grid_N3: Tensor, pair_costs: dict[int | None, float]) -> Iterator[Work]:
         """Images and videos of any size. Frames do not attend to each other; some layers have square windows."""
         frames_N, height_N, width_N = grid_N3.unbind(1)
         patches = grid_N3.prod(1).sum()
@@ -167,7 +148,7 @@ class MFUKit:
                 columns_N = _window_pairs(width_N, window)
                 yield "pair", (frames_N * rows_N * columns_N).sum(), cost
 
-    def _images(self, values: Tensor, ids: Tensor, pair_cost: float) -> Iterator[EncoderWork]:
+    def _images(self, values: Tensor, ids: Tensor, pair_cost: float) -> Iterator[Work]:
         """Images (or tiles) of one size."""
         patch_size = self.config.vision_config.patch_size
         if not isinstance(patch_size, int):
@@ -185,7 +166,7 @@ class MFUKit:
         names = [name for name, _ in self.model.named_parameters()]
         return any("class_embedding" in name or "cls_token" in name for name in names)
 
-    def _spectrograms(self, values: Tensor, pair_cost: float) -> Iterator[EncoderWork]:
+    def _spectrograms(self, values: Tensor, pair_cost: float) -> Iterator[Work]:
         """Spectrograms of one length. Of two convolutions the second halves it, a pooling halves it again."""
         num_clips = len(values)
         num_frames = values.shape[-1]

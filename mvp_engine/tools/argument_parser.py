@@ -137,6 +137,7 @@ chat with a trained model: a run, a Hugging Face folder or a LoRA adapter
   --top-p P=1             sample from the most likely tokens that have this probability together
   --seed N=0              seed of the sampling
   --stop TEXT...          an answer ends before this text; may be given several times
+  @answers
   --device NAME           cpu or cuda (default: a GPU if present)
   @runs
   @json
@@ -306,6 +307,9 @@ def moved_command(words: list[str]) -> str | None:
 TYPES = {"N": int, "S": int, "PORT": int, "X": float, "T": float, "P": float, "GB": float}
 
 
+DATA_COMMAND = "tools.inspect:run_data_command"  # of plug-ins
+
+
 class Command(NamedTuple):
     """A command as `COMMANDS` describes it."""
 
@@ -317,7 +321,10 @@ class Command(NamedTuple):
 
 
 def read_commands() -> Iterator[Command]:
-    text = COMMANDS
+    of_kits = [command.usage for command in plugins.load_all("data_command").values()]
+    answers = [option.usage.strip("\n") for option in plugins.load_all("chat_option").values()]
+    text = "\n\n".join(text.strip("\n") for text in (COMMANDS, *of_kits))
+    text = text.replace("  @answers\n", "".join(f"{lines}\n" for lines in answers))
     for name, shared in SHARED.items():
         text = text.replace(name, shared)
     for block in re.split(r"\n\n(?=mvp [a-z ]+ -> )", text.strip("\n")):
@@ -343,21 +350,11 @@ def build_parser() -> argparse.ArgumentParser:
             name, help=command.help, description=command.help, epilog=command.epilog
         )
         added.set_defaults(run=command.run, parser=added)  # it reports unknown options
+        if command.run == DATA_COMMAND:
+            added.set_defaults(name=name)
         for argument in command.arguments:
             _add_argument(added, argument)
-        if command.name == "chat":
-            for option in plugins.load_all("chat_option").values():
-                option.add_options(added)
-    for name, of_kit in plugins.load_all("data_command").items():
-        added = groups["data"].add_parser(name, help=of_kit.help, description=of_kit.help)
-        added.set_defaults(run="tools.inspect:run_data_command", parser=added, command=name)
-        for argument in (f"file=CONFIG  {of_kit.config_help}", *_shared("  @overrides", "  @json")):
-            _add_argument(added, argument)
     return parser
-
-
-def _shared(*names: str) -> Iterator[str]:
-    return (SHARED[name].strip() for name in names)
 
 
 def _add_argument(command: argparse.ArgumentParser, text: str) -> None:

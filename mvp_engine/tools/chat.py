@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -49,7 +48,7 @@ class Chat:
     model: ChatModel
     decoding: Decoding
     as_json: bool = False
-    output: Any = None  # a `chat_option` plug-in: writes each answer in another form too
+    output: Any = None  # a `chat_option` plug-in, which writes answers in another form too
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[dict[str, Any]] = field(default_factory=list)
@@ -131,7 +130,7 @@ class Chat:
             print(json.dumps(record | written, ensure_ascii=False))
             return
         print()
-        if written:
+        if self.output is not None:
             print(f"[{self.output.words(written)}]", file=sys.stderr)
 
     def _add_answer(self, text: str) -> None:
@@ -174,12 +173,6 @@ def chat(
             print()
             return 128 + signal.SIGINT
     return 0
-
-
-def output_of(args: argparse.Namespace) -> Any:
-    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
-    outputs = [option.of(args) for option in plugins.load_all("chat_option").values()]
-    return next((output for output in outputs if output is not None), None)
 
 
 @contextmanager
@@ -235,6 +228,12 @@ def _base_of_adapter(folder: Path) -> Path:
 def _step_of_export(folder: Path) -> int:
     digits = folder.name.removeprefix("hf_step_").partition("_")[0]
     return int(digits) if digits.isdecimal() else 0
+
+
+def output_of(options: Mapping[str, Any]) -> Any:
+    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
+    outputs = [plugin.of(options) for plugin in plugins.load_all("chat_option").values()]
+    return next((output for output in outputs if output is not None), None)
 
 
 # ChatModel: a Hugging Face folder that answers conversations with text, images, video and audio.

@@ -245,11 +245,11 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
 
 
-def run_data_command(command: str, file: str, overrides: list[str], *, as_json: bool) -> None:
+def run_data_command(name: str, file: str, overrides: list[str], *, as_json: bool) -> None:
     """`mvp data COMMAND CONFIG`: a `data_command` plug-in, on the data kit of a config."""
     composed = compose(file, overrides)
     kit = config_data_kit(composed.engine_class, composed.config)
-    plugins.load("data_command", command).run(kit, file, as_json=as_json)
+    plugins.load("data_command", name).run(kit, file, as_json=as_json)
 
 
 def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:

@@ -250,9 +250,9 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
-        _facts_of_kits(sequence, console, in_full)
         if "actions" in sequence:
             _actions(sequence, console, in_full)
+        _facts_of_kits(sequence, console, in_full)
 
 
 def _facts_of_kits(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:

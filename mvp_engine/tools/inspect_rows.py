@@ -35,8 +35,7 @@ SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
 Format = RowFormat | str | None
 Facts = dict[str, Any]
-# Of a sequence without targets (`RowPart.facts`).
-NO_TARGETS: Facts = {"spoken": [], "talker": 0}
+NO_TARGETS: Facts = {"spoken": [], "talker": 0}  # of a sequence without targets (`RowPart.facts`)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
@@ -34,6 +34,7 @@ from mvp_engine.hf.mixers.sparse_attention import (
 from mvp_engine.hf.model import attention, input_hooks, pipeline_stages
 from mvp_engine.hf.model.auto_model import hidden_of_rows, own_attention, use_own_attention
 from mvp_engine.hf.model.config_source import num_heads, packed_length_limit, read_config
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
 from mvp_engine.hf.model.model_inputs import check_token_range, media_inputs
 from mvp_engine.hf.weights.enclosing_folder import FolderView, WholeFolder, check_folder
 from mvp_engine.hf.weights.export import Target
@@ -183,6 +184,23 @@ class PackedModel(nn.Module):
     def base(self) -> nn.Module:
         """The part of the backbone that returns hidden states."""
         return self.hf
+
+    @property
+    def backbone(self) -> Any:
+        """The model of transformers whose modules and config cost formulas walk."""
+        return self.hf
+
+    def flop_costs(self) -> FlopCosts:
+        """FLOPs by kind of row and of attention pair, with the parameters frozen as they are now."""
+        return flop_costs(self.backbone)
+
+    def target_work(self, costs: FlopCosts, media: Media) -> Iterator[Work]:
+        """The rows and attention pairs of media that the model predicts; none, if nothing reads them."""
+        yield from ()
+
+    def text_share(self, batch: PackedBatch) -> float:
+        """The share of the text layers that run for a batch."""
+        return 1.0
 
     def heads(self) -> list[nn.Module | None]:
         """The output layers, whose weights are read without a call of the layer."""

@@ -10,7 +10,7 @@ transformers' own training encodes audio in the forward and runs the heads one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,11 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.model import input_hooks
 from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
 from mvp_engine.hf.weights.enclosing_folder import WholeFolder
+from mvp_engine.kit.speech.costs import speech_costs_alone, speech_work
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
 from mvp_engine.kit.speech.rows import (
     CODES,
@@ -57,7 +59,7 @@ class CsmModel(PackedModel):
     """A model of speech alone: its outputs are `SPEECH_OUTPUTS`, all of it is the part `talker`."""
 
     model_type = "omni_model"
-    plan_facts = "mvp_engine.kit.speech.plan:CsmFacts"
+    plan_facts = "mvp_engine.kit.speech.costs:CsmFacts"
     provides = drops_dummies = SPEECH_OUTPUTS
 
     def __init__(self, csm: Any, config: Any) -> None:
@@ -124,6 +126,12 @@ class CsmModel(PackedModel):
             heads = num_heads(self.hf.config)
             check_heads(*heads, dist.get_world_size(groups.ulysses))
         self.sequence_groups = groups
+
+    def flop_costs(self) -> FlopCosts:
+        return speech_costs_alone(self)
+
+    def target_work(self, costs: FlopCosts, media: Media) -> Iterator[Work]:
+        yield from speech_work(costs, media)
 
     def check(self, batch: PackedBatch) -> None:
         speech = batch.media.get(SPEECH)

@@ -134,7 +134,13 @@ class SpeechEngine(MLLMEngine):
             for answer, sound in zip(answers, sounds, strict=True):
                 file = folder / f"{answer.source}_{answer.sample}.wav"
                 sound.save(file)
-                of_sound: dict[str, Any] = {"speaker": sound.speaker, "speech_ended": sound.ended}
-                spoken.append(replace(answer, speech=str(file), **of_sound))
+                spoken.append(
+                    replace(
+                        answer,
+                        speech=str(file),
+                        speaker=sound.speaker,
+                        speech_ended=sound.ended,
+                    )
+                )
             ctx.log("speech_ended", sum(sound.ended for sound in sounds), len(sounds))
             self.answers = spoken

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.context import SequenceGroups
@@ -33,6 +33,7 @@ from mvp_engine.hf.model import attention, input_hooks
 from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.model_parts import parts_of
@@ -50,6 +51,7 @@ from mvp_engine.hf.weights.enclosing_folder import WholeFolder
 from mvp_engine.hf.weights.export import Target
 from mvp_engine.hf.weights.load import Entries
 from mvp_engine.hf.weights.weight_stream import TensorEntries
+from mvp_engine.kit.speech.costs import add_speech_costs, speech_work
 from mvp_engine.kit.speech.plugin import OmniModelFolder
 from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn, check_talker
 from mvp_engine.kit.speech.rows import (
@@ -85,7 +87,7 @@ class OmniModel(LanguageModel):
 
     model_type = "omni_model"
     casts_frozen = True  # talker SFT: 32 of 35 G parameters are frozen
-    plan_facts = "mvp_engine.kit.speech.plan:SpeechFacts"
+    plan_facts = "mvp_engine.kit.speech.costs:SpeechFacts"
     provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
     drops_dummies = SPEECH_OUTPUTS
     adapted = ("hf.", "talker.")
@@ -168,6 +170,23 @@ class OmniModel(LanguageModel):
             raise UserError(
                 f"speech has {found} codebooks, and the talker {books}: set mllm.speech.books={books}"
             )
+
+    def flop_costs(self) -> FlopCosts:
+        costs = super().flop_costs()
+        add_speech_costs(costs, self)
+        return costs
+
+    def target_work(self, costs: FlopCosts, media: Media) -> Iterator[Work]:
+        yield from speech_work(costs, media)
+
+    def text_share(self, batch: PackedBatch) -> float:
+        """All layers run; for speech alone none, or those below the one whose output the talker reads."""
+        if trains_text(self):
+            return 1.0
+        if not _has_media(batch):
+            return 0.0
+        layers: Any = self.decoder().layers
+        return self.talker.config.accept_hidden_layer / len(layers)
 
     # ---- Forward --------------------------------------------------------------------------------------------------
 

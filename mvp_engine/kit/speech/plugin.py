@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -17,7 +16,6 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.plugins import ModelFolder
 
 if TYPE_CHECKING:
-    from mvp_engine.kit.chat import ChatModel
     from mvp_engine.kit.data import MLLMDataKit
     from mvp_engine.kit.decoding import Completion
     from mvp_engine.kit.speech.generate import Player, Sound
@@ -73,8 +71,16 @@ class OmniModelFolder(ModelFolder):
 class CodesCommand:
     """`mvp data codes`: the codes of all sounds that a config's model learns to speak, made before the training."""
 
-    help = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
-    config_help = "a recipe's YAML file with mllm.speech"
+    usage = """
+mvp data codes -> tools.inspect:run_data_command
+make the codes of all sounds that a config's model learns to speak, on a GPU if there is one
+  file=CONFIG             a recipe's YAML file with mllm.speech
+  @overrides
+  @json
+examples:
+  mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
+  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi
+"""
 
     @staticmethod
     def run(kit: MLLMDataKit, file: str, *, as_json: bool) -> None:
@@ -148,39 +154,31 @@ class SpeechOutput:
     player: Player | None = None
     written: int = 0
     model_type = "omni_model"
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        text = "speak the answers of an Omni model into this WAV file; later answers get a number"
-        parser.add_argument("--speak", metavar="FILE", help=text)
-        text = "the voice (default: the model's first)"
-        parser.add_argument("--speaker", metavar="NAME", help=text)
-        text = (
-            "play codes with this codec, a folder or file.py:Class (default: the model's vocoder)"
-        )
-        parser.add_argument("--codec", metavar="CODEC", help=text)
-        text = "of the spoken codes; 0: greedy (default: 0.9)"
-        parser.add_argument("--speech-temperature", type=float, metavar="T", help=text)
-        text = "most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)"
-        parser.add_argument("--max-frames", type=int, metavar="N", help=text)
+    usage = """
+  --speak FILE            speak the answers of an Omni model into this WAV file; later answers get a number
+  --speaker NAME          the voice (default: the model's first)
+  --codec CODEC           play codes with this codec, a folder or file.py:Class (default: the model's vocoder)
+  --speech-temperature T  of the spoken codes; 0: greedy (default: 0.9)
+  --max-frames N          most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)
+"""
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> SpeechOutput | None:
-        """What the options ask for; None without `--speak`."""
-        from mvp_engine.kit.speech.settings import SpeechGeneration
-
-        if args.speak is None:
+    def of(cls, options: Mapping[str, Any]) -> SpeechOutput | None:
+        """What the options of `mvp chat` ask for; None without `--speak`."""
+        if options["speak"] is None:
             for option in ("speaker", "codec", "speech_temperature", "max_frames"):
-                if getattr(args, option) is not None:
+                if options[option] is not None:
                     name = option.replace("_", "-")
                     raise UserError(f"--{name} is for spoken answers: add --speak FILE.wav")
             return None
-        file = Path(args.speak).expanduser()
+        from mvp_engine.kit.speech.settings import SpeechGeneration
+
+        file = Path(options["speak"]).expanduser()
         if file.suffix.lower() != ".wav":
             raise UserError(
-                f"--speak {args.speak}: sounds are written as WAV files: give a name that ends with .wav"
+                f"--speak {file}: sounds are written as WAV files: give a name that ends with .wav"
             )
-        given = {"temperature": args.speech_temperature, "max_frames": args.max_frames}
+        given = {"temperature": options["speech_temperature"], "max_frames": options["max_frames"]}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("temperature", 0) < 0:
             raise UserError(
@@ -188,7 +186,8 @@ class SpeechOutput:
             )
         if given.get("max_frames", 1) < 1:
             raise UserError(f"--max-frames {given['max_frames']}: give 1 or more")
-        return cls(file, args.speaker, args.codec, SpeechGeneration.model_validate(given))
+        settings = SpeechGeneration.model_validate(given)
+        return cls(file, options["speaker"], options["codec"], settings)
 
     def open(self, folder: Path) -> None:
         """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
@@ -208,9 +207,7 @@ class SpeechOutput:
             known = ", ".join(protocol.speakers)
             raise UserError(f"--speaker {self.speaker}: the model's speakers are {known}")
 
-    def write(
-        self, model: ChatModel, messages: Sequence[Any], completion: Completion
-    ) -> dict[str, Any]:
+    def write(self, model: Any, messages: Sequence[Any], completion: Completion) -> dict[str, Any]:
         """Speak an answer to `messages`; returns the facts of the file, for the JSON of the answer."""
         sound = self._sound(model, messages, completion)
         self.written += 1
@@ -227,7 +224,7 @@ class SpeechOutput:
         }
         return {"speech": facts}
 
-    def _sound(self, model: ChatModel, messages: Sequence[Any], completion: Completion) -> Sound:
+    def _sound(self, model: Any, messages: Sequence[Any], completion: Completion) -> Sound:
         from mvp_engine.kit.decoding import with_completion
         from mvp_engine.kit.speech.generate import speak
 

@@ -1,7 +1,14 @@
-"""What `mvp plan` asks of models that speak: `hf/model/plan_facts.py`."""
+"""What speech costs: the FLOPs of the talker's positions and of the codes of frames, and what `mvp plan` asks.
+
+Legend: N spoken turns, F frames, K codebooks.
+
+Kinds of rows: `talker` (a position), `talker_media` (one that reads a hidden state), `codec_head` (a label of the first
+codebook), `code` (a position of the code predictor, K of each frame), `code_head` (a frame).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,8 +16,8 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import count
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work, attention_flops, matmul_flops
 from mvp_engine.hf.model.plan_facts import PlanFacts
-from mvp_engine.kit.speech.flops import thinker_share
 from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.kit.speech.rows import (
     FIRST_CODE,
@@ -24,6 +31,65 @@ from mvp_engine.ops.batched_heads import CHUNK_LOGITS
 
 ROW_TOKENS = 128  # text of an assumed row
 FRAMES = 125  # of its answer
+
+
+def speech_costs_alone(model: Any) -> FlopCosts:
+    """The costs of CSM, which computes nothing for the text of a batch: it reads text in its speech rows."""
+    csm: Any = model.hf
+    config = csm.config
+    depth = csm.depth_decoder
+    costs = FlopCosts(rows={"text": 0.0})
+    for layer in csm.backbone_model.layers:
+        _add_weights(costs, "talker", layer, config)
+        costs.add_pair("talker", None, 3 * attention_flops(layer.self_attn, config))
+    _add_weights(costs, "codec_head", csm.lm_head, None)
+    for layer in depth.model.layers:
+        _add_weights(costs, "code", layer, depth.config)
+        costs.add_pair("code", None, 3 * attention_flops(layer.self_attn, depth.config))
+    _add_weights(costs, "code", depth.model.inputs_embeds_projector, None)
+    head = depth.codebooks_head.weight
+    costs.add_row("code_head", 2.0 * head.numel() * (2 + head.requires_grad))
+    return costs
+
+
+def add_speech_costs(costs: FlopCosts, model: Any) -> None:
+    talker: Any = model.talker
+    config = talker.config
+    predictor = talker.code_predictor
+    for layer in talker.model.layers:
+        _add_weights(costs, "talker", layer, config.text_config)
+        flops = 3 * attention_flops(layer.self_attn, config.text_config)
+        costs.add_pair("talker", None, flops)
+    _add_weights(costs, "talker", talker.text_projection, None)
+    _add_weights(costs, "talker_media", talker.hidden_projection, None)
+    _add_weights(costs, "codec_head", talker.codec_head, None)
+    for layer in predictor.model.layers:
+        _add_weights(costs, "code", layer, predictor.config)
+        costs.add_pair("code", None, 3 * attention_flops(layer.self_attn, predictor.config))
+    _add_weights(costs, "code_head", predictor.lm_head, None)
+
+
+def _add_weights(costs: FlopCosts, kind: str, module: nn.Module, config: Any) -> None:
+    """Forward, and backward to the inputs; to the weights, where they train."""
+    for part in module.modules():
+        for label, weight in part.named_parameters(recurse=False):
+            flops = matmul_flops(part, label, weight, config)
+            costs.add_row(kind, flops * (2 + weight.requires_grad))
+
+
+def speech_work(costs: FlopCosts, media: Media) -> Iterator[Work]:
+    """The rows of each kind, and the attention pairs with the cost of one, as `MFUKit.encoder_work` yields them."""
+    rows_N = media.row_counts.double()
+    frames = float(media.fields[FRAME_COUNTS].sum())
+    books = media.values.shape[1] - FIRST_CODE
+    yield "talker", float(rows_N.sum()), None
+    if "talker_media" in costs.rows:
+        yield "talker_media", float(media.fields[SOURCE_COUNTS].sum()), None
+    yield "codec_head", frames + float(media.fields[TURN_COUNTS].sum()), None
+    yield "code", frames * books, None
+    yield "code_head", frames, None
+    yield "pair", float((rows_N * (rows_N + 1) / 2).sum()), costs.pairs["talker", None]
+    yield "pair", frames * books * (books + 1) / 2, costs.pairs["code", None]
 
 
 class SpeechFacts(PlanFacts):
@@ -45,7 +111,7 @@ class SpeechFacts(PlanFacts):
         return rows in ("talker", "code")
 
     def num_rows(self, batch: PackedBatch) -> dict[str, float]:
-        return {"text": batch.num_tokens * thinker_share(self.model, batch)}
+        return {"text": batch.num_tokens * self.model.text_share(batch)}
 
     def encoder_media(self, batch: PackedBatch) -> dict[str, Media]:
         return {name: media for name, media in batch.media.items() if name != SPEECH}
@@ -56,7 +122,7 @@ class SpeechFacts(PlanFacts):
         return super().experts_config(rows)
 
     def head(self, batch: PackedBatch) -> Tensor | None:
-        return None if thinker_share(self.model, batch) < 1.0 else super().head(batch)
+        return None if self.model.text_share(batch) < 1.0 else super().head(batch)
 
     def loss_bytes(self, batch: PackedBatch, size: int) -> float:
         """Around the heads of the talker: a chunk of logits, embeddings of all codes.

@@ -23,6 +23,9 @@ _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_visio
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+# A kind of rows and their number; or "pair", the number of attention pairs, and the cost of one.
+Work = tuple[str, Tensor | float, float | None]
+
 
 @dataclass
 class FlopCosts:
