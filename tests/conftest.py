@@ -76,7 +76,9 @@ gc.disable()  # until all test files are imported, of which everything stays
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--campaign", action="store_true", help="run the tests marked `campaign` at full length")
+    parser.addoption(
+        "--campaign", action="store_true", help="run the tests marked `campaign` at full length"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,7 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    gc.set_threshold(2000, 10, 20)  # frozen objects do not count, so that full collections would be many
+    gc.set_threshold(
+        2000, 10, 20
+    )  # frozen objects do not count, so that full collections would be many
 
 
 def pytest_runtest_setup() -> None:
@@ -126,14 +130,21 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
 
-    records = [json.loads(line) for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()
+    ]
     return [{k: v for k, v in r.items() if k != "perf"} for r in records if r["split"] == split]
 
 
 def readme_commands(recipe: str) -> list[list[str]]:
     """The words of each `mvp` command in a recipe's README, without trailing comments."""
     text = (ROOT / "recipes" / recipe / "README.md").read_text().replace("\\\n", "")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
 
 
@@ -202,7 +213,10 @@ def is_gone(pid: int) -> bool:
     """Whether a process has ended, also as a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between `open` and `read`
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter: it ended between `open` and `read`
         return True
 
 

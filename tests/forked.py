@@ -29,7 +29,12 @@ from typing import Any
 from mvp_engine.process import garbage, watchdog
 
 SETTLE = garbage.settle
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "mvp_engine.launch"]
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "mvp_engine.launch",
+]
 PRELOAD += ["mvp_engine.model_engine", "mvp_engine.kit"]
 PRELOAD += ["transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
 
@@ -59,7 +64,12 @@ class ForkedModule:
     """`python -m module args` or `python file.py args`, forked: the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
-        self, module: str, args: list[str], environment: dict[str, str], folder: str, fresh_workers: bool
+        self,
+        module: str,
+        args: list[str],
+        environment: dict[str, str],
+        folder: str,
+        fresh_workers: bool,
     ) -> None:
         context = fork_context()
         forkserver.ensure_running()
@@ -169,7 +179,9 @@ def _run_module(
     if server is not None:
         _fork_workers(server)
     sys.argv = [module, *args]
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # the module is imported already
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module="runpy"
+    )  # the module is imported already
     code = _exit_code(module)
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does at its end
     atexit._run_exitfuncs()

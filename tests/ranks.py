@@ -69,7 +69,9 @@ class RankPool:
         with reserve_port() as held:
             return self._run(function, args, timeout, held.getsockname()[1])
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int) -> list[Any]:
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int
+    ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args, self.size, port, probe_once.current_file()))
         answers = []
@@ -80,9 +82,13 @@ class RankPool:
                 time.sleep(1.0)
                 self._restart(rank)
                 errors = "\n".join(error for error, _ in answers if error)
-                raise TimeoutError(f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}")
+                raise TimeoutError(
+                    f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}"
+                )
             try:
-                answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
+                answers.append(
+                    pickle.loads(pipe.recv_bytes())
+                )  # `recv` would open a socket for each tensor
             except EOFError:
                 code = self._restart(rank)
                 raise EOFError(f"rank {rank} of {self.size} died with exit code {code}") from None
@@ -126,7 +132,9 @@ def _serve(rank: int, pipe: Any) -> None:
     import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
 
     faulthandler.register(signal.SIGUSR1)
-    multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as under torchrun; spawned loader workers import everything
     torch.set_num_threads(1)
     save_time()
     probe_once.install(on_ranks=True)

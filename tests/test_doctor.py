@@ -61,8 +61,14 @@ def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys) -> N
 
 
 @pytest.mark.usefixtures("quick")
-def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path: Path, capsys) -> None:
-    words = ["mllm.sources.chats.path=x", "mllm.sources.held_chats.path=x", f"model.path={tmp_path}"]
+def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(
+    tmp_path: Path, capsys
+) -> None:
+    words = [
+        "mllm.sources.chats.path=x",
+        "mllm.sources.held_chats.path=x",
+        f"model.path={tmp_path}",
+    ]
     assert main(["doctor", str(QWEN3), *words]) == 2
     output = capsys.readouterr().out
     assert "problem  disk" in output
@@ -78,7 +84,9 @@ def test_doctor_in_processes_of_its_own_finds_this_machine_ready(tmp_path: Path)
     assert ", 0 problems: " in output
 
 
-def test_probe_process_that_dies_is_a_problem_and_other_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_process_that_dies_is_a_problem_and_other_checks_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = """
 import json, os, signal, sys
 out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
@@ -90,27 +98,43 @@ for name in json.loads(sys.argv[2])[0]:
     print(json.dumps({"finding": {"name": name, "status": "ok", "text": ""}}), file=out)
 """
     monkeypatch.setattr(command, "PROBE", [sys.executable, "-c", script])
-    found = [finding for _, finding in command.run_probe(["first", "second", "third"], probe.Request()) if finding]
-    assert [(f.name, f.status) for f in found] == [("first", "ok"), ("second", "problem"), ("third", "ok")]
+    found = [
+        finding
+        for _, finding in command.run_probe(["first", "second", "third"], probe.Request())
+        if finding
+    ]
+    assert [(f.name, f.status) for f in found] == [
+        ("first", "ok"),
+        ("second", "problem"),
+        ("third", "ok"),
+    ]
     assert "SIGSEGV: libfoo is broken" in found[1].text
 
 
-def test_probe_process_that_cannot_import_torch_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_process_that_cannot_import_torch_is_one_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = "raise ImportError('libcudnn.so.9: cannot open shared object file')"
     monkeypatch.setattr(command, "PROBE", [sys.executable, "-c", script])
-    (found,) = [finding for _, finding in command.run_probe(["driver", "loss"], probe.Request()) if finding]
+    (found,) = [
+        finding for _, finding in command.run_probe(["driver", "loss"], probe.Request()) if finding
+    ]
     assert found.status == "problem"
     assert "libcudnn.so.9" in found.text
 
 
-def test_probe_process_that_hangs_is_a_problem_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_process_that_hangs_is_a_problem_with_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(command, "PROBE", [sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr(command, "PROBE_SECONDS", 0.2)
     (found,) = [finding for _, finding in command.run_probe(["driver"], probe.Request()) if finding]
     assert "did not finish within 0.2 s" in found.text
 
 
-def test_check_that_raises_is_a_problem_and_other_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_raises_is_a_problem_and_other_checks_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "check_loss", lambda: 1 / 0)
     found = [f for _, f in in_this_process(["loss", "image"], probe.Request()) if f]
     assert [(f.name, f.status) for f in found] == [("loss", "problem"), ("image", "ok")]
@@ -119,9 +143,17 @@ def test_check_that_raises_is_a_problem_and_other_checks_run(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("1.9.1", "problem"), ("2.11.0+cu130", "ok"), ("2.13.4", "ok"), ("2.14.0.dev1", "warning"), ("3.0", "warning")],
+    [
+        ("1.9.1", "problem"),
+        ("2.11.0+cu130", "ok"),
+        ("2.13.4", "ok"),
+        ("2.14.0.dev1", "warning"),
+        ("3.0", "warning"),
+    ],
 )
-def test_package_version_is_compared_with_the_tested_ones(version: str, status: str, monkeypatch) -> None:
+def test_package_version_is_compared_with_the_tested_ones(
+    version: str, status: str, monkeypatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     found = software._check_package("torch", software.Package("2.11", "2.13"))
     assert found.status == status
@@ -131,7 +163,9 @@ def test_package_version_is_compared_with_the_tested_ones(version: str, status: 
 def test_missing_package_names_its_extra() -> None:
     found = software._check_package("no_such_package", software.Package("1", "2", "video", "data"))
     assert (found.status, found.fix) == ("warning", "pip install 'mvp-engine[data]'")
-    assert software._check_package("no_such_package", software.Package("1", "2")).status == "problem"
+    assert (
+        software._check_package("no_such_package", software.Package("1", "2")).status == "problem"
+    )
     package = software.Package("1", "2", extra="ray", only="workers.where=ray")
     found = software._check_package("no_such_package", package)
     assert (found.status, found.fix) == ("ok", None)
@@ -156,13 +190,17 @@ def test_media_check_with_a_broken_decoder_result_is_a_problem(kind: str, tmp_pa
     assert found.fix
 
 
-def test_media_check_without_the_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_check_without_the_package_gives_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     found = media.check_media("video")
     assert (found.status, found.fix) == ("warning", "pip install 'mvp-engine[data]'")
 
 
-def test_small_shared_memory_and_disk_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_and_disk_are_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = SimpleNamespace(free=60 * 2**20, total=64 * 2**20)  # what docker gives
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     found = host._check_shared_memory(tmp_path)
@@ -189,7 +227,13 @@ def test_folder_that_is_not_writable_is_a_problem() -> None:
         (None, "13.0", None, "problem", "built without CUDA"),
         ("13.0", None, None, "ok", "no NVIDIA driver"),
         ("13.0", "13.0", "", "warning", "hides all GPUs"),
-        ("13.0", "12.4", None, "problem", "supports CUDA up to 12.4, but torch is built for CUDA 13.0"),
+        (
+            "13.0",
+            "12.4",
+            None,
+            "problem",
+            "supports CUDA up to 12.4, but torch is built for CUDA 13.0",
+        ),
         ("12.6", "12.4", None, "problem", "torch sees no GPU"),
     ],
 )
@@ -229,7 +273,9 @@ def test_ranks_that_hang_or_fail_are_problems(monkeypatch: pytest.MonkeyPatch) -
     assert found.status == "problem"
     assert "8 ranks did not finish" in found.text
     assert "NCCL_DEBUG=INFO" in (found.fix or "")
-    monkeypatch.setattr(command, "run_with_limit", lambda *_: (1, "x\nRuntimeError: ncclSystemError"))
+    monkeypatch.setattr(
+        command, "run_with_limit", lambda *_: (1, "x\nRuntimeError: ncclSystemError")
+    )
     found = command.check_all_reduce(Nodes(8, count=2), on_gpus=True)
     assert "16 ranks: RuntimeError: ncclSystemError" in found.text
     assert "docs/several_nodes.md" in (found.fix or "")
@@ -244,10 +290,14 @@ def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
     from mvp_engine.config import compose
     from mvp_engine.tools.doctor.checkpoint_size import checkpoint_sizes, head_size
 
-    words = ["model.path=null", "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}"]
+    words = [
+        "model.path=null",
+        "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}",
+    ]
     words += ["mllm.sources.chats.path=x", "mllm.sources.held_chats.path=x"]
     config = compose(
-        str(QWEN3), [*words, "checkpoint.keep_n=2", "loop.eval_interval=10", "checkpoint.best_metric=loss"]
+        str(QWEN3),
+        [*words, "checkpoint.keep_n=2", "loop.eval_interval=10", "checkpoint.best_metric=loss"],
     ).config
     size, count = checkpoint_sizes(config) or (0, 0)
     from mvp_engine.kit import MLLMModelKit
@@ -269,7 +319,13 @@ def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu() -> None:
     ("capability", "installed", "kernel", "status", "named"),
     [
         (9, {"flash", "cudnn"}, "FlashAttention 4", "ok", ""),
-        (9, {"cudnn"}, "cuDNN", "warning", f"flash-attn-4 {flash_attention.VERSION} is not installed"),
+        (
+            9,
+            {"cudnn"},
+            "cuDNN",
+            "warning",
+            f"flash-attn-4 {flash_attention.VERSION} is not installed",
+        ),
         (9, set(), "FlashAttention 2", "warning", "nvidia-cudnn-frontend is not installed"),
         (10, {"flash", "cudnn"}, "cuDNN", "ok", "only on Hopper GPUs"),
         (8, {"flash", "cudnn"}, "FlashAttention 2", "ok", "need Hopper or Blackwell"),
@@ -302,7 +358,9 @@ def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
 def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     inputs = [torch.randn(heads, 40, 16, requires_grad=True) for heads in (2, 1, 1)]
-    wrong = kernels._KERNELS["cuDNN"]._replace(attention=lambda q, k, v, spec: q * (k.mean() + v.mean()))
+    wrong = kernels._KERNELS["cuDNN"]._replace(
+        attention=lambda q, k, v, spec: q * (k.mean() + v.mean())
+    )
     found = kernels._try_attention("cuDNN", wrong, inputs, AttnSpec(torch.tensor([0, 15, 40]), 25))
     assert (found.status, "wrong values" in found.text) == ("problem", True)
     assert "FlashAttention 2 is used then" in str(found.fix)

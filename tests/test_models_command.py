@@ -12,7 +12,15 @@ from conftest import ROOT
 from mvp_engine import cli
 from mvp_engine.tools.models import COLUMNS, KINDS, markdown_table, read_models
 
-NO_REASONS = ("Error", "Exception", "object has no attribute", "Traceback", "not tried", "its code fails on them", "[(")
+NO_REASONS = (
+    "Error",
+    "Exception",
+    "object has no attribute",
+    "Traceback",
+    "not tried",
+    "its code fails on them",
+    "[(",
+)
 
 
 def test_models_entries_have_all_columns_and_readable_reasons() -> None:
@@ -43,7 +51,9 @@ def test_models_command_prints_table_entry_and_json(capsys: pytest.CaptureFixtur
     assert entry == read_models()["bert"]
 
 
-def test_models_command_unknown_name_suggests_a_similar_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_command_unknown_name_suggests_a_similar_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["models", "lama"]) == 2
     assert "no model type 'lama'" in (printed := capsys.readouterr().err)
     assert "Did you mean llama?" in printed

@@ -71,7 +71,9 @@ def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(
     checkpoints.world = replace(ALONE, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     state = torch.ones(3)
-    checkpoints.save(1, {"optim.x.exp_avg": state, "optim.x.step": torch.ones(()), "model.x": torch.ones(2)}, {})
+    checkpoints.save(
+        1, {"optim.x.exp_avg": state, "optim.x.step": torch.ones(()), "model.x": torch.ones(2)}, {}
+    )
     assert checkpoints._thread is None  # written: the next step may change the state
     state.fill_(2.0)
     assert {name for name, _ in checkpoints._host_copies} == {"optim.x.step", "model.x"}
@@ -89,7 +91,9 @@ def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: 
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
-def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(
+    tmp_path: Path, monkeypatch
+) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
@@ -120,7 +124,9 @@ def test_manager_start_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_save_failed_write_keeps_old_checkpoints_and_the_training(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_save_failed_write_keeps_old_checkpoints_and_the_training(
+    train, tmp_path: Path, monkeypatch, capsys
+) -> None:
     write = checkpoint_format.write
 
     def disk_full(folder, tensors, group):  # type: ignore[no-untyped-def]
@@ -130,24 +136,42 @@ def test_save_failed_write_keeps_old_checkpoints_and_the_training(train, tmp_pat
         write(folder, tensors, group)
 
     monkeypatch.setattr(checkpoint_format, "write", disk_full)
-    assert train("checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7", dir=tmp_path) == 0
+    assert (
+        train("checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7", dir=tmp_path)
+        == 0
+    )
     [run] = list_runs(tmp_path)
-    assert "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    assert (
+        "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left"
+        in capsys.readouterr().out
+    )
     assert [p.name for p in run.checkpoint_list()] == ["step_00000007"]
     assert not list(run.checkpoints.glob(".tmp*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path: Path, capsys) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # TensorBoard's own thread
+def test_save_on_a_full_disk_leaves_complete_checkpoints_only(
+    train, tmp_path: Path, capsys
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
         pytest.skip("mounting is not allowed here")
     try:
         backends = "log.backends=[terminal,file,jsonl,tensorboard,plot]"
-        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90", "log.interval=1", backends]
-        assert train(*words, dir=disk) == EXIT_USER_ERROR  # trained to the end, but the last state could not be saved
+        words = [
+            "checkpoint.interval=3",
+            "checkpoint.keep_n=null",
+            "loop.total_steps=90",
+            "log.interval=1",
+            backends,
+        ]
+        assert (
+            train(*words, dir=disk) == EXIT_USER_ERROR
+        )  # trained to the end, but the last state could not be saved
         output, errors = capsys.readouterr()
         assert "the state at step 90 could not be saved" in errors
         assert "WAS NOT WRITTEN: RuntimeError: rank 0: " in output
@@ -164,11 +188,16 @@ def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path: P
 
 
 def _tiny_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1))
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1)
+    )
 
 
 def test_save_failure_on_one_rank_fails_on_all(ranks2, tmp_path: Path) -> None:
-    assert ranks2.run(_one_rank_cannot_write, str(tmp_path)) == [["step_00000001", "step_00000003"]] * 2
+    assert (
+        ranks2.run(_one_rank_cannot_write, str(tmp_path))
+        == [["step_00000001", "step_00000003"]] * 2
+    )
 
 
 def _one_rank_cannot_write(folder: str) -> list[str]:
@@ -236,7 +265,10 @@ def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> 
         if make == "sgd":
             return model, torch.optim.SGD(model.parameters(), 0.1)
         if make == "two_groups":
-            groups = [{"params": model[2].parameters(), "lr": 0.5}, {"params": model[0].parameters()}]
+            groups = [
+                {"params": model[2].parameters(), "lr": 0.5},
+                {"params": model[0].parameters()},
+            ]
             return model, torch.optim.AdamW(groups, 0.1, fused=True)
         return model, torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -271,7 +303,9 @@ def test_to_bytes_rng_state_round_trips() -> None:
     assert draws == [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
 
 
-def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(train, tmp_path: Path) -> None:
+def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(
+    train, tmp_path: Path
+) -> None:
     assert train("checkpoint.interval=4", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoints / "step_00000012"
@@ -297,7 +331,12 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
     train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The loss falls, so the first evaluation is the best one.
-    words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    words = [
+        "loop.eval_interval=1",
+        "checkpoint.best_mode=max",
+        "checkpoint.keep_n=1",
+        "loop.total_steps=9",
+    ]
     assert train(*words, "checkpoint.patience=2", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3]
@@ -317,13 +356,20 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
     assert found == read_metrics(tmp_path, "eval")[0]
     text = (run.dir / "log.txt").read_text()
     assert "step_00000001, the best one; the last is" in text
-    assert train(*words, "resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6", dir=tmp_path) == 0
+    assert (
+        train(
+            *words, "resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6", dir=tmp_path
+        )
+        == 0
+    )
     assert not (run.checkpoints / "best").exists()  # of another metric
     assert train("checkpoint.patience=2", dir=tmp_path) == EXIT_USER_ERROR
     assert "set loop.eval_interval and checkpoint.best_metric too" in capsys.readouterr().err
 
 
-def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path: Path) -> None:
+def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(
+    train, tmp_path: Path
+) -> None:
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()

@@ -38,7 +38,10 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 def values(folder: Path) -> dict[str, list[float]]:
     reader = checkpoint_format.Reader(folder)
-    return {name: [*reader.read(name).shape, *reader.read(name).flatten().tolist()] for name in reader.entries}
+    return {
+        name: [*reader.read(name).shape, *reader.read(name).flatten().tolist()]
+        for name in reader.entries
+    }
 
 
 def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, campaign_size) -> None:
@@ -83,7 +86,9 @@ def test_verify_each_rank_reads_its_share_of_the_files(tmp_path: Path, monkeypat
     for rank in range(5):
         checkpoint_format.rank_file(tmp_path, rank).touch()
     read: list[Path] = []
-    monkeypatch.setattr(checkpoint_format, "verify_rank_file", lambda path, names: read.append(path))
+    monkeypatch.setattr(
+        checkpoint_format, "verify_rank_file", lambda path, names: read.append(path)
+    )
     shares = []
     for rank in range(3):
         read.clear()
@@ -102,7 +107,9 @@ def test_verify_large_shard_is_read_in_chunks(tmp_path: Path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "meta"])
-def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path: Path, damage: str, capsys) -> None:
+def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(
+    train, tmp_path: Path, damage: str, capsys
+) -> None:
     words = ["checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
     assert train(*words, dir=tmp_path / "straight") == 0
     assert train(*words, "loop.total_steps=9", dir=tmp_path / "run") == 0
@@ -146,8 +153,15 @@ def test_resume_named_corrupt_checkpoint_is_refused(train, tmp_path: Path, capsy
     assert newest.is_dir()
 
 
-def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path: Path) -> None:
-    words = ["data.micro_batch_size=2", "checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
+def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(
+    ranks2, tmp_path: Path
+) -> None:
+    words = [
+        "data.micro_batch_size=2",
+        "checkpoint.interval=3",
+        "log.interval=1",
+        "optim.schedule=constant",
+    ]
     assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "loop.total_steps=9") == [0, 0]
     before = losses(tmp_path)
     [run] = list_runs(tmp_path)

@@ -35,7 +35,9 @@ def test_local_shards_of_a_plain_tensor_is_one_view() -> None:
 
 # Placements on a mesh of 4 or of 2 x 2 that DTensor splits from left to right: its own full_tensor() is the reference.
 DTENSOR_CASES = [
-    *(((size, 3), (4,), (Shard(0),)) for size in (8, 7, 5, 3, 1)),  # the last ranks hold less, or nothing
+    *(
+        ((size, 3), (4,), (Shard(0),)) for size in (8, 7, 5, 3, 1)
+    ),  # the last ranks hold less, or nothing
     ((3, 10), (4,), (Shard(1),)),
     ((5, 6), (2, 2), (Replicate(), Shard(0))),
     ((5, 6), (2, 2), (Shard(1), Replicate())),
@@ -48,7 +50,11 @@ DTENSOR_CASES = [
     ((0, 4), (4,), (Shard(0),)),
 ]
 # Placements on the tensor mesh of 2, then FSDP2 over 2.
-FSDP_CASES = [*(((size, 4), Shard(0)) for size in (8, 7, 9, 5, 3, 1)), ((6, 5), Shard(1)), ((5, 4), Replicate())]
+FSDP_CASES = [
+    *(((size, 4), Shard(0)) for size in (8, 7, 9, 5, 3, 1)),
+    ((6, 5), Shard(1)),
+    ((5, 4), Replicate()),
+]
 FSDP_CASES += [((size, 4), FUSED) for size in (8, 12, 4)]
 
 
@@ -95,24 +101,40 @@ def shards_of_all_cases() -> list[tuple[Tensor, list[Any], Tensor | None]]:
 
 
 def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
-    return [(offset, part.clone(), is_writer("name", tensor)) for offset, part in local_shards(tensor)]
+    return [
+        (offset, part.clone(), is_writer("name", tensor)) for offset, part in local_shards(tensor)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 12, 13, 24, 25])
 @pytest.mark.parametrize("tensor_ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["split", "fused", "fused, as torch 2.11 marks it"])
-def test_dim_slices_fsdp_splits_what_tensor_parallel_left(size: int, tensor_ranks: int, kind: str) -> None:
+def test_dim_slices_fsdp_splits_what_tensor_parallel_left(
+    size: int, tensor_ranks: int, kind: str
+) -> None:
     """Sizes that do not divide: DTensor's order of splitting differs from that of FSDP2."""
     inner: Placement = Shard(0) if kind == "split" else _StridedShard(0, split_factor=3)
     outer = Shard(0) if "2.11" in kind else _StridedShard(0, split_factor=tensor_ranks)
     for first in range(3):
         for second in range(tensor_ranks):
-            parts = torch.arange(size).tensor_split([-(-size // 3), 2 * -(-size // 3)]) if "fused" in kind else None
-            left = torch.cat([chunk(p, tensor_ranks, second) for p in parts or [torch.arange(size)]])
+            parts = (
+                torch.arange(size).tensor_split([-(-size // 3), 2 * -(-size // 3)])
+                if "fused" in kind
+                else None
+            )
+            left = torch.cat(
+                [chunk(p, tensor_ranks, second) for p in parts or [torch.arange(size)]]
+            )
             expected = chunk(left, 3, first).tolist()
-            found = dim_slices(size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second))
-            assert [n for begin, _, length in found for n in range(begin, begin + length)] == expected
-            assert [start for _, start, _ in found] == [sum(r[2] for r in found[:i]) for i in range(len(found))]
+            found = dim_slices(
+                size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second)
+            )
+            assert [
+                n for begin, _, length in found for n in range(begin, begin + length)
+            ] == expected
+            assert [start for _, start, _ in found] == [
+                sum(r[2] for r in found[:i]) for i in range(len(found))
+            ]
             assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # neighbours are joined
 
 
@@ -132,7 +154,9 @@ def share_of_names() -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (2, 2))
     names = [f"layers.{n}.weight" for n in range(100)]
     replicated = distribute_tensor(torch.ones(2), mesh, (Replicate(), Replicate()))
-    found = [sum(is_writer(name, tensor) for name in names) for tensor in (torch.ones(2), replicated)]
+    found = [
+        sum(is_writer(name, tensor) for name in names) for tensor in (torch.ones(2), replicated)
+    ]
     world.close()
     return found[0], found[1]
 

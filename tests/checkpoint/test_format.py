@@ -33,14 +33,29 @@ def write(folder: Path, **tensors: Tensor) -> checkpoint_format.Reader:
 
 
 def test_reader_every_dtype_and_shape_round_trips(tmp_path: Path) -> None:
-    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ]
     tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in kinds}
-    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
+    tensors |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(6.0).view(2, 3).T,
+    }
     tensors |= {"a@0": torch.ones(1), "a": torch.zeros(2)}  # names may look like keys of the format
     reader = write(tmp_path, **tensors)
     assert reader.entries.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert (reader.entries[name].shape, reader.entries[name].dtype) == (tensor.shape, tensor.dtype)
+        assert (reader.entries[name].shape, reader.entries[name].dtype) == (
+            tensor.shape,
+            tensor.dtype,
+        )
         assert torch.equal(reader.read(name), tensor)
         other = torch.ones_like(tensor)
         reader.fill({name: other})
@@ -69,7 +84,9 @@ def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch)
     assert touched == [("x@2,0", (1, 2)), ("x@4,0", (1, 2))]
     assert torch.equal(reader.read("x", (1, 0), (7, 6)), full[1:])
     assert torch.equal(reader.read("x"), full)
-    with pytest.raises(IndexError, match=r"a slice \(2, 2\) at \(7, 0\) exceeds the shape \(8, 6\)"):
+    with pytest.raises(
+        IndexError, match=r"a slice \(2, 2\) at \(7, 0\) exceeds the shape \(8, 6\)"
+    ):
         reader.read("x", (7, 0), (2, 2))
 
 
@@ -85,7 +102,9 @@ def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path: Path) -> No
 def test_write_files_have_the_default_permissions(tmp_path: Path) -> None:
     write(tmp_path / "sub", x=torch.ones(1))
     (tmp_path / "ordinary").touch()
-    assert (tmp_path / "sub" / "rank_00000.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    assert (tmp_path / "sub" / "rank_00000.safetensors").stat().st_mode == (
+        tmp_path / "ordinary"
+    ).stat().st_mode
 
 
 def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
@@ -94,10 +113,16 @@ def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
     for rank in range(ranks):
         key = f"x@{2 * rank}"
         about = {key: {"name": "x", "dtype": "torch.float32", "shape": [6], "offset": [2 * rank]}}
-        about |= {"y@0": {"name": "y", "dtype": "torch.float32", "shape": [2], "offset": [0]}} if rank else {}
+        about |= (
+            {"y@0": {"name": "y", "dtype": "torch.float32", "shape": [2], "offset": [0]}}
+            if rank
+            else {}
+        )
         data = {key: x[2 * rank : 2 * rank + 2], "y@0": y}
         metadata = {"ranks": str(ranks), "pieces": json.dumps(about)}
-        save_file({key: data[key] for key in about}, folder / f"rank_{rank:05d}.safetensors", metadata)
+        save_file(
+            {key: data[key] for key in about}, folder / f"rank_{rank:05d}.safetensors", metadata
+        )
     return sorted(folder.iterdir())
 
 
@@ -124,7 +149,10 @@ def test_reader_damaged_file_is_named(tmp_path: Path, damage: str, rank: int) ->
 
 
 def test_reader_tensor_with_a_missing_shard_is_named(tmp_path: Path) -> None:
-    parts = [checkpoint_format.Shard("x", torch.Size([4, 2]), (row, 0), torch.ones(1, 2)) for row in (0, 1, 3)]
+    parts = [
+        checkpoint_format.Shard("x", torch.Size([4, 2]), (row, 0), torch.ones(1, 2))
+        for row in (0, 1, 3)
+    ]
     checkpoint_format.write(tmp_path, parts, None)
     with pytest.raises(UserError, match="has only some shards of x"):
         checkpoint_format.Reader(tmp_path)
@@ -136,7 +164,11 @@ LAYOUTS = ["plain", "sharded", "both", "fused", "columns"]
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.tied = nn.Linear(6, 8), nn.Linear(8, 7, bias=False), nn.Linear(6, 8, bias=False)
+        self.a, self.b, self.tied = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 7, bias=False),
+            nn.Linear(6, 8, bias=False),
+        )
         self.norm = nn.BatchNorm1d(5)
         self.tied.weight = self.a.weight
 
@@ -151,8 +183,12 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         inner = {"both": Shard(0), "fused": FUSED, "columns": Shard(1)}[layout]
         for owner, placement in ((model.a, inner), (model.b, Shard(0))):
-            owner.weight = nn.Parameter(distribute_tensor(owner.weight.detach(), mesh["tensor"], [placement]))
-        model.a.bias = nn.Parameter(distribute_tensor(model.a.bias.detach(), mesh["tensor"], [Replicate()]))
+            owner.weight = nn.Parameter(
+                distribute_tensor(owner.weight.detach(), mesh["tensor"], [placement])
+            )
+        model.a.bias = nn.Parameter(
+            distribute_tensor(model.a.bias.detach(), mesh["tensor"], [Replicate()])
+        )
         model.tied.weight = model.a.weight
         fully_shard(model, mesh=mesh["shard"])  # the norm is on this mesh only: two copies
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=False)
@@ -178,7 +214,9 @@ def test_restore_any_layout_reads_any_other(ranks4, tmp_path: Path) -> None:
         assert answer == []
     for layout in LAYOUTS:
         keys = list(
-            chain.from_iterable(safe_open(file, "pt").keys() for file in (tmp_path / layout).glob("*.safetensors"))
+            chain.from_iterable(
+                safe_open(file, "pt").keys() for file in (tmp_path / layout).glob("*.safetensors")
+            )
         )
         assert len(keys) == len(set(keys))  # no shard is written twice
         reader = checkpoint_format.Reader(tmp_path / layout)
@@ -205,20 +243,26 @@ def over_layouts(folder: str) -> list[str]:
             state.restore(Path(folder) / source, *other, world.host_group)
             found = everything(*other)
             for name, expected in everything(*right).items():
-                here, there = ([part for _, part in local_shards(tensor)] for tensor in (found[name], expected))
+                here, there = (
+                    [part for _, part in local_shards(tensor)] for tensor in (found[name], expected)
+                )
                 if len(here) != len(there) or not all(map(torch.equal, here, there)):
                     wrong.append(f"{source} to {layout}: {name}")
     world.close()
     return wrong
 
 
-def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(ranks2, tmp_path: Path) -> None:
+def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(
+    ranks2, tmp_path: Path
+) -> None:
     ranks2.run(save_replicated, str(tmp_path / "x"))
     files = [safe_open(file, "pt") for file in sorted((tmp_path / "x").glob("*.safetensors"))]
     keys = [set(file.keys()) for file in files]
     assert all(any(".weight" in key for key in part) for part in keys)
     reader = checkpoint_format.Reader(tmp_path / "x")
-    assert reader.read("model.norm.running_mean").tolist() == [0.0] * 5  # the ranks differ: rank 0's counts
+    assert (
+        reader.read("model.norm.running_mean").tolist() == [0.0] * 5
+    )  # the ranks differ: rank 0's counts
     assert "model.norm.running_mean@0" in keys[0]
 
 
@@ -255,7 +299,10 @@ def read_damaged(folder: str, hidden: bool) -> str:
 
 
 def test_write_failure_of_one_rank_is_raised_on_all(ranks2, tmp_path: Path) -> None:
-    assert ranks2.run(one_fails, str(tmp_path)) == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+    assert (
+        ranks2.run(one_fails, str(tmp_path))
+        == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+    )
 
 
 def one_fails(folder: str) -> str:

@@ -60,7 +60,9 @@ def opened(monkeypatch) -> set[str]:
     return found
 
 
-def test_reader_with_an_index_opens_only_the_files_that_it_needs(folder: Path, opened: set[str]) -> None:
+def test_reader_with_an_index_opens_only_the_files_that_it_needs(
+    folder: Path, opened: set[str]
+) -> None:
     reader = Reader(folder)
     assert opened == set()
     part = reader.read("x", (5, 0), (3, 3))  # of ranks 2 and 3
@@ -72,7 +74,9 @@ def test_reader_with_an_index_opens_only_the_files_that_it_needs(folder: Path, o
     assert [state["rank"] for state in states] == list(range(WRITERS))
 
 
-def test_reader_without_an_index_reads_the_same_from_all_headers(folder: Path, opened: set[str]) -> None:
+def test_reader_without_an_index_reads_the_same_from_all_headers(
+    folder: Path, opened: set[str]
+) -> None:
     indexed = Reader(folder)
     (folder / INDEX).rename(folder / "other")
     scanned = Reader(folder)

@@ -14,7 +14,12 @@ from mvp_engine.cli import main
 
 OLD = Path(__file__).parent / "old"
 EXPECTED = json.loads((OLD / "expected_losses.json").read_text())
-LORA = ["lora.rank=2", "lora.dropout=0.1", "lora.train=['*.norm.weight']", "optim.lr_by_part={llm: 0.02}"]
+LORA = [
+    "lora.rank=2",
+    "lora.dropout=0.1",
+    "lora.train=['*.norm.weight']",
+    "optim.lr_by_part={llm: 0.02}",
+]
 OVERRIDES = {
     "tiny": ["tiny.dropout=0.3", "tiny.noise=0.1"],
     "packed_lm": [
@@ -24,7 +29,12 @@ OVERRIDES = {
         *LORA,
     ],
 }
-COMMON = ["loop.total_steps=9", "optim.schedule=constant", "log.interval=1", "log.backends=[file,jsonl]"]
+COMMON = [
+    "loop.total_steps=9",
+    "optim.schedule=constant",
+    "log.interval=1",
+    "log.backends=[file,jsonl]",
+]
 
 
 @pytest.fixture
@@ -48,7 +58,9 @@ def check_losses(found: list[float], recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old: Path, tmp_path: Path, recipe: str) -> None:
+def test_old_checkpoint_new_run_continues_with_the_old_losses(
+    train, old: Path, tmp_path: Path, recipe: str
+) -> None:
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     checkpoint = old / recipe / "checkpoints" / "step_00000004"
     words = [*OVERRIDES[recipe], *COMMON, f"resume={checkpoint}"]
@@ -59,7 +71,9 @@ def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old: Path, 
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_run_folder_resumes_and_reports_changed_keys(train, old: Path, tmp_path: Path, recipe: str) -> None:
+def test_old_run_folder_resumes_and_reports_changed_keys(
+    train, old: Path, tmp_path: Path, recipe: str
+) -> None:
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     shutil.rmtree(old / ({"tiny", "packed_lm"} - {recipe}).pop())
     before = (old / recipe / "config.yaml").read_text()

@@ -57,10 +57,14 @@ class Odd(torch.optim.Optimizer):
         state["above"] = grad > 0
         state["ring"] = [state["ring"][1], grad.clone()]
         if param.ndim == 2:
-            state["basis"] = torch.linalg.qr(grad @ grad.T + torch.eye(len(grad)))[0].T  # column-major
+            state["basis"] = torch.linalg.qr(grad @ grad.T + torch.eye(len(grad)))[
+                0
+            ].T  # column-major
             state["wide"] = (grad @ grad.T).double()[:, ::2]  # with gaps
             if isinstance(param, DTensor):
-                state["whole"] = DTensor.from_local(grad.clone(), param.device_mesh, [Replicate()], run_check=False)
+                state["whole"] = DTensor.from_local(
+                    grad.clone(), param.device_mesh, [Replicate()], run_check=False
+                )
         if self.kind:
             self.add_unsaved(param, state, grad)
         direction = state["basis"] @ state["basis"].T @ grad if param.ndim == 2 else grad
@@ -153,7 +157,11 @@ def test_every_kind_of_state_comes_back_on_one_rank(tmp_path: Path) -> None:
                 assert loaded[key].stride() == value.stride(), key
                 assert torch.equal(loaded[key], value), key
         assert loaded["calls"] == 2
-        assert all(torch.equal(a, b) for a, b in zip(state["ring"], loaded["ring"], strict=True) if a is not None)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(state["ring"], loaded["ring"], strict=True)
+            if a is not None
+        )
     train(made, 2, first=2)
     train(again, 2, first=2)
     assert all(torch.equal(a, b) for a, b in zip(weights(made), weights(again), strict=True))
@@ -186,13 +194,24 @@ def test_option_of_a_group_that_the_config_changes_is_not_restored(tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("dot", "'a.b' of layers.0.weight cannot be saved exactly: it has a key that is no string without dots"),
-        ("expanded", "'flat' of layers.0.weight cannot be saved exactly: it is a view with gaps or overlaps"),
-        ("ema", "'ema' of layers.0.weight cannot be saved exactly: it has the name of the EMA of the weights"),
+        (
+            "dot",
+            "'a.b' of layers.0.weight cannot be saved exactly: it has a key that is no string without dots",
+        ),
+        (
+            "expanded",
+            "'flat' of layers.0.weight cannot be saved exactly: it is a view with gaps or overlaps",
+        ),
+        (
+            "ema",
+            "'ema' of layers.0.weight cannot be saved exactly: it has the name of the EMA of the weights",
+        ),
         ("global", "keeps state that belongs to no parameter ('clock')"),
     ],
 )
-def test_state_that_cannot_be_saved_exactly_is_refused_at_the_first_save(tmp_path: Path, kind: str, text: str) -> None:
+def test_state_that_cannot_be_saved_exactly_is_refused_at_the_first_save(
+    tmp_path: Path, kind: str, text: str
+) -> None:
     made = engine(kind=kind, ema=0.9)
     train(made, 1)
     with pytest.raises(UserError, match=re.escape(text)):

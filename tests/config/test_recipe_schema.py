@@ -29,7 +29,9 @@ CONFIGS = [*(ROOT / file for file in FILES), TINY]
 
 def no_engine(folder: Path) -> Path:
     file = folder / "mine.yaml"
-    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n")
+    file.write_text(
+        "engine: mvp_engine.kit:MLLMEngine\nmllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
+    )
     return file
 
 
@@ -45,13 +47,17 @@ assert main(["train", sys.argv[1], "optim.lrr=1"]) == 2  # a typo is an error at
 print({"torch", "transformers", "numpy"} & set(sys.modules))
 """
     words = [str(file) for file in [*CONFIGS, no_engine(tmp_path)]]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()"), done.stderr
     assert done.stderr.count("\n") == 1
 
 
 # Without vit_classification: its import takes seconds.
-@pytest.mark.parametrize("file", [CONFIGS[1], CONFIGS[2], TINY], ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file", [CONFIGS[1], CONFIGS[2], TINY], ids=lambda file: str(file.relative_to(ROOT))
+)
 def test_parsed_schema_equals_that_of_the_imported_engine(file: Path) -> None:
     draft = read_draft(file, [])
     schema, spec = find_schema(draft)

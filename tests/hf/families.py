@@ -38,7 +38,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("GQA, sliding window", WINDOW),
     "qwen2": ("GQA, biases", {}),
     "qwen3": ("GQA, query and key norms", {}),
-    "qwen3_moe": ("mixture of experts", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "qwen3_moe": (
+        "mixture of experts",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "mixtral": ("mixture of experts", {"num_local_experts": 4}),
     "qwen2_moe": (
         "mixture of experts, window only in the mask",
@@ -75,7 +78,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Ids of the placeholder tokens for images, videos and audio, in each model of VISION.
-TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
+TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+    "vision_start_token_id": 93,
+}
 
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 SMALL_VIT = {
@@ -117,7 +125,9 @@ RESAMPLER = {
 PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
 
 
-def sub_configs(vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+def sub_configs(
+    vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any
+) -> dict[str, Any]:
     """The sub-configs of a model with encoders."""
     found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
     return {name: config for name, config in found.items() if config is not None}
@@ -134,14 +144,26 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         sub_configs({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
         "patches video",
     ),
-    "qwen2_5_vl": ("positions on three axes, windows in the encoder", sub_configs(WINDOWS, **MROPE), "patches video"),
+    "qwen2_5_vl": (
+        "positions on three axes, windows in the encoder",
+        sub_configs(WINDOWS, **MROPE),
+        "patches video",
+    ),
     "qwen3_vl": (
         "positions on three axes, features of several depths",
         sub_configs(DEEPSTACK, **MROPE),
         "patches frame",
     ),
-    "qwen3_vl_moe": ("the same, mixture of experts", sub_configs(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
-    "glm4v": ("positions on three axes", sub_configs({**PATCHES, "image_size": 8}, **MROPE), "patches"),
+    "qwen3_vl_moe": (
+        "the same, mixture of experts",
+        sub_configs(DEEPSTACK, **MROPE, **EXPERTS),
+        "patches",
+    ),
+    "glm4v": (
+        "positions on three axes",
+        sub_configs({**PATCHES, "image_size": 8}, **MROPE),
+        "patches",
+    ),
     "paddleocr_vl": (
         "positions on three axes, NaViT",
         sub_configs({**SMALL_VIT, "spatial_merge_size": 2}, **MROPE),
@@ -154,7 +176,9 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "internvl": (
         "tiles, InternViT",
-        sub_configs(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
+        sub_configs(
+            vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"
+        ),
         "tiles",
     ),
     "gemma3": (
@@ -165,7 +189,9 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4": (
         "padded patches, the tokens of an image see each other",
         sub_configs(
-            vit(num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16),
+            vit(
+                num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16
+            ),
             **WINDOW,
             **FOUR_LAYERS,
             use_bidirectional_attention="vision",
@@ -185,8 +211,16 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         {**sub_configs(vit(), model_type="mistral", **WINDOW), "perceiver_config": RESAMPLER},
         "padded",
     ),
-    "idefics3": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
-    "smolvlm": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "idefics3": (
+        "padded tiles, SigLIP",
+        {**sub_configs(vit(), model_type="llama"), "scale_factor": 2},
+        "padded",
+    ),
+    "smolvlm": (
+        "padded tiles, SigLIP",
+        {**sub_configs(vit(), model_type="llama"), "scale_factor": 2},
+        "padded",
+    ),
     "llava": ("CLIP", sub_configs(vit("clip_vision_model"), model_type="llama"), "tiles"),
     "llava_next": (
         "tiles of any resolution, CLIP",
@@ -204,7 +238,11 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         "sized",
     ),
     # With two layers, the random weights would generate placeholder tokens.
-    "qwen2_audio": ("Whisper", sub_configs(None, WHISPER, model_type="qwen2", **FOUR_LAYERS), "audio"),
+    "qwen2_audio": (
+        "Whisper",
+        sub_configs(None, WHISPER, model_type="qwen2", **FOUR_LAYERS),
+        "audio",
+    ),
     "qwen2_5_omni_thinker": (
         "positions on three axes, windows in both encoders; from transformers 5.21",
         sub_configs(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),
@@ -247,36 +285,68 @@ def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, d
     """One image, video or audio clip as a processor returns it in this format: its kind, values and fields."""
     if form == "patches":
         grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return "pixel_values", torch.randn(int(grid.prod()), 24, generator=g), {"image_grid_thw": grid}
+        return (
+            "pixel_values",
+            torch.randn(int(grid.prod()), 24, generator=g),
+            {"image_grid_thw": grid},
+        )
     if form == "squares":
         grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return "pixel_values", torch.randn(int(grid.prod()), 3, 2, 2, generator=g), {"image_grid_thw": grid}
+        return (
+            "pixel_values",
+            torch.randn(int(grid.prod()), 3, 2, 2, generator=g),
+            {"image_grid_thw": grid},
+        )
     if form in ("merged", "merged_video"):
-        kind, name = ("pixel_values", "image") if form == "merged" else ("pixel_values_videos", "video")
-        grid, size = torch.tensor([[1, 4, 8 if large else 4]]), torch.tensor([1 if form == "merged" else 2])
+        kind, name = (
+            ("pixel_values", "image") if form == "merged" else ("pixel_values_videos", "video")
+        )
+        grid, size = (
+            torch.tensor([[1, 4, 8 if large else 4]]),
+            torch.tensor([1 if form == "merged" else 2]),
+        )
         fields = {f"{name}_grid_thw": grid, f"{name}_merge_sizes": size}
         return kind, torch.randn(int(grid.prod()), 12, generator=g), fields
-    if form in ("video", "frame"):  # "frame": some models have a text token between frames, so one frame
+    if form in (
+        "video",
+        "frame",
+    ):  # "frame": some models have a text token between frames, so one frame
         grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
-        return "pixel_values_videos", torch.randn(int(grid.prod()), 24, generator=g), {"video_grid_thw": grid}
+        return (
+            "pixel_values_videos",
+            torch.randn(int(grid.prod()), 24, generator=g),
+            {"video_grid_thw": grid},
+        )
     if form == "tiles":
         return "pixel_values", torch.randn(1 + large, 3, 8, 8, generator=g), {}
     if form == "anyres":
         size = torch.tensor([[16, 16] if large else [8, 16]])
-        return "pixel_values", torch.randn(5 if large else 3, 3, 8, 8, generator=g), {"image_sizes": size}
+        return (
+            "pixel_values",
+            torch.randn(5 if large else 3, 3, 8, 8, generator=g),
+            {"image_sizes": size},
+        )
     if form == "sized":
         size = torch.tensor([[8, 8] if large else [4, 8]])
         return "pixel_values", torch.randn(1, 3, 8, 8, generator=g), {"image_sizes": size}
     if form == "padded":
         mask = (torch.arange(8) < (8 if large else 4))[:, None].expand(1, 1, 8, 8)
-        return "pixel_values", torch.randn(1, 1, 3, 8, 8, generator=g) * mask, {"pixel_attention_mask": mask}
+        return (
+            "pixel_values",
+            torch.randn(1, 1, 3, 8, 8, generator=g) * mask,
+            {"pixel_attention_mask": mask},
+        )
     if form == "placed":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None].clone()
         places[:, 16 if large else 8 :] = -1
         return "pixel_values", torch.rand(1, 16, 12, generator=g), {"image_position_ids": places}
     assert form == "audio"
     mask = (torch.arange(32) < (32 if large else 20)).long()[None]
-    return "input_features", torch.randn(1, 8, 32, generator=g) * mask, {"feature_attention_mask": mask}
+    return (
+        "input_features",
+        torch.randn(1, 8, 32, generator=g) * mask,
+        {"feature_attention_mask": mask},
+    )
 
 
 def config_of(name: str) -> Any:
@@ -296,14 +366,19 @@ def overrides_of(name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     known, extra = CONFIG_MAPPING[name](), FAMILIES.get(name, ("", {}))[1]
-    return {"model_type": name, **{k: v for k, v in {**SMALL, **extra}.items() if hasattr(known, k)}}
+    return {
+        "model_type": name,
+        **{k: v for k, v in {**SMALL, **extra}.items() if hasattr(known, k)},
+    }
 
 
 def parallel(**sizes: int) -> Any:
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
-    return Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **sizes})
+    return Parallel(
+        **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **sizes}
+    )
 
 
 @contextmanager
@@ -346,9 +421,13 @@ def vision_table() -> str:
     rows = []
     for name, (special, _, forms) in VISION.items():
         found = [media_of(form, False, torch.Generator()) for form in forms.split()]
-        media = "; ".join(f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found)
+        media = "; ".join(
+            f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found
+        )
         types = TYPES.get(name)
-        rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |")
+        rows.append(
+            f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |"
+        )
     head = [
         "| model type | `media` | `token_fields` | data kit | what is special about it |",
         "| --- | --- | --- | --- | --- |",

@@ -30,9 +30,13 @@ def folder_of(family: str, where: Path, **options: Any) -> Any:
     return model
 
 
-def language_model(path: Path | None, layout: Layout | None = None, **config: Any) -> LanguageModelEngine:
+def language_model(
+    path: Path | None, layout: Layout | None = None, **config: Any
+) -> LanguageModelEngine:
     source = ModelSource(None if path is None else str(path), config)
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7))
+    engine = LanguageModelEngine(
+        LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7)
+    )
     engine.initialize()
     return engine
 

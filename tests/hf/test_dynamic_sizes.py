@@ -24,7 +24,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("marked", "graphs"), [(False, 2), (True, 1)])
-def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, graphs: int) -> None:
+def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(
+    marked: bool, graphs: int
+) -> None:
     import torch._dynamo as dynamo
     from torch._dynamo.testing import CompileCounter
 
@@ -35,7 +37,12 @@ def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, 
     if marked:
         mark_sizes(block)
     try:
-        for lengths in [(4, 7), (5, 3, 9), (4, 2), (8, 6, 2, 3)]:  # the third has as many tokens as features
+        for lengths in [
+            (4, 7),
+            (5, 3, 9),
+            (4, 2),
+            (8, 6, 2, 3),
+        ]:  # the third has as many tokens as features
             tokens = sum(lengths)
             hidden = torch.randn(1, tokens, 6)
             rotary = torch.randn(1, tokens, 6), torch.randn(1, tokens, 6)

@@ -57,7 +57,9 @@ def encoded_rows(name: str, sizes: dict[str, int]) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"ulysses": 2}], ids=str)
-def test_ranks_of_a_sequence_group_encode_a_part_of_the_images_each(ranks2, sizes: dict[str, int]) -> None:
+def test_ranks_of_a_sequence_group_encode_a_part_of_the_images_each(
+    ranks2, sizes: dict[str, int]
+) -> None:
     of_ranks = ranks2.run(encoded_rows, "qwen2_5_vl", sizes)
     for pack in range(3):
         rows = [of_rank[pack][0] for of_rank in of_ranks]

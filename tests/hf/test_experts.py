@@ -22,20 +22,36 @@ from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},  # transposed weights, with biases
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },  # transposed weights, with biases
 }
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
 def stepped(name: str, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients of one step."""
-    shape = {"model_type": name, "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, **SHAPES[name]}
+    shape = {
+        "model_type": name,
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        **SHAPES[name],
+    }
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), ALONE, Settings(**settings))
+    engine = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(None, shape)), ALONE, Settings(**settings)
+    )
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
-    outputs = engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
-    return outputs.loss_sum, {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    outputs = engine.train_batch(
+        [batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+    )
+    return outputs.loss_sum, {
+        n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,7 +77,9 @@ def test_grouped_gemms_under_autocast_run_in_bf16(name: str, monkeypatch) -> Non
 
 def test_grouped_experts_with_biases_equal_batched_experts() -> None:
     torch.manual_seed(0)
-    experts = GptOssExperts(AutoConfig.for_model("gpt_oss", hidden_size=32, intermediate_size=24, num_local_experts=4))
+    experts = GptOssExperts(
+        AutoConfig.for_model("gpt_oss", hidden_size=32, intermediate_size=24, num_local_experts=4)
+    )
     for param in experts.parameters():
         torch.nn.init.normal_(param)
     hidden, weights = torch.randn(40, 32), torch.rand(40, 2)
@@ -79,14 +97,20 @@ def test_grouped_experts_with_biases_equal_batched_experts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({}, marks=pytest.mark.campaign(only=True)), {"activation_checkpointing": "selective"}],
+    [
+        pytest.param({}, marks=pytest.mark.campaign(only=True)),
+        {"activation_checkpointing": "selective"},
+    ],
     ids=str,
 )
 def test_grouped_experts_compiled_equal_uncompiled(settings: dict[str, Any]) -> None:
     loss, grads = stepped("qwen3_moe", precision="bf16")
     compiled, its = stepped("qwen3_moe", precision="bf16", compile="aot_eager", **settings)
     assert float(compiled) == pytest.approx(float(loss), rel=1e-3)
-    assert all(torch.allclose(its[n], grad, rtol=0.1, atol=0.02 * float(grad.abs().max())) for n, grad in grads.items())
+    assert all(
+        torch.allclose(its[n], grad, rtol=0.1, atol=0.02 * float(grad.abs().max()))
+        for n, grad in grads.items()
+    )
 
 
 def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -> None:
@@ -102,8 +126,14 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
 def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
     """torch 2.11 breaks the graph there, and runs the layer in pieces."""
     found = [
-        node for node in ast.walk(ast.parse(Path(moe_layers.__file__).read_text())) if isinstance(node, ast.ImportFrom)
+        node
+        for node in ast.walk(ast.parse(Path(moe_layers.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
     ]
-    names = [node.module for node in found if node.module and node.module.startswith("transformers")]
+    names = [
+        node.module for node in found if node.module and node.module.startswith("transformers")
+    ]
     assert names
-    assert not [name for name in names if type(importlib.import_module(name)).__name__ == "_LazyModule"]
+    assert not [
+        name for name in names if type(importlib.import_module(name)).__name__ == "_LazyModule"
+    ]

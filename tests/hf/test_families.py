@@ -72,12 +72,17 @@ def test_value_model_packed_equals_single(name: str) -> None:
 
 def test_docs_table_of_families_is_up_to_date() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert f"<!-- families -->\n{table()}\n<!-- /families -->" in page, "run python tests/hf/families.py"
+    assert f"<!-- families -->\n{table()}\n<!-- /families -->" in page, (
+        "run python tests/hf/families.py"
+    )
 
 
 def test_forward_returns_the_named_outputs_and_raises_for_unknown_names() -> None:
     model = shared_model(LanguageModel, "llama")
     batch = PackedBatch.from_sequences(sequences()[0])
     assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}
-    with pytest.raises(UserError, match=r"LanguageModel does not provide \['values'\]; it provides log_probs, entropy"):
+    with pytest.raises(
+        UserError,
+        match=r"LanguageModel does not provide \['values'\]; it provides log_probs, entropy",
+    ):
         model(batch, ["values"])

@@ -29,7 +29,9 @@ GROUPS = {
 }
 
 
-def inputs(sizes: list[int], transposed: bool, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    sizes: list[int], transposed: bool, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows, weights, ends of groups and gradients, equal on all devices."""
     g = torch.Generator().manual_seed(1)
     rows = sum(sizes)
@@ -43,7 +45,9 @@ def inputs(sizes: list[int], transposed: bool, device: str = "cpu") -> tuple[Ten
     return x_NI.requires_grad_(), weight.to(device).requires_grad_(), ends_E.to(device), d_NO
 
 
-def run(function: Any, sizes: list[int], transposed: bool, device: str = "cpu") -> dict[str, Tensor]:
+def run(
+    function: Any, sizes: list[int], transposed: bool, device: str = "cpu"
+) -> dict[str, Tensor]:
     x_NI, weight, ends_E, d_NO = inputs(sizes, transposed, device)
     out_NO = function(x_NI, weight, ends_E, transposed)
     assert out_NO.dtype == torch.bfloat16
@@ -57,7 +61,8 @@ def in_float32(x_NI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -
     """A loop over experts."""
     starts = [0, *ends_E.tolist()]
     parts = [
-        x_NI[a:b].float() @ (w if transposed else w.T) for a, b, w in zip(starts, starts[1:], weight, strict=False)
+        x_NI[a:b].float() @ (w if transposed else w.T)
+        for a, b, w in zip(starts, starts[1:], weight, strict=False)
     ]
     return torch.cat(parts)
 
@@ -68,7 +73,9 @@ def error(found: Tensor, wanted: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
-def test_fp8_grouped_linear_is_close_to_float32_in_every_row(sizes: list[int], transposed: bool) -> None:
+def test_fp8_grouped_linear_is_close_to_float32_in_every_row(
+    sizes: list[int], transposed: bool
+) -> None:
     found = run(fp8_grouped_linear, sizes, transposed)
     x_NI, weight, ends_E, d_NO = inputs(sizes, transposed)
     wanted_NO = in_float32(x_NI, weight, ends_E, transposed)
@@ -78,12 +85,16 @@ def test_fp8_grouped_linear_is_close_to_float32_in_every_row(sizes: list[int], t
         assert len(apart) == sum(sizes)
         assert (apart < 0.07).all(), (name, apart.max())
         assert not sum(sizes) or apart.max() > 0.005, name  # FP8 was used
-    assert torch.allclose(found["weight"], weight_grad, rtol=1e-2, atol=1e-2 * float(weight_grad.abs().max()))
+    assert torch.allclose(
+        found["weight"], weight_grad, rtol=1e-2, atol=1e-2 * float(weight_grad.abs().max())
+    )
     for size, grad in zip(sizes, found["weight"], strict=True):
         assert bool(grad.any()) == (size > 0)
 
 
-def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_number_of_rows() -> None:
+def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_number_of_rows() -> (
+    None
+):
     counter = CompileCounterWithBackend("aot_eager")
 
     def linear(x_NI: Tensor, *more: Any) -> Tensor:
@@ -102,7 +113,9 @@ def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input() -> None:
     for trains in (True, False):
         x_NI, weight, ends_E, d_NO = inputs([5, 0, 3, 9], False)
         saved: list[tuple[int, ...]] = []
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x)
+        keep = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x
+        )
         with keep:
             out_NO = fp8_grouped_linear(x_NI, weight.requires_grad_(trains), ends_E)
         out_NO.backward(d_NO)
@@ -116,7 +129,9 @@ def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transpo
     x_NI, weight, ends_E, _ = inputs([5, 0, 3, 9], transposed)
     quantized = fp8.Fp8Weight(*fp8_grouped_mm.quantize_experts(weight.detach(), transposed))
     with torch.no_grad():
-        expected, found = (fp8_grouped_linear(x_NI, one, ends_E, transposed) for one in (weight, quantized))
+        expected, found = (
+            fp8_grouped_linear(x_NI, one, ends_E, transposed) for one in (weight, quantized)
+        )
     assert torch.equal(found, expected)
 
 
@@ -134,7 +149,9 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for kind in ("info", "warning"):
-        monkeypatch.setattr(fp8_layers.LOGGER, kind, lambda text, *words: found.append(text % words))
+        monkeypatch.setattr(
+            fp8_layers.LOGGER, kind, lambda text, *words: found.append(text % words)
+        )
     return found
 
 
@@ -153,7 +170,9 @@ def test_fp8_experts_of_a_model_have_the_gradients_of_bf16(
     assert float(low) != float(loss)
     assert float(low) == pytest.approx(float(loss), rel=5e-3)
     for key in (key for key in grads if "experts" in key):
-        assert float(torch.cosine_similarity(found[key].flatten(), grads[key].flatten(), dim=0)) > 0.97, key
+        assert (
+            float(torch.cosine_similarity(found[key].flatten(), grads[key].flatten(), dim=0)) > 0.97
+        ), key
 
 
 def test_fp8_experts_of_other_sizes_stay_in_bf16(
@@ -175,14 +194,27 @@ def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
     stepped("qwen3_moe", precision="bf16", fp8=True)
     assert not gemms
-    assert "experts of 2 layers do not run in FP8: torch has no FP8 grouped GEMM for NVIDIA L40S" in said[1]
+    assert (
+        "experts of 2 layers do not run in FP8: torch has no FP8 grouped GEMM for NVIDIA L40S"
+        in said[1]
+    )
 
 
 def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
     """Other experts would be chosen."""
-    gemma = {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2, "moe_intermediate_size": 16}
-    for name, shape in {"afmoe": {"num_experts": 32, "num_dense_layers": 0}, "gemma4_text": gemma}.items():
-        config = AutoConfig.for_model(name, num_hidden_layers=1, layer_types=["full_attention"], **shape)
+    gemma = {
+        "enable_moe_block": True,
+        "num_experts": 32,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }
+    for name, shape in {
+        "afmoe": {"num_experts": 32, "num_dense_layers": 0},
+        "gemma4_text": gemma,
+    }.items():
+        config = AutoConfig.for_model(
+            name, num_hidden_layers=1, layer_types=["full_attention"], **shape
+        )
         with torch.device("meta"):
             block = AutoModelForCausalLM.from_config(config).model.layers[0]
         linear = {key for key, module in block.named_modules() if fp8.fits(module)}
@@ -194,34 +226,57 @@ def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
 
 def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "fits", lambda _: False)
-    with pytest.raises(UserError, match="fp8_weight_gradients is for linear layers in FP8, and LanguageModel has only"):
+    with pytest.raises(
+        UserError,
+        match="fp8_weight_gradients is for linear layers in FP8, and LanguageModel has only",
+    ):
         stepped("qwen3_moe", precision="bf16", fp8=True, fp8_weight_gradients=True)
 
 
 def test_adapters_of_fp8_experts_stay_in_bf16(gemms: list[int]) -> None:
-    shape = {"model_type": "qwen3_moe", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **SHAPES["qwen3_moe"]}
+    shape = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+    }
+    shape |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **SHAPES["qwen3_moe"],
+    }
     batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
     found = []
     for low in (False, True):
         torch.manual_seed(0)
         model: Any = LanguageModelEngine.build_model(ModelSource(None, shape))
-        add_adapters(model, Lora(rank=8, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+        add_adapters(
+            model, Lora(rank=8, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        )
         engine = LanguageModelEngine(model, ALONE, Settings(precision="bf16", fp8=low))
-        engine.initialize(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.0))
-        engine.train_batch([batch], lambda b, part=engine: (part.model(b, ["loss"])["loss"], b.num_loss_tokens))
+        engine.initialize(
+            lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.0)
+        )
+        engine.train_batch(
+            [batch], lambda b, part=engine: (part.model(b, ["loss"])["loss"], b.num_loss_tokens)
+        )
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gemms == [2 * 92] * 8  # of the experts themselves, forward and backward
     assert found[1].keys() == found[0].keys()
     for name in (name for name in found[0] if "lora_B" in name):
-        assert float(torch.cosine_similarity(*(one[name].flatten() for one in found), dim=0)) > 0.97, name
+        assert (
+            float(torch.cosine_similarity(*(one[name].flatten() for one in found), dim=0)) > 0.97
+        ), name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
-def test_fp8_grouped_linear_on_gpu_equals_cpu(sizes: list[int], compiled: bool, transposed: bool) -> None:
+def test_fp8_grouped_linear_on_gpu_equals_cpu(
+    sizes: list[int], compiled: bool, transposed: bool
+) -> None:
     fp8.check(torch.device("cuda"))
     linear = torch.compile(fp8_grouped_linear, fullgraph=True) if compiled else fp8_grouped_linear
     here, there = run(fp8_grouped_linear, sizes, transposed), run(linear, sizes, transposed, "cuda")

@@ -44,7 +44,11 @@ def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) 
     again = realigned(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert torch.equal(again(IDS[None]).logits, theirs(IDS[None]).logits)
     # Weight sync yields the names and tensors of the files.
-    written = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in entries(file)}
+    written = {
+        key: value
+        for file in (tmp_path / "out").glob("*.safetensors")
+        for key, value in entries(file)
+    }
     assert same(dict(engine.get_per_tensor_param(torch.float32)), written)
 
 
@@ -59,7 +63,9 @@ def test_export_hf_of_a_value_model_is_bit_equal(family: str, tmp_path: Path) ->
     engines = []
     for path in ("in", "out"):
         source = ModelSource(str(tmp_path / path))
-        engines.append(ValueModelEngine(ValueModelEngine.build_model(source), alone(), Settings(seed=7)))
+        engines.append(
+            ValueModelEngine(ValueModelEngine.build_model(source), alone(), Settings(seed=7))
+        )
         engines[-1].initialize()
         if path == "in":
             engines[-1].export_hf(tmp_path / "out")
@@ -78,7 +84,10 @@ FEW_VISION = ("qwen3_vl", "gemma3", "llava_onevision", "qwen2_audio", "internvl"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [name if name in FEW_VISION else pytest.param(name, marks=pytest.mark.campaign(only=True)) for name in VISION],
+    [
+        name if name in FEW_VISION else pytest.param(name, marks=pytest.mark.campaign(only=True))
+        for name in VISION
+    ],
 )
 def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: Path) -> None:
     """Also through transformers' renaming of old entries, and with a value head on the same backbone."""
@@ -94,12 +103,20 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
     drawn.model.source = None
     drawn.initialize()  # random weights by the rules of all its parts
     values = []
-    if family == "qwen2_audio":  # transformers does not map these names either and would reinitialize the weights
+    if (
+        family == "qwen2_audio"
+    ):  # transformers does not map these names either and would reinitialize the weights
         with pytest.raises(UserError, match=r"lacks 50 parameters of Qwen2AudioModel"):
-            ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
+            ValueModelEngine(
+                ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()
+            ).initialize()
         return
     for path in ("in", "values"):
-        values.append(ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / path))), alone()))
+        values.append(
+            ValueModelEngine(
+                ValueModelEngine.build_model(ModelSource(str(tmp_path / path))), alone()
+            )
+        )
         values[-1].initialize()
         if path == "in":
             values[-1].export_hf(tmp_path / "values")
@@ -107,9 +124,14 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(tied: bool, tmp_path: Path) -> None:
+def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(
+    tied: bool, tmp_path: Path
+) -> None:
     engine = language_model(None, **{**overrides_of("qwen3"), "tie_word_embeddings": tied})
-    head, embeddings = engine.model.hf.get_output_embeddings(), engine.model.hf.get_input_embeddings()
+    head, embeddings = (
+        engine.model.hf.get_output_embeddings(),
+        engine.model.hf.get_input_embeddings(),
+    )
     assert (head.weight is embeddings.weight) == tied
     engine.export_hf(tmp_path / "out")
     assert ("lm_head.weight" in dict(entries(tmp_path / "out" / "model.safetensors"))) != tied
@@ -148,7 +170,9 @@ def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
     finally:
         WeightFiles.read = real  # type: ignore[method-assign]
     many += [language_model(None, layout, **overrides_of(family)) for family in families]
-    whole = [{name: full_tensor(value) for name, value in one.model.state_dict().items()} for one in many]
+    whole = [
+        {name: full_tensor(value) for name, value in one.model.state_dict().items()} for one in many
+    ]
     if not world.is_main:
         world.close()
         return counted[0], 0, True
@@ -164,12 +188,16 @@ def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
 
 def test_initialize_another_seed_gives_other_weights() -> None:
     engines = [
-        LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone(), s)
+        LanguageModelEngine(
+            LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone(), s
+        )
         for s in (Settings(seed=1), Settings(seed=2))
     ]
     for engine in engines:
         engine.initialize()
-    norms, weights = ({n: v for n, v in e.model.state_dict().items() if "proj" in n} for e in engines)
+    norms, weights = (
+        {n: v for n, v in e.model.state_dict().items() if "proj" in n} for e in engines
+    )
     assert all(not torch.equal(norms[name], weights[name]) for name in norms)
 
 
@@ -193,7 +221,12 @@ def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
         max_file_bytes=20_000,
     )
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } <= names
     assert "notes.txt" not in names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
@@ -219,14 +252,21 @@ def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(ranks2, tmp_pat
         assert all(alive == 0 for _, _, alive in files)
         assert error is None
     mode = (tmp_path / "out" / names[0]).stat().st_mode
-    assert mode == (tmp_path / "out" / INDEX).stat().st_mode  # readable by others, as the other files are
+    assert (
+        mode == (tmp_path / "out" / INDEX).stat().st_mode
+    )  # readable by others, as the other files are
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected)
 
 
-def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks2, tmp_path: Path) -> None:
+def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
+    ranks2, tmp_path: Path
+) -> None:
     folder_of("qwen3", tmp_path / "in")
     for _, error in ranks2.run(export_on_two_ranks, tmp_path, True):
-        assert f"{tmp_path / 'out'} could not be written: OSError: [Errno 28] No space left on device" in str(error)
+        assert (
+            f"{tmp_path / 'out'} could not be written: OSError: [Errno 28] No space left on device"
+            in str(error)
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
@@ -267,17 +307,28 @@ def export_on_two_ranks(path: Path, fail: bool) -> tuple[list[tuple[str, int, in
 
 
 @pytest.mark.slow
-def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks2, ranks4, tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(
+    ranks2, ranks4, tmp_path: Path
+) -> None:
     """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout."""
     from transformers import AutoModelForCausalLM
 
-    words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3", "data.micro_batch_size=2"]
+    words = [
+        f"project.dir={tmp_path}",
+        "project.run_id=four",
+        "loop.total_steps=3",
+        "data.micro_batch_size=2",
+    ]
     words += ["optim.schedule=constant"]
     assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.ulysses=2") == [0] * 4
     checkpoint = list_runs(tmp_path)[-1].checkpoint_list()[-1]
     expected = state_of(checkpoint, {})
     assert len(expected) > 50
-    for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"ulysses": 2})):
+    for pool, sizes in (
+        (ranks4, {"shard": 4}),
+        (ranks4, {"shard": 2, "tensor": 2}),
+        (ranks2, {"ulysses": 2}),
+    ):
         for found in pool.run(state_of, checkpoint, sizes):
             assert same(found, expected), sizes
     assert main(["merge", str(checkpoint), str(tmp_path / "out"), "--max-file-gb", "0.00003"]) == 0
@@ -307,14 +358,18 @@ def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]
 
 
 def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
-    engine = ValueModelEngine(ValueModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone())
+    engine = ValueModelEngine(
+        ValueModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone()
+    )
     engine.initialize(
         lambda model: torch.optim.AdamW(model.parameters(), 1.0),
         lambda adam: torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0),
     )
     engine.save_checkpoint(tmp_path / "saved")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
-    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
+    again = ValueModelEngine(
+        ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone()
+    )
     again.initialize()
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])
@@ -328,7 +383,9 @@ def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_rea
     from transformers import AutoModel
 
     whole = ExportPlan.files
-    monkeypatch.setattr(ExportPlan, "files", lambda plan, limit: whole(plan, max_file_bytes or limit))
+    monkeypatch.setattr(
+        ExportPlan, "files", lambda plan, limit: whole(plan, max_file_bytes or limit)
+    )
     model = build_model(ValueModel, "qwen3_vl")
     engine = ValueModelEngine(model, alone())
     engine.initialize()
@@ -345,6 +402,8 @@ def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_rea
         exec(code, found)
     expected = engine.infer_batch(batch, ["values"])["values"]
     torch.testing.assert_close(found["values"][0, :, 0], expected, atol=1e-5, rtol=1e-5)
-    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
+    again = ValueModelEngine(
+        ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone()
+    )
     again.initialize()
     assert same(again.model.state_dict(), engine.model.state_dict())

@@ -24,11 +24,20 @@ def computed(
     """Outputs and gradients."""
     model.zero_grad()
     outputs = model(batch, names, temperature=temperature)
-    sum((value * (1 + torch.arange(value.numel()).view_as(value))).sum() for value in outputs.values()).backward()
-    return outputs, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    sum(
+        (value * (1 + torch.arange(value.numel()).view_as(value))).sum()
+        for value in outputs.values()
+    ).backward()
+    return outputs, {
+        name: param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
 
 
-@pytest.mark.parametrize(("names", "temperature"), [(["loss"], None), (["log_probs", "label_entropy"], 0.7)])
+@pytest.mark.parametrize(
+    ("names", "temperature"), [(["loss"], None), (["log_probs", "label_entropy"], 0.7)]
+)
 def test_head_on_labelled_tokens_equals_head_on_all(
     names: list[str], temperature: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

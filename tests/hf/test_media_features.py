@@ -27,7 +27,10 @@ def images_in_text(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[st
     grid = torch.tensor(grids)
     ids = [torch.randint(10, 60, (5,), generator=g)]
     for one in grids:
-        image = [config.vision_start_token_id, *[config.image_token_id] * (one[0] * one[1] * one[2] // 4)]
+        image = [
+            config.vision_start_token_id,
+            *[config.image_token_id] * (one[0] * one[1] * one[2] // 4),
+        ]
         ids += [torch.tensor(image), torch.randint(10, 60, (3,), generator=g)]
     row = torch.cat(ids)
     values = torch.randn(int(grid.prod(-1).sum()), 24, generator=g)
@@ -49,13 +52,24 @@ def test_language_model_with_image_grids_equals_transformers(name: str) -> None:
     config.vision_config.initializer_range = config.get_text_config().initializer_range = (
         0.2  # so that images change the outputs
     )
-    plain = AutoModelForImageTextToText.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    plain = AutoModelForImageTextToText.from_config(
+        copy.deepcopy(config), attn_implementation="eager"
+    ).eval()
     ours = LanguageModel.from_config(copy.deepcopy(config)).eval()
     ours.hf.load_state_dict(plain.state_dict())
-    for grids in ([[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]], [[1, 4, 8]]):  # the last size is cached by then
+    for grids in (
+        [[1, 4, 8]],
+        [[1, 4, 4], [1, 8, 4], [1, 4, 4]],
+        [[1, 4, 8]],
+    ):  # the last size is cached by then
         batch, inputs = images_in_text(config, grids)
         with torch.no_grad():
-            expected = plain(**inputs).logits[0].log_softmax(-1)[:-1].gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+            expected = (
+                plain(**inputs)
+                .logits[0]
+                .log_softmax(-1)[:-1]
+                .gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+            )
             found = ours(batch, ["log_probs"])["log_probs"][:-1]
         assert torch.allclose(found, expected, atol=1e-5)
     batch.media["pixel_values"].values.mul_(-1)
@@ -95,7 +109,10 @@ def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
 def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> None:
     g = torch.Generator().manual_seed(0)
     mask = torch.rand(1, 30, 1, generator=g) > 0.6
-    embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
+    embeds, features = (
+        torch.randn(1, 30, 8, generator=g),
+        torch.randn(int(mask.sum()), 8, generator=g),
+    )
     d = torch.randn(1, 30, 8, generator=g)
     found = []
     with_host_copy = media_features.PlaceholderMask.of(mask, mask)
@@ -114,7 +131,10 @@ def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
     config = config_of("qwen3_vl")
     model = shared_model(LanguageModel, "qwen3_vl")
     batch, _ = images_in_text(config, [[1, 4, 4], [1, 4, 8]])
-    assert type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0]) is torch.Tensor
+    assert (
+        type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0])
+        is torch.Tensor
+    )
     moved = batch.to("cpu")  # as to a GPU: the host keeps the token ids
     assert moved.host_input_ids is batch.input_ids
     batch.input_ids[batch.input_ids == config.image_token_id] = 11
@@ -127,11 +147,18 @@ def test_insert_features_wrong_number_of_audio_tokens_raises(more: bool) -> None
     """transformers does not compare the two for audio."""
     model = shared_model(LanguageModel, "qwen2_5_omni_thinker")
     mask = (torch.arange(32) < 20).long()[None]
-    audio = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), {"feature_attention_mask": mask})
+    audio = Media(
+        torch.randn(1, 8, 32),
+        torch.tensor([1]),
+        torch.tensor([0]),
+        {"feature_attention_mask": mask},
+    )
     for count in (5, 5 + (1 if more else -1)):
         row = torch.tensor([11, *[92] * count, 12])
         positions = torch.arange(len(row)).expand(3, -1)
-        batch = PackedBatch.from_sequences([row], position_ids=[positions], media={"input_features": audio})
+        batch = PackedBatch.from_sequences(
+            [row], position_ids=[positions], media={"input_features": audio}
+        )
         if count == 5:
             model(batch, ["log_probs"])
             continue
@@ -141,14 +168,18 @@ def test_insert_features_wrong_number_of_audio_tokens_raises(more: bool) -> None
 
 def test_placeholder_mask_over_token_ids_stays_a_plain_mask() -> None:
     class Codes(nn.Module):  # like models that turn images into token ids
-        def get_placeholder_mask(self, input_ids: torch.Tensor, image_ids: torch.Tensor) -> torch.Tensor:
+        def get_placeholder_mask(
+            self, input_ids: torch.Tensor, image_ids: torch.Tensor
+        ) -> torch.Tensor:
             assert int((input_ids == 9).sum()) == len(image_ids)
             return input_ids == 9
 
     model, ids = Codes(), torch.tensor([[1, 9, 9, 2]])
     media_features.apply_sync_free_features(model, model)
     media_features.register_host_ids(ids, ids[0])
-    found = ids.masked_scatter(model.get_placeholder_mask(ids, torch.tensor([5, 6])), torch.tensor([5, 6]))
+    found = ids.masked_scatter(
+        model.get_placeholder_mask(ids, torch.tensor([5, 6])), torch.tensor([5, 6])
+    )
     assert found.tolist() == [[1, 5, 6, 2]]
 
 
@@ -172,10 +203,14 @@ def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
 
 def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
     class Net(nn.Module):
-        def get_placeholder_mask(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        def get_placeholder_mask(
+            self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor
+        ) -> torch.Tensor:
             return (input_ids == 9)[..., None].expand_as(inputs_embeds)
 
-        def forward(self, ids: torch.Tensor, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, ids: torch.Tensor, embeds: torch.Tensor, features: torch.Tensor
+        ) -> torch.Tensor:
             mask = self.get_placeholder_mask(ids, embeds)
             return embeds.masked_scatter(mask, features) + mask[..., :1]
 
@@ -198,7 +233,9 @@ def test_host_token_ids_give_bit_equal_outputs_and_gradients(name: str, monkeypa
     model = shared_model(LanguageModel, name)
     batch = PackedBatch.concat(samples(model, name))
     (log_probs,), grads = run(model, batch, ["log_probs"])
-    monkeypatch.setattr(media_features, "register_host_ids", lambda *_: None)  # so masks come from the device
+    monkeypatch.setattr(
+        media_features, "register_host_ids", lambda *_: None
+    )  # so masks come from the device
     (expected,), expected_grads = run(model, batch, ["log_probs"])
     assert torch.equal(log_probs, expected)
     assert grads.keys() == expected_grads.keys()
@@ -210,7 +247,9 @@ def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name: str) ->
     """The meta device stands for a GPU: it has no values, so reading one is an error."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=len(q) != len(k))[0]
+        return nn.functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], enable_gqa=len(q) != len(k)
+        )[0]
 
     for where, what, kind in (
         (attention_ops, "_torch_varlen_is_supported", lambda *_: True),

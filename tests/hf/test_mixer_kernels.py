@@ -64,7 +64,9 @@ def fla_convolution(
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, None]:
     parts = [part.transpose(1, 2) for part in x.split(cu_seqlens.diff().tolist(), dim=1)]
-    return torch.cat([convolution(part, weight, bias, activation) for part in parts], dim=-1).transpose(1, 2), None
+    return torch.cat(
+        [convolution(part, weight, bias, activation) for part in parts], dim=-1
+    ).transpose(1, 2), None
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -83,17 +85,29 @@ def package_convolution(
     assert seq_idx is not None
     assert (seq_idx.dtype, x.stride(1)) == (torch.int32, 1)
     sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-    return torch.cat([convolution(part, weight, bias, activation) for part in x.split(sizes, dim=-1)], dim=-1)
+    return torch.cat(
+        [convolution(part, weight, bias, activation) for part in x.split(sizes, dim=-1)], dim=-1
+    )
 
 
 def mamba_package(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor, **options: Any
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor,
+    **options: Any,
 ) -> Tensor:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
     sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
     parts = zip(*(value.split(sizes, dim=1) for value in (x, dt, B, C)), strict=True)
-    return torch.cat([mamba2_chunk_scan(px, pdt, A, pB, pC, chunk_size, **options) for px, pdt, pB, pC in parts], 1)
+    return torch.cat(
+        [mamba2_chunk_scan(px, pdt, A, pB, pC, chunk_size, **options) for px, pdt, pB, pC in parts],
+        1,
+    )
 
 
 FLA = dict.fromkeys(KERNELS, linear_attention) | {"short convolution": fla_convolution}
@@ -124,7 +138,11 @@ def test_kernels_give_what_the_reference_gives(
         called.add(operation)
         if operation not in doubles:
             return None
-        of_package = [kernel for kernel in KERNELS[operation] if (kernel.package == kernels.FLA) == (doubles is FLA)]
+        of_package = [
+            kernel
+            for kernel in KERNELS[operation]
+            if (kernel.package == kernels.FLA) == (doubles is FLA)
+        ]
         return Loaded(of_package[-1 if by_channel else 0], doubles[operation])
 
     monkeypatch.setattr(functions, "kernel_for", kernel_for)
@@ -143,7 +161,12 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install() 
 
 @pytest.mark.parametrize(
     ("capability", "triton", "expected"),
-    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.3.1", False),
+        ((8, 0), "3.6.0", False),
+    ],
 )
 def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
     capability: tuple[int, int], triton: str, expected: bool, monkeypatch
@@ -163,7 +186,9 @@ def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
     assert ("Triton 3.7.1" in said) == expected
 
 
-def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(monkeypatch) -> None:
+def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(
+    monkeypatch,
+) -> None:
     from transformers import CONFIG_MAPPING, AutoConfig, Mamba2Config
 
     class Theirs(Mamba2Config):

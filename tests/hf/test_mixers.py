@@ -52,7 +52,9 @@ def test_mixers_packed_equals_alone_and_transformers(name: str) -> None:
     assert model.mixers.modules
     ids = sequences()
     packed = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"]
-    alone = torch.cat([model(PackedBatch.from_sequences([i]), ["log_probs"])["log_probs"] for i in ids])
+    alone = torch.cat(
+        [model(PackedBatch.from_sequences([i]), ["log_probs"])["log_probs"] for i in ids]
+    )
     theirs = torch.cat([transformers_log_probs(model, i) for i in ids])
     assert torch.allclose(packed, alone, rtol=1e-5, atol=1e-5)
     assert torch.allclose(packed, theirs, rtol=1e-5, atol=1e-5)
@@ -91,10 +93,14 @@ def test_model_without_mixers_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe", "falcon_h1"])
-def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name: str, tmp_path: Path) -> None:
+def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(
+    name: str, tmp_path: Path
+) -> None:
     model = mixer_model(name)
     model.hf.save_pretrained(tmp_path / "base")
-    engine = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "base"), Layout(World.join("cpu")))
+    engine = LanguageModelEngine(
+        LanguageModel.on_meta(tmp_path / "base"), Layout(World.join("cpu"))
+    )
     engine.initialize()
     batch = PackedBatch.from_sequences(sequences())
     expected = model(batch, ["log_probs"])["log_probs"]
@@ -107,7 +113,9 @@ def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name: str
 
 
 @pytest.mark.parametrize("name", VISION_MIXERS)
-def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(name: str, monkeypatch) -> None:
+def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(
+    name: str, monkeypatch
+) -> None:
     monkeypatch.setitem(tiny_models.VISION, name, ("", {}, "patches frame"))
     model = mixer_model(name)
     ones = tiny_models.samples(model, name)

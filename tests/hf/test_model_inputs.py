@@ -22,11 +22,14 @@ def batch_with(field: str, value: int) -> PackedBatch:
     return batch
 
 
-@pytest.mark.parametrize(("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)]
+)
 def test_check_token_outside_of_vocabulary_raises_with_its_place(field: str, value: int) -> None:
     engine = language_model(None, **overrides_of("qwen3"))
     with pytest.raises(
-        UserError, match=rf"{field}: {value} at position 2 of sequence 1 is outside of the model's vocabulary of 99 tok"
+        UserError,
+        match=rf"{field}: {value} at position 2 of sequence 1 is outside of the model's vocabulary of 99 tok",
     ):
         engine.infer_batch(batch_with(field, value), ["log_probs"])
     good = engine.infer_batch(batch_with(field, 98), ["log_probs"])["log_probs"]

@@ -15,7 +15,9 @@ from mvp_engine.ops import attention as attention_ops
 LENGTHS = [5, 1, 40, 17]
 
 
-def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
+def inputs(
+    device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32
+) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = [(1, h, sum(LENGTHS), size) for h in (heads, kv_heads, kv_heads)]
     return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
@@ -24,13 +26,21 @@ def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, s
 def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
     """The output, and the gradients of q, k and v."""
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
-    out, _ = packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)), **options)
-    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
+    out, _ = packed_attention(
+        nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)), **options
+    )
+    (
+        out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    ).sum().backward()
     return out.detach(), [t.grad for t in tensors if t.grad is not None]
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str)
-def test_packed_attention_changed_sequence_changes_no_other_sequence(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str
+)
+def test_packed_attention_changed_sequence_changes_no_other_sequence(
+    options: dict[str, Any],
+) -> None:
     first = inputs("cpu", torch.float32)
     second = inputs("cpu", torch.float32)
     with torch.no_grad():
@@ -65,7 +75,11 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
     from transformers import masking_utils as masks
 
     config = LlamaConfig(attn_implementation=attention.register(), attention_chunk_size=4)
-    options: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(1, 63, 8), "past_key_values": None}
+    options: dict[str, Any] = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, 63, 8),
+        "past_key_values": None,
+    }
     assert masks.create_causal_mask(**options, attention_mask=None) is None
     images = torch.where((torch.arange(63) >= 50) & (torch.arange(63) < 55), 0, -1)[None]
     overlay = masks.create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
@@ -75,7 +89,11 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
-    changed = (out != packed_attention(nn.Identity(), *tensors, overlay, **where)[0]).flatten(2).any(-1)[0]
+    changed = (
+        (out != packed_attention(nn.Identity(), *tensors, overlay, **where)[0])
+        .flatten(2)
+        .any(-1)[0]
+    )
     assert changed.nonzero()[:, 0].tolist() == list(range(50, 63))
     with pytest.raises(NotImplementedError, match=" contains chunked_overlay"):
         masks.create_chunked_causal_mask(**options, attention_mask=None)
@@ -90,7 +108,9 @@ def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
     rows = [x[0].reshape(8, 9, 7, 32).transpose(0, 1) for x in packed]  # nine items of seven tokens
     per_row, _ = encoder_attention(nn.Identity(), *rows, None)
     cu_seqlens = torch.arange(0, 64, 7, dtype=torch.int32, device=device)
-    in_one_row, _ = encoder_attention(nn.Identity(), *packed, None, **boundaries(cu_seqlens, 7), is_causal=False)
+    in_one_row, _ = encoder_attention(
+        nn.Identity(), *packed, None, **boundaries(cu_seqlens, 7), is_causal=False
+    )
     assert torch.allclose(per_row.reshape(1, 63, 8, 32), in_one_row, atol=tolerance)
     first_five = (torch.arange(7, device=device) < 5).expand(9, 1, 7, 7)
     masked, _ = encoder_attention(nn.Identity(), *rows, first_five)
@@ -113,9 +133,13 @@ def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str
+)
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, Any], kv_heads: int) -> None:
+def test_varlen_kernel_on_gpu_equals_reference(
+    monkeypatch, options: dict[str, Any], kv_heads: int
+) -> None:
     fast = attend(inputs("cuda", torch.bfloat16, kv_heads=kv_heads), **options)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
     plain = attend(inputs("cuda", torch.float32, kv_heads=kv_heads), **options)

@@ -55,7 +55,9 @@ def test_padded_rows_kv_cache_is_a_user_error() -> None:
     model = padded("bloom")
     assert not model.can_cache
     with pytest.raises(UserError, match="padded rows, which have no KV cache"):
-        model(PackedBatch.from_sequences(sequences(model)), ["next_logits"], kv_cache=KVCache([7], 3))
+        model(
+            PackedBatch.from_sequences(sequences(model)), ["next_logits"], kv_cache=KVCache([7], 3)
+        )
 
 
 def test_padded_rows_on_two_shards_give_the_gradients_of_one_rank(ranks2) -> None:

@@ -26,10 +26,14 @@ def start(family: str, world: World, settings: Settings | None = None, **sizes: 
 
 @pytest.mark.parametrize("family", ["bloom", "jamba"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(family: str, precision: str, monkeypatch) -> None:
+def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(
+    family: str, precision: str, monkeypatch
+) -> None:
     monkeypatch.setattr(states, "is_mixer", lambda module: False)
     model = LanguageModel.on_meta(None, overrides_of(family))
-    LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+    LanguageModelEngine(
+        model, Layout(World.join("cpu")), Settings(precision=precision)
+    ).initialize()
     assert model.padded_rows
     assert not model.can_cache
 
@@ -53,9 +57,17 @@ def test_engine_start_on_two_ranks_rejects_unsupported_family_only(ranks2) -> No
 def start_on_layouts() -> dict[str, tuple[str, ...]]:
     world = World.join("cpu")
     layouts: list[dict[str, int]] = [{"shard": 2}, {"ulysses": 2}, {}]
-    supported = {str(sizes): (start("qwen3", world, **sizes), start("jamba", world, **sizes)) for sizes in layouts}
-    is_mixer, states.is_mixer = states.is_mixer, lambda module: False  # then a mixer runs on the whole pack
-    answers = {str(sizes): (start("jamba", world, **sizes), *supported[str(sizes)]) for sizes in layouts}
+    supported = {
+        str(sizes): (start("qwen3", world, **sizes), start("jamba", world, **sizes))
+        for sizes in layouts
+    }
+    is_mixer, states.is_mixer = (
+        states.is_mixer,
+        lambda module: False,
+    )  # then a mixer runs on the whole pack
+    answers = {
+        str(sizes): (start("jamba", world, **sizes), *supported[str(sizes)]) for sizes in layouts
+    }
     states.is_mixer = is_mixer
     world.close()
     return answers
@@ -67,7 +79,9 @@ def test_engine_start_model_instance_is_probed() -> None:
     model.scale = 1.0
     with torch.no_grad():
         model.hf.get_output_embeddings().weight *= 30
-    with pytest.raises(UserError, match="granite: log-probs differ from those of transformers' own forward"):
+    with pytest.raises(
+        UserError, match="granite: log-probs differ from those of transformers' own forward"
+    ):
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
@@ -81,12 +95,15 @@ def test_engine_start_non_finite_weights_are_reported() -> None:
 
 
 def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blame_packing() -> None:
-    model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), "num_attention_heads": 4, "num_key_value_heads": 3})
+    model = LanguageModel.on_meta(
+        None, {**overrides_of("qwen3"), "num_attention_heads": 4, "num_key_value_heads": 3}
+    )
     with pytest.raises(UserError) as caught:
         LanguageModelEngine(model, Layout(World.join("cpu"))).initialize()
     text = str(caught.value)
     assert (
-        "transformers' own Qwen3ForCausalLM.forward fails with this config, without any packing (RuntimeError" in text
+        "transformers' own Qwen3ForCausalLM.forward fails with this config, without any packing (RuntimeError"
+        in text
     )
     assert "correct the sizes in model.config" in text
     assert "packed sequences" not in text
@@ -94,10 +111,18 @@ def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blam
 
 def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch) -> None:
     monkeypatch.setattr(states, "is_mixer", lambda module: False)
-    more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
+    more = {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention", "conv", "full_attention"],
+        "num_hidden_layers": 3,
+    }
     for precision in ("fp32", "bf16"):
-        model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)
-        LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+        model = LanguageModel.on_meta(
+            None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more
+        )
+        LanguageModelEngine(
+            model, Layout(World.join("cpu")), Settings(precision=precision)
+        ).initialize()
         assert "two sequences in one batch change each other" in model.padded_rows
 
 

@@ -19,7 +19,9 @@ from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import fp8
 
 
-def engine_of(name: str, world: World, sizes: dict[str, int], **settings: Any) -> LanguageModelEngine:
+def engine_of(
+    name: str, world: World, sizes: dict[str, int], **settings: Any
+) -> LanguageModelEngine:
     model = build_model(LanguageModel, name)
     engine = LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(**settings))
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-3))
@@ -53,7 +55,9 @@ def test_first_step_encoder_that_mixes_images_of_rows_is_rejected() -> None:
         engine, (text, image, both) = start(World.join("cpu"), precision)
         engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
         step(engine, [text, text])
-        with pytest.raises(UserError, match="qwen3_vl cannot be trained on packed sequences with pixel_values"):
+        with pytest.raises(
+            UserError, match="qwen3_vl cannot be trained on packed sequences with pixel_values"
+        ):
             step(engine, [PackedBatch.concat([image, both]), text])
 
 
@@ -61,7 +65,9 @@ def test_first_step_encoder_that_fails_is_rejected_with_the_reason() -> None:
     engine, (text, image, _) = start(World.join("cpu"))
     engine.model.hf.model.visual.register_forward_pre_hook(fail_on_images)
     step(engine, [text])
-    with pytest.raises(UserError, match="the forward on a row with pixel_values fails: IndexError: tuple index out"):
+    with pytest.raises(
+        UserError, match="the forward on a row with pixel_values fails: IndexError: tuple index out"
+    ):
         step(engine, [text, image])
 
 
@@ -70,7 +76,9 @@ def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypat
     model: Any = engine.model
     plain = model.hidden
     monkeypatch.setattr(model, "hidden", lambda *given, **options: 1.01 * plain(*given, **options))
-    with pytest.raises(UserError, match="hidden states differ from those of transformers' own forward by 1"):
+    with pytest.raises(
+        UserError, match="hidden states differ from those of transformers' own forward by 1"
+    ):
         step(engine, [image])
 
 
@@ -130,4 +138,7 @@ def reject_on_sharded_ranks() -> str:
 
 def test_first_step_of_sharded_ranks_compares_the_image_of_one_rank_on_all(ranks2) -> None:
     for error in ranks2.run(reject_on_sharded_ranks):
-        assert "cannot be trained on packed sequences with pixel_values: the media of one row change" in error
+        assert (
+            "cannot be trained on packed sequences with pixel_values: the media of one row change"
+            in error
+        )

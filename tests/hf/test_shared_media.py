@@ -98,7 +98,9 @@ def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tenso
         return -engine.model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens
 
     engine.train_batch(batches[layout.data_rank :: layout.data_size], loss)
-    found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    found = {
+        n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None
+    }
     whole = PackedBatch.concat(batches)
     return found | engine.infer_batch(whole, ["log_probs"], budget=whole.max_seqlen + 20)
 
@@ -112,9 +114,12 @@ def on_ranks(name: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})]
+    ("name", "sizes"),
+    [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})],
 )
-def test_shared_media_on_ranks_equal_repeated_media_on_one(ranks2, name: str, sizes: dict[str, int]) -> None:
+def test_shared_media_on_ranks_equal_repeated_media_on_one(
+    ranks2, name: str, sizes: dict[str, int]
+) -> None:
     """On two shards, one rank has a text and a dummy with images while the other has a group of answers."""
     results = ranks2.run(on_ranks, name, sizes)
     expected = trained(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))), is_shared=False)
@@ -131,7 +136,9 @@ def test_shared_media_flops_count_the_encoder_once() -> None:
         encoder = float(mfu.flops(one)) - float(mfu.flops(dataclasses.replace(one, media={})))
         shared = PackedBatch.concat([one, text, one, one])
         repeated = PackedBatch.concat([one, text, one.select([0]), one.select([0])])
-        assert float(mfu.flops(repeated) - mfu.flops(shared)) == pytest.approx(2 * encoder, rel=1e-9)
+        assert float(mfu.flops(repeated) - mfu.flops(shared)) == pytest.approx(
+            2 * encoder, rel=1e-9
+        )
         assert encoder > 0
 
 
@@ -158,7 +165,9 @@ class Unmasked(nn.Module):
 
     def get_audio_features(self, input_features: torch.Tensor) -> SimpleNamespace:
         assert input_features.ndim == 3
-        return SimpleNamespace(pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True))
+        return SimpleNamespace(
+            pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True)
+        )
 
 
 def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
@@ -167,8 +176,15 @@ def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
     sounds = [torch.randn(frames, 3) for frames in (4, 7, 5)]
     alone = [model.get_audio_features(sound[None]).pooler_output[0] for sound in sounds]
     longer = [*alone, torch.zeros(6)]  # a sound of another row, which is not in this batch
-    mask = pad_sequence([torch.ones(len(one), dtype=torch.bool) for one in longer], batch_first=True)[:3]
-    media = Media(torch.cat(sounds), torch.tensor([4, 7, 5]), torch.tensor([0, 0, 1]), {"input_features_mask": mask})
+    mask = pad_sequence(
+        [torch.ones(len(one), dtype=torch.bool) for one in longer], batch_first=True
+    )[:3]
+    media = Media(
+        torch.cat(sounds),
+        torch.tensor([4, 7, 5]),
+        torch.tensor([0, 0, 1]),
+        {"input_features_mask": mask},
+    )
     inputs = shared_media.encoder_inputs(model, "input_features", media)
     features = model.get_audio_features(inputs["input_features"]).pooler_output
     assert torch.equal(features[inputs["input_features_mask"]], torch.cat(alone))

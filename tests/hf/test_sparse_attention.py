@@ -13,7 +13,14 @@ from mvp_engine.hf.model.preflight import check_packing, probe
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite"]
 # One indexer per layer; layers that share one; a compressor of windows; blocks; with gated delta nets.
-SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
+SPARSE = [
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "hy_v4",
+    "deepseek_v4",
+    "minimax_m3_vl_text",
+    "qwen4_exp_text",
+]
 
 
 @pytest.mark.parametrize("name", [*LATENT, *SPARSE])
@@ -50,9 +57,15 @@ def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)), {"ulysses": 2}, {"context": 2}],
+    [
+        pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)),
+        {"ulysses": 2},
+        {"context": 2},
+    ],
     ids=str,
 )
-def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(ranks2, layout: dict[str, int]) -> None:
+def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(
+    ranks2, layout: dict[str, int]
+) -> None:
     for name in ("deepseek_v32", "deepseek_v4"):
         assert on_two_ranks(name, ranks2, **layout) is True, name

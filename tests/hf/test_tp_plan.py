@@ -16,7 +16,9 @@ GEMMA4 = {"model_type": "gemma4_text", **SMALL, "vocab_size_per_layer_input": 99
 GEMMA4 |= {"hidden_size_per_layer_input": 8, "sliding_window": 3}
 
 
-def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(ranks2, monkeypatch) -> None:
+def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(
+    ranks2, monkeypatch
+) -> None:
     monkeypatch.setattr("test_packed_layouts.overrides_of", lambda _: GEMMA4)
     expected = gradients("gemma4_text", alone())
     for found in ranks2.run(gradients_on_ranks, GEMMA4, {"tensor": 2}):
@@ -26,8 +28,13 @@ def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(ranks2,
 
 
 def test_tensor_parallel_norm_with_weights_per_head_is_rejected(ranks2) -> None:
-    for message in ranks2.run(gradients_on_ranks, overrides_of("cohere") | {"use_qk_norm": True}, {"tensor": 2}):
-        assert "layers.0.self_attn.q_norm has a weight for each head, and transformers' plan for cohere" in message
+    for message in ranks2.run(
+        gradients_on_ranks, overrides_of("cohere") | {"use_qk_norm": True}, {"tensor": 2}
+    ):
+        assert (
+            "layers.0.self_attn.q_norm has a weight for each head, and transformers' plan for cohere"
+            in message
+        )
 
 
 def gradients_on_ranks(config: dict[str, Any], sizes: dict[str, int]) -> Any:
@@ -50,6 +57,12 @@ def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error() -
     from mvp_engine.hf.model.tp_plan import _check
 
     config = tiny_config("gemma3n_text")
-    with pytest.raises(UserError, match=r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"):
+    with pytest.raises(
+        UserError, match=r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"
+    ):
         _check(config, config.base_model_tp_plan, 2)
-    _check(tiny_config("gemma3n_text", activation_sparsity_pattern=[0.0] * 4), config.base_model_tp_plan, 2)
+    _check(
+        tiny_config("gemma3n_text", activation_sparsity_pattern=[0.0] * 4),
+        config.base_model_tp_plan,
+        2,
+    )

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from families import REFUSED_VISION, TYPES, VISION, vision_table
-from tiny_models import check_packed_is_alone, close, processor_inputs, samples, shared_model, transformers_log_probs
+from tiny_models import (
+    check_packed_is_alone,
+    close,
+    processor_inputs,
+    samples,
+    shared_model,
+    transformers_log_probs,
+)
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -47,7 +54,9 @@ def test_media_inputs_missing_token_types_raise_for_images_only(name: str) -> No
     model = shared_model(LanguageModel, name)
     text, *_, both = samples(model, name)
     del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
-    with pytest.raises(UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's token_fields"):
+    with pytest.raises(
+        UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's token_fields"
+    ):
         model(both, ["log_probs"])
     model(text, ["log_probs"])
 
@@ -79,4 +88,6 @@ def test_attention_of_model_with_encoders_is_registered_per_sub_config() -> None
 
 def test_docs_table_of_vision_families_is_up_to_date() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->" in page, "run python tests/hf/families.py"
+    assert f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->" in page, (
+        "run python tests/hf/families.py"
+    )

@@ -68,10 +68,15 @@ def packs_of(
         ones = samples(model, name)
         return [PackedBatch.concat([ones[i] for i in pack]) for pack in members]
     g = torch.Generator().manual_seed(3)
-    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
+    return [
+        PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack])
+        for pack in lengths
+    ]
 
 
-def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Generator) -> PackedBatch:
+def sample(
+    model: PackedModel, forms: list[str], items: list[str], g: torch.Generator
+) -> PackedBatch:
     """One sequence of text with the media `items` in between; `forms` are all media formats of the model."""
     row = [torch.randint(3, 90, (4,), generator=g)]
     media = {kind: one.select([]) for kind, one in (media_item(form, False, g) for form in forms)}
@@ -84,7 +89,9 @@ def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Gene
     types = (ids - 89).clamp(min=0)
     token_fields = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
     positions = positions_of(model, ids, media)
-    return PackedBatch.from_sequences([ids], position_ids=[positions], token_fields=token_fields, media=media)
+    return PackedBatch.from_sequences(
+        [ids], position_ids=[positions], token_fields=token_fields, media=media
+    )
 
 
 def media_item(form: str, large: bool, g: torch.Generator) -> tuple[str, Media]:
@@ -107,7 +114,11 @@ def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
     if form == "audio":
         frames = (int(one.fields["feature_attention_mask"].sum()) - 1) // 2 + 1
         return (frames - 2) // 2 + 1
-    encode = base.get_video_features if PLACEHOLDERS.get(form) == VIDEO_TOKEN else base.get_image_features
+    encode = (
+        base.get_video_features
+        if PLACEHOLDERS.get(form) == VIDEO_TOKEN
+        else base.get_image_features
+    )
     with torch.no_grad():
         features = encode(one.values, *one.fields.values(), return_dict=True).pooler_output
     return sum(part.numel() for part in features) // 32
@@ -119,7 +130,9 @@ def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Te
     if not hasattr(base, "get_rope_index"):
         return torch.arange(len(ids))
     known = inspect.signature(base.get_rope_index).parameters
-    fields = {name: value for one in media.values() for name, value in one.fields.items() if len(value)}
+    fields = {
+        name: value for one in media.values() for name, value in one.fields.items() if len(value)
+    }
     given = {name: value for name, value in fields.items() if name in known}
     given["attention_mask"] = torch.ones_like(ids)[None]
     if "feature_attention_mask" in fields:
@@ -137,7 +150,9 @@ def close(computed: Tensor, expected: Tensor) -> bool:
     return bool((computed - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1.0))
 
 
-def run(model: PackedModel, batch: PackedBatch, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run(
+    model: PackedModel, batch: PackedBatch, names: list[str]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs by the order of `names`, and the gradients of about their mean over tokens."""
     model.zero_grad()
     out = model(batch, names)
@@ -152,7 +167,9 @@ def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: li
     packed, grads = run(model, PackedBatch.concat(ones), names)
     for i, name in enumerate(names):
         assert close(packed[i], torch.cat([outs[i] for outs, _ in alone])), name
-    of_encoders = [name for name in grads if any(part in name for part in ("vision", "visual", "audio"))]
+    of_encoders = [
+        name for name in grads if any(part in name for part in ("vision", "visual", "audio"))
+    ]
     assert len(of_encoders) > 10
     for name, grad in grads.items():
         expected = [found[name] for _, found in alone if name in found]

@@ -60,23 +60,42 @@ LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
         ("text_sft", "mix", "qwen3_1_7b", 2, {"ours": ({}, 15), "ours, fp8": ({"fp8": True}, 15)}),
         ("text_sft", "full", "qwen3_1_7b", 2, {"ours": ({}, 10)}),
         ("text_8b", "mix", "qwen3_8b", 4, {"ours": (LARGE, 20)}),
-        ("vlm_sft", "images", "qwen3_vl_2b", 2, {"ours": ({}, 20), "ours, fp8": ({"fp8": True}, 10)}),
+        (
+            "vlm_sft",
+            "images",
+            "qwen3_vl_2b",
+            2,
+            {"ours": ({}, 20), "ours, fp8": ({"fp8": True}, 10)},
+        ),
     ],
 )
 def test_estimate_is_within_ten_percent_of_measurements(
     file: str, mix: str, shape: str, packs: int, sides: dict[str, tuple[dict[str, Any], int]]
 ) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
-    model, pixels, size = LanguageModel.on_meta(None, data.shape(shape)), data.Pixels(), data.PER_STEP[mix]
+    model, pixels, size = (
+        LanguageModel.on_meta(None, data.shape(shape)),
+        data.Pixels(),
+        data.PER_STEP[mix],
+    )
     rows = data.rows(mix, max(steps for _, steps in sides.values()))
-    chosen = [pack for i in range(0, len(rows), size) for pack in data.balanced(rows[i : i + size], packs)]
-    largest = max(chosen, key=lambda some: sum(len(row.ids) + sum(h * w for h, w in row.grids) / 2 for row in some))
+    chosen = [
+        pack for i in range(0, len(rows), size) for pack in data.balanced(rows[i : i + size], packs)
+    ]
+    largest = max(
+        chosen,
+        key=lambda some: sum(len(row.ids) + sum(h * w for h, w in row.grids) / 2 for row in some),
+    )
     heaviest = data.packed(largest, shape, pixels)
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     stride = 8 if mix == "images" else 1  # whose batches take long to make
     for step in range(5, len(chosen) // packs, stride):
-        of_step = [data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]]
-        for batch in of_step:  # measured when the head still computed logits of tokens without a label
+        of_step = [
+            data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]
+        ]
+        for (
+            batch
+        ) in of_step:  # measured when the head still computed logits of tokens without a label
             batch.labels = batch.input_ids.clone()
         for side, (settings, steps) in sides.items():
             if step < steps:
@@ -93,7 +112,9 @@ def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
     rows = [data.packed(data.rows("mix", 1)[:size], "qwen3_1_7b", PIXELS) for size in (12, 1)]
     for batch in rows:
-        one, two = (estimate_step(model, [batch], [batch] * count, EstimateSettings()) for count in (1, 2))
+        one, two = (
+            estimate_step(model, [batch], [batch] * count, EstimateSettings()) for count in (1, 2)
+        )
         gradients = two["memory_gib"]["gradients"]
         dynamic = sum(two["memory_gib"][kind] for kind in DYNAMIC)
         assert two["peak_gib"] - one["peak_gib"] == pytest.approx(min(gradients, dynamic))
@@ -114,17 +135,31 @@ def test_estimate_settings_change_memory_and_time_as_expected() -> None:
         for mode in ("full", "selective")
     )
     assert full < some < kept
-    assert estimated(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
-    assert estimated(replace(plain, activation_checkpointing={"vision": "full"}))["memory_gib"]["activations"] < kept
+    assert (
+        estimated(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
+    )
+    assert (
+        estimated(replace(plain, activation_checkpointing={"vision": "full"}))["memory_gib"][
+            "activations"
+        ]
+        < kept
+    )
     assert (
         estimated(replace(plain, state_dtype="int8"))["memory_gib"]["optimizer states"]
         < base["memory_gib"]["optimizer states"] / 3
     )
     shared = estimated(replace(plain, shard=8))["memory_gib"]
     assert shared["weights"] == pytest.approx(base["memory_gib"]["weights"] / 8)
-    gathered = estimated(replace(plain, shard=8, reshard=False))["memory_gib"]["all-gathered weights"]
+    gathered = estimated(replace(plain, shard=8, reshard=False))["memory_gib"][
+        "all-gathered weights"
+    ]
     everything = sum(param.numel() for param in model.parameters()) * 2 / 2**30  # in bf16
-    assert shared["all-gathered weights"] < everything < gathered < everything + shared["all-gathered weights"]
+    assert (
+        shared["all-gathered weights"]
+        < everything
+        < gathered
+        < everything + shared["all-gathered weights"]
+    )
     assert estimated(replace(plain, ulysses=2))["memory_gib"]["activations"] < kept
     assert estimated(replace(plain, gpu="RTX 4090"))["step_s"] > 3 * base["step_s"]
     assert not estimated(replace(plain, gpu="RTX 4090"))["fits"]
@@ -134,15 +169,22 @@ def test_estimate_settings_change_memory_and_time_as_expected() -> None:
     assert lora["activations"] < kept  # the encoder is frozen, and nothing before it trains
     frozen = LanguageModel.on_meta(None, shape)
     freeze(frozen, ["llm"])
-    assert estimated(plain, frozen)["memory_gib"]["activations"] == pytest.approx(kept)  # gradients pass through it
+    assert estimated(plain, frozen)["memory_gib"]["activations"] == pytest.approx(
+        kept
+    )  # gradients pass through it
 
 
 @pytest.mark.parametrize("dimension", ["ulysses", "context"])
 def test_estimate_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
     shape, plain = data.shape("qwen3_vl_2b"), EstimateSettings()
-    model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
+    model, batch = (
+        LanguageModel.on_meta(None, shape),
+        data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS),
+    )
     text = replace(batch, media={})
-    alone, shared = (estimate_step(model, [batch], [batch], replace(plain, **{dimension: n})) for n in (1, 4))
+    alone, shared = (
+        estimate_step(model, [batch], [batch], replace(plain, **{dimension: n})) for n in (1, 4)
+    )
     words = estimate_step(model, [batch], [text], replace(plain, **{dimension: 4}))["seconds"]
     for name in ("weights", "gradients", "optimizer states"):  # FSDP shards over these ranks
         assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
@@ -162,11 +204,15 @@ def test_estimate_context_keeps_gathered_keys_unless_checkpointed() -> None:
     for mode in ("none", "full"):
         settings = EstimateSettings(activation_checkpointing=mode)
         both = [replace(settings, ulysses=4), replace(settings, context=4)]
-        ulysses, context = (estimate_step(model, [batch], [batch], one)["memory_gib"]["activations"] for one in both)
+        ulysses, context = (
+            estimate_step(model, [batch], [batch], one)["memory_gib"]["activations"] for one in both
+        )
         kept[mode] = context - ulysses
     config = model.hf.config.get_text_config()
     row = 2 * config.num_key_value_heads * config.head_dim * 2  # keys and values in bf16
-    assert kept["none"] == pytest.approx(config.num_hidden_layers * row * batch.num_tokens * (1 + 1 / 8) / 2**30)
+    assert kept["none"] == pytest.approx(
+        config.num_hidden_layers * row * batch.num_tokens * (1 + 1 / 8) / 2**30
+    )
     assert kept["full"] == 0
 
 
@@ -181,7 +227,9 @@ def test_estimate_of_lora_on_a_bf16_base() -> None:
     assert found["memory_gib"]["weights"] * 2**30 == pytest.approx(2 * base, rel=0.03)
     assert found["memory_gib"]["bf16 weight copies"] < 0.2
     assert found["memory_gib"]["loss"] < 2.0  # a chunk of logits
-    whole = estimate_step(LanguageModel.on_meta(None, shape), [batch], [batch], EstimateSettings())["memory_gib"]
+    whole = estimate_step(LanguageModel.on_meta(None, shape), [batch], [batch], EstimateSettings())[
+        "memory_gib"
+    ]
     assert found["memory_gib"]["activations"] == pytest.approx(whole["activations"], rel=0.05)
     low = estimate_step(model, [batch], [batch], EstimateSettings(fp8=True))["seconds"]["GEMM"]
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
@@ -192,7 +240,9 @@ def test_estimate_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     model: Any = LanguageModel.on_meta(None, data.shape("qwen3_a3b_6"))
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_a3b_6", PIXELS)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens  # FLOPs of outputs, input gradients
+    stacked = (
+        2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens
+    )  # FLOPs of outputs, input gradients
     saved = {}
     for gpu in ("H200", "L40S"):
         both = [EstimateSettings(gpu=gpu, fp8=low) for low in (False, True)]
@@ -215,23 +265,40 @@ def test_estimate_counts_weight_gradients_in_fp8() -> None:
 
 
 def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
-    vision = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    text = {k: v for k, v in data.shape("small").items() if k not in ("model_type", "tie_word_embeddings")}
+    vision = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    text = {
+        k: v
+        for k, v in data.shape("small").items()
+        if k not in ("model_type", "tie_word_embeddings")
+    }
     shape = {"model_type": "llava", "image_token_index": 7}
     shape |= {
         "vision_config": {"model_type": "clip_vision_model", **vision},
         "text_config": {**text, "model_type": "qwen3"},
     }
     ids, pixels = torch.full((600,), 7), torch.zeros(1, 3, 336, 336)
-    media = {"pixel_values": Media(pixels, torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), {})}
+    media = {
+        "pixel_values": Media(
+            pixels, torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), {}
+        )
+    }
     batch = PackedBatch.from_sequences([ids], media=media)
 
     def kept(*frozen: str) -> float:
         model = LanguageModel.on_meta(None, shape)
         freeze(model, frozen)
-        return estimate_step(model, [batch], [batch], EstimateSettings())["memory_gib"]["activations"]
+        return estimate_step(model, [batch], [batch], EstimateSettings())["memory_gib"][
+            "activations"
+        ]
 
-    assert kept("llm", "vision") == pytest.approx(kept("vision"))  # the projector trains, through all text layers
+    assert kept("llm", "vision") == pytest.approx(
+        kept("vision")
+    )  # the projector trains, through all text layers
     assert 0 < kept("vision") < kept()
     assert kept("llm", "vision", "projector") == 0
 
@@ -280,7 +347,9 @@ def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> N
         "8 x 32k": [2**15] * 8,
     }.items():
         row = next(row for row in measured if (row["mix"], row["rank"]) == (mix, "whole pack"))
-        batch = PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
+        batch = PackedBatch.from_sequences(
+            [torch.zeros(length, dtype=torch.long) for length in lengths]
+        )
         flops = 3 * 4 * 32 * 128 * sum(length * (length + 1) / 2 for length in lengths)
         ms = 1e3 * flops / (attention_efficiency(batch) / REST * peak)
         assert ms * faster == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.05)
@@ -320,8 +389,13 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
     fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
     work = Workload(model, EstimateSettings(), batches, gpu_by_name("H200"), 1)
-    peaks = [choose(config, "mllm", fixed, 2, one).peak for one in (work, replace(work, heaviest=batches.heaviest))]
-    encoder = BlockCosts(model, EstimateSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
+    peaks = [
+        choose(config, "mllm", fixed, 2, one).peak
+        for one in (work, replace(work, heaviest=batches.heaviest))
+    ]
+    encoder = (
+        BlockCosts(model, EstimateSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
+    )
     assert peaks[1] - peaks[0] == pytest.approx((batches.heaviest(size) - 1) * encoder)
     costs[:, 1] = 0
     assert SampledBatches(kit).heaviest(size) == 1.0
@@ -364,7 +438,9 @@ def test_estimate_command_prints_text_and_json(recipe: Path, capsys: Any) -> Non
     for gpus in ("2", "3"):
         assert main(["estimate", config, "--gpus", gpus, "data.global_batch_size=4", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out))
-    assert sizes[0]["step_s"] == pytest.approx(sizes[1]["step_s"], rel=0.1)  # one of the three has two packs, too
+    assert sizes[0]["step_s"] == pytest.approx(
+        sizes[1]["step_s"], rel=0.1
+    )  # one of the three has two packs, too
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
 
 

@@ -15,7 +15,9 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.model_engine import FSDPEngine, Settings
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-USED = [(0, 1)] * 4 + [(0, 2)] * 4  # blocks of each micro-batch, the same on all ranks in a pass; 3 is for nobody
+USED = [(0, 1)] * 4 + [
+    (0, 2)
+] * 4  # blocks of each micro-batch, the same on all ranks in a pass; 3 is for nobody
 BESIDE = [False, True, False, False, False, False, True, False]
 
 
@@ -43,15 +45,23 @@ def stepped(world: World, **sizes: int) -> tuple[dict[str, Tensor], list[int]]:
 
     def forward(batch: Any) -> tuple[Tensor, int]:
         groups = [g for m in engine.sharded for g in m._get_fsdp_state()._fsdp_param_groups]
-        params = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        grads = [grad for p in params for grad in (p.unsharded_accumulated_grad, p.unsharded_param.grad)]
+        params = [
+            p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")
+        ]
+        grads = [
+            grad for p in params for grad in (p.unsharded_accumulated_grad, p.unsharded_param.grad)
+        ]
         held.append(sum(grad.numel() for grad in grads if grad is not None))
         return engine.model(*batch).square().sum(), len(batch[0])
 
     mine = list(zip(rows, USED, BESIDE, strict=True))[world.rank :: world.size]
     for _ in range(2):
         engine.train_batch(mine, forward)
-    found = {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    found = {
+        n: full_tensor(p.grad).clone()
+        for n, p in engine.model.named_parameters()
+        if p.grad is not None
+    }
     world.close()
     return found, held
 
@@ -60,14 +70,20 @@ def on_ranks(shard: int) -> tuple[dict[str, Tensor], list[int]]:
     return stepped(World.join("cpu"), shard=shard)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 can")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 can"
+)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(request, ranks: int) -> None:
+def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(
+    request, ranks: int
+) -> None:
     expected, _ = stepped(ALONE)
     assert "blocks.3.weight" not in expected
     for found, held in request.getfixturevalue(f"ranks{ranks}").run(on_ranks, 2):
         assert found.keys() == expected.keys()
-        assert all(torch.allclose(found[n], grad, rtol=1e-5, atol=1e-6) for n, grad in expected.items())
+        assert all(
+            torch.allclose(found[n], grad, rtol=1e-5, atol=1e-6) for n, grad in expected.items()
+        )
         assert held == [0] * (16 // ranks)
 
 
@@ -94,13 +110,21 @@ def gathers(reshard: bool) -> tuple[list[Tensor], list[int]]:
     assert all(group.is_sharded for group in groups)
     names = [[event.name for event in one.events()] for one in (step, evaluation)]
     counts = [of_one.count("c10d::_allgather_base_") for of_one in names]
-    found = [full_tensor(tensor).clone() for p in engine.model.parameters() for tensor in (p.grad, p.detach())]
+    found = [
+        full_tensor(tensor).clone()
+        for p in engine.model.parameters()
+        for tensor in (p.grad, p.detach())
+    ]
     world.close()
     return found, counts
 
 
-def test_without_resharding_parameters_are_gathered_once_a_step_and_nothing_else_changes(ranks2) -> None:
-    for (resharded, many), (kept, once) in zip(ranks2.run(gathers, True), ranks2.run(gathers, False), strict=True):
+def test_without_resharding_parameters_are_gathered_once_a_step_and_nothing_else_changes(
+    ranks2,
+) -> None:
+    for (resharded, many), (kept, once) in zip(
+        ranks2.run(gathers, True), ranks2.run(gathers, False), strict=True
+    ):
         assert all(one.equal(two) for one, two in zip(resharded, kept, strict=True))
         assert once == [5, 5]  # four blocks, and the rest
         assert many == [3 * (5 + 4), 5 + 4]  # the rest is kept after a forward in any case

@@ -113,7 +113,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams = use_lazy_streams(monkeypatch)  # copies run as late as they may
     freed_early: list[bool] = []
 
@@ -139,11 +141,15 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch: pytest
     assert len(streams) == 1
     assert not streams[0].queue  # backward has waited for all
     assert trained("offload", [[32], [64]])
-    assert Inputs.made[-1].allocated == 2 * calls  # a larger pack takes the place of the smaller one
+    assert (
+        Inputs.made[-1].allocated == 2 * calls
+    )  # a larger pack takes the place of the smaller one
     assert len(Inputs.made[-1].free) == calls
 
 
-def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Counted(activation_offload._Input):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -171,7 +177,9 @@ def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypa
     assert not alive
 
 
-@pytest.mark.parametrize(("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)])
+@pytest.mark.parametrize(
+    ("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)]
+)
 def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_name: bool) -> None:
     engine = engine_of(Net(), "offload", compile=backend)
     inputs: list[StorageWeakRef] = []
@@ -250,15 +258,21 @@ def test_offload_buffers_are_the_smallest_that_fit() -> None:
 
 def test_offload_without_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "available_host_memory", lambda: 5 * 2**30)
-    monkeypatch.setattr(activation_offload, "pinned_zeros", lambda shape, *_: torch.empty(shape, device="meta"))
+    monkeypatch.setattr(
+        activation_offload, "pinned_zeros", lambda shape, *_: torch.empty(shape, device="meta")
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     inputs = HostInputs(nn.Module())
     assert len(inputs.take(2**30, torch.device("cuda"))) == 2**30
-    with pytest.raises(UserError, match=r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"):
+    with pytest.raises(
+        UserError, match=r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"
+    ):
         inputs.take(2**31, torch.device("cuda"))
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     expected = trained("full", [[32]])
     streams = use_lazy_streams(monkeypatch)
     engine = engine_of(Net(), "offload")
@@ -288,7 +302,9 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
     assert Inputs.made[-1].allocated == 2 * BLOCKS - 1
 
 
-def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies: list[Any] = []
     real = activation_offload._Input.copy_to_device
 
@@ -327,13 +343,17 @@ def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> 
 def test_offload_input_changed_in_place_raises() -> None:
     engine = engine_of(Net(), "offload")
     engine.model.change = lambda x: x.detach().add_(1)  # type: ignore[assignment]
-    with pytest.raises(UserError, match="input of a block was changed in place after the block had read it"):
+    with pytest.raises(
+        UserError, match="input of a block was changed in place after the block had read it"
+    ):
         engine.train_batch([torch.ones(32, WIDTH)], lambda x: (engine.model(x), 1))
 
 
 def test_activation_checkpointing_of_unknown_mode_is_an_error() -> None:
     for wrong in ("offloaded", {"llm": "offloaded"}):
-        with pytest.raises(UserError, match="'offloaded' is none of none, selective, attention, full, offload"):
+        with pytest.raises(
+            UserError, match="'offloaded' is none of none, selective, attention, full, offload"
+        ):
             Settings(activation_checkpointing=wrong)
 
 
@@ -345,7 +365,10 @@ def test_offload_of_parts_is_bit_equal_to_full(monkeypatch: pytest.MonkeyPatch) 
         packs = packs_of(model, "qwen3_vl", [[2, 1], [1, 0, 1]], [(7, 3, 11), (5, 9)])
         engine = LanguageModelEngine(model, alone(), Settings(activation_checkpointing=mode))
         engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
-        loss = lambda batch: (-engine.model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens)  # noqa: E731, B023
+        loss = lambda batch: (
+            -engine.model(batch, ["log_probs"])["log_probs"].sum(),
+            batch.num_loss_tokens,
+        )  # noqa: E731, B023
         engine.forward_backward_batch(packs, loss)
         found.append([param.grad for param in engine.model.parameters() if param.grad is not None])
     assert same(*found)
@@ -384,7 +407,9 @@ def test_offload_on_gpu_is_bit_equal_to_full_with_less_memory_and_no_host_sync(
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         params = list(engine.model.parameters())
-        results.append([one for param in params for one in (param.detach().cpu(), param.grad.cpu())])
+        results.append(
+            [one for param in params for one in (param.detach().cpu(), param.grad.cpu())]
+        )
         del engine, loss, params
         gc.collect()
     assert all(one.isfinite().all() for one in results[0])

@@ -19,7 +19,9 @@ def test_hf_adapter_has_the_methods_and_parameters_of_the_plain_adapter() -> Non
             continue
         own = getattr(HFAdapter, name)
         if inspect.isfunction(method):
-            assert list(inspect.signature(own).parameters) == list(inspect.signature(method).parameters), name
+            assert list(inspect.signature(own).parameters) == list(
+                inspect.signature(method).parameters
+            ), name
 
 
 def test_plain_module_without_a_folder_cannot_be_exported() -> None:

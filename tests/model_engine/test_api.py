@@ -51,7 +51,9 @@ def test_docs_example_of_a_model_type_runs(follow, tmp_path: Path) -> None:
     names = follow("Adding a model type")
     kind = engine_class("token_classifier")
     assert kind is names["TokenClassifierEngine"]
-    engine = kind(kind.build_model(ModelSource(None, overrides_of("qwen3"))), ALONE, Settings(seed=3))
+    engine = kind(
+        kind.build_model(ModelSource(None, overrides_of("qwen3"))), ALONE, Settings(seed=3)
+    )
     engine.initialize(adam, constant)
     logits = engine.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"]
     assert logits.shape == (23, 3)
@@ -62,12 +64,19 @@ def test_docs_example_of_a_model_type_runs(follow, tmp_path: Path) -> None:
     for folder in ("out", "merged"):
         again = kind(kind.build_model(ModelSource(str(tmp_path / folder))), ALONE)
         again.initialize()
-        assert torch.equal(again.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"], logits)
+        assert torch.equal(
+            again.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"], logits
+        )
 
 
 def test_docs_example_of_a_backend_runs(follow, train, tmp_path: Path) -> None:
     follow("Adding a backend")
-    words = ["loop.total_steps=6", "lm.weights=true", "loop.eval_interval=3", "optim.schedule=constant"]
+    words = [
+        "loop.total_steps=6",
+        "lm.weights=true",
+        "loop.eval_interval=3",
+        "optim.schedule=constant",
+    ]
     assert train(*words, config=LM, dir=tmp_path / "fsdp") == 0
     assert train(*words, "model.backend=plain", config=LM, dir=tmp_path / "plain") == 0
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "fsdp"), rel=1e-5)
@@ -92,28 +101,39 @@ def test_model_engine_subclass_without_all_methods_is_refused() -> None:
 
     with pytest.raises(TypeError, match="abstract method"):
         Half(torch.nn.Linear(2, 2), ALONE)
-    calls = (
-        "initialize train_mode eval_mode forward_backward_batch optimizer_zero_grad optimizer_step lr_scheduler_step"
+    calls = "initialize train_mode eval_mode forward_backward_batch optimizer_zero_grad optimizer_step lr_scheduler_step"
+    calls += (
+        " train_batch infer_batch to save_checkpoint load_checkpoint export_hf get_per_tensor_param"
     )
-    calls += " train_batch infer_batch to save_checkpoint load_checkpoint export_hf get_per_tensor_param"
-    calls += " data_parallel_rank data_parallel_size data_parallel_group is_mp_src_rank_with_outputs"
+    calls += (
+        " data_parallel_rank data_parallel_size data_parallel_group is_mp_src_rank_with_outputs"
+    )
     assert all(hasattr(ModelEngine, name) for name in calls.split())
     page = PAGE.read_text()
     assert all(
-        f"`{name}`" in page for name in calls.split() if name not in ("optimizer_zero_grad", "lr_scheduler_step")
+        f"`{name}`" in page
+        for name in calls.split()
+        if name not in ("optimizer_zero_grad", "lr_scheduler_step")
     )
 
 
 def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None:
-    with pytest.raises(UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not registered"):
+    with pytest.raises(
+        UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not registered"
+    ):
         engine_class("langage_model")
-    with pytest.raises(UserError, match=r"model\.backend=megatro is not registered\. Did you mean megatron"):
+    with pytest.raises(
+        UserError, match=r"model\.backend=megatro is not registered\. Did you mean megatron"
+    ):
         engine_class("language_model", "megatro")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
     assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
-    assert "language_model on fsdp, language_model on megatron, module on fsdp" in capsys.readouterr().err
+    assert (
+        "language_model on fsdp, language_model on megatron, module on fsdp"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -126,13 +146,19 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None
             "gpt_oss",
             {"activation_checkpointing": "selective"},
         ),  # its experts have biases, which transformers adds in place
-        pytest.param("qwen3", {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)),  # see test_compiled.py
+        pytest.param(
+            "qwen3", {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)
+        ),  # see test_compiled.py
     ],
     ids=str,
 )
-def test_activation_checkpointing_and_compile_give_equal_gradients(family: str, how: dict[str, Any]) -> None:
+def test_activation_checkpointing_and_compile_give_equal_gradients(
+    family: str, how: dict[str, Any]
+) -> None:
     expected, found = gradients(family, ALONE), gradients(family, ALONE, **how)
-    assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items())
+    assert all(
+        torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items()
+    )
 
 
 def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients() -> None:
@@ -140,14 +166,18 @@ def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients() 
     found = []
     for how in ("none", "full", "selective"):
         model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-        engine = LanguageModelEngine(model, ALONE, Settings(activation_checkpointing=how, precision="bf16"))
+        engine = LanguageModelEngine(
+            model, ALONE, Settings(activation_checkpointing=how, precision="bf16")
+        )
         engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
         twice = lambda run, b: (run(b, ["loss"])["loss"] + run(b, ["entropy"])["entropy"].sum(), 1)  # noqa: E731
         engine.train_batch([batch()], functools.partial(twice, engine.model))
         found.append([p.grad for p in engine.model.parameters() if p.grad is not None])
     for one, full, some in zip(*found, strict=True):
         assert torch.equal(one, full)
-        assert torch.allclose(one, some, atol=0.01 * float(one.abs().max()))  # summed in float32, not in bf16
+        assert torch.allclose(
+            one, some, atol=0.01 * float(one.abs().max())
+        )  # summed in float32, not in bf16
 
 
 def test_activation_checkpointing_saves_fewer_activations() -> None:
@@ -169,18 +199,30 @@ def test_activation_checkpointing_saves_fewer_activations() -> None:
     assert full < 0.4 * everything
 
 
-NORMS = {**overrides_of("glm4_moe"), "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
+NORMS = {
+    **overrides_of("glm4_moe"),
+    "use_qk_norm": True,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 NORMS |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 
-def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(ranks2, monkeypatch) -> None:
+def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(
+    ranks2, monkeypatch
+) -> None:
     """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
     monkeypatch.setattr("test_packed_layouts.overrides_of", lambda _: NORMS)
     expected = gradients("glm4_moe", ALONE)
     for found in ranks2.run(with_norms, True):
-        assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5) for name, grad in expected.items())
+        assert all(
+            torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5)
+            for name, grad in expected.items()
+        )
     for said in ranks2.run(with_norms, False):
-        assert re.search(r"parallel\.tensor=2: \S+[qk]_norm.weight gets a different gradient on each rank", said)
+        assert re.search(
+            r"parallel\.tensor=2: \S+[qk]_norm.weight gets a different gradient on each rank", said
+        )
 
 
 def with_norms(found: bool) -> Any:
@@ -212,7 +254,9 @@ def with_norms(found: bool) -> Any:
     ],
     ids=str,
 )
-def test_unsupported_layouts_are_refused_at_start(ranks4, sizes: dict[str, Any], message: str) -> None:
+def test_unsupported_layouts_are_refused_at_start(
+    ranks4, sizes: dict[str, Any], message: str
+) -> None:
     for said in ranks4.run(refused, sizes):
         assert message in said
 

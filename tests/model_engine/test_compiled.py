@@ -34,7 +34,10 @@ pytestmark = pytest.mark.slow
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
 PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 WARM = 3  # packs after which nothing is compiled any more
-KINDS = {"qwen3": 2, "qwen3_vl": 4}  # of what is compiled: text blocks, their last norm, encoder, merger
+KINDS = {
+    "qwen3": 2,
+    "qwen3_vl": 4,
+}  # of what is compiled: text blocks, their last norm, encoder, merger
 
 
 def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
@@ -70,17 +73,23 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
     """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
     of_queries = torch.searchsorted(spec.cu_seqlens, torch.arange(q.shape[1]), right=True)
     of_keys = torch.searchsorted(spec.cu_seqlens_k, torch.arange(k.shape[1]), right=True)
-    at = torch.arange(q.shape[1]) + (spec.cu_seqlens_k - spec.cu_seqlens)[of_queries]  # among the keys
+    at = (
+        torch.arange(q.shape[1]) + (spec.cu_seqlens_k - spec.cu_seqlens)[of_queries]
+    )  # among the keys
     before = at[:, None] >= torch.arange(k.shape[1])
     allowed = (of_queries[:, None] == of_keys) & (before | (not spec.causal))
     grouped = q.shape[0] != k.shape[0]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], allowed, scale=spec.scale, enable_gqa=grouped)[0]
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], allowed, scale=spec.scale, enable_gqa=grouped
+    )[0]
 
 
 def on_ranks(name: str, sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
     world = World.join("cpu")
     activation_offload.SMALL = 64
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+    with patch.multiple(
+        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    ):
         results = [found(name, Layout.of(world, parallel(**sizes)), **how) for how in ways]
     world.close()
     return results
@@ -100,10 +109,20 @@ HOST = {"compile": "aot_eager", "activation_checkpointing": "offload"}
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL, KEPT, HOST], marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            "qwen3",
+            4,
+            {"shard": 2, "ulysses": 2},
+            [FULL, KEPT, HOST],
+            marks=pytest.mark.campaign(only=True),
+        ),
         pytest.param("qwen3_vl", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
-        pytest.param("qwen3", 4, {"context": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
-        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL, KEPT, HOST], marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            "qwen3", 4, {"context": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)
+        ),
+        pytest.param(
+            "qwen3_vl", 2, {"context": 2}, [FULL, KEPT, HOST], marks=pytest.mark.campaign(only=True)
+        ),
         pytest.param("qwen3", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 2, {"context": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
     ],
@@ -142,8 +161,12 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     said: list[str] = []
     monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    layout: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda")), tensor_mesh="a mesh")
-    backends = compile.compile_backends(build_model(LanguageModel, "qwen3"), "auto", layout, by_default=True)
+    layout: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cuda")), tensor_mesh="a mesh"
+    )
+    backends = compile.compile_backends(
+        build_model(LanguageModel, "qwen3"), "auto", layout, by_default=True
+    )
     assert set(backends.values()) == {backend}
     assert ["blocks run uncompiled" in one for one in said] == [True] * (backend is None)
 
@@ -151,8 +174,12 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
 def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
     world = World.join("cpu")
     try:
-        with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
-            outs, grads, _ = found("qwen3", Layout.of(world, parallel(tensor=2)), compile="aot_eager")
+        with patch.multiple(
+            attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+        ):
+            outs, grads, _ = found(
+                "qwen3", Layout.of(world, parallel(tensor=2)), compile="aot_eager"
+            )
         return "", outs, grads
     except UserError as error:
         return str(error), [], {}
@@ -161,32 +188,52 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "how", ["selective", *(pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in ("full", "attention"))]
+    "how",
+    [
+        "selective",
+        *(
+            pytest.param(one, marks=pytest.mark.campaign(only=True))
+            for one in ("full", "attention")
+        ),
+    ],
 )
 def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
-    monkeypatch.setattr(parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(
+        parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words)
+    )
     parallelize._warn_of_attention.cache_clear()
     outs, grads, _ = expected("qwen3")
-    its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
+    its_outs, its_grads, graphs = found(
+        "qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how
+    )
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
     assert all(close(its_grads[n], grad) for n, grad in grads.items())
     assert (graphs[0] > 1) == (how != "selective")  # the last norm is compiled in any case
     assert graphs[-1] == graphs[WARM - 1]  # not one for each number of sequences
     assert len(said) == (how != "full")  # once for all blocks
     words = {
-        "selective": ("Qwen3DecoderLayer runs uncompiled", "Set model.activation_checkpointing=full"),
+        "selective": (
+            "Qwen3DecoderLayer runs uncompiled",
+            "Set model.activation_checkpointing=full",
+        ),
         "attention": ("Qwen3DecoderLayer keeps nothing", "as with full"),
     }
     assert all(word in one for one in said for word in words[how])
 
 
-WHOLE = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((4, 7, 6), (1, 7, 6), (1, 7, 10))]
+WHOLE = [
+    torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for shape in ((4, 7, 6), (1, 7, 6), (1, 7, 10))
+]
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor, shard: UlyssesShard | None = None) -> Tensor:
     """Attention of one layer, (T, H, d)."""
-    how: dict[str, Any] = {"ulysses_shard": shard, **attention.boundaries(torch.tensor([0, 4, 7]).int(), 4)}
+    how: dict[str, Any] = {
+        "ulysses_shard": shard,
+        **attention.boundaries(torch.tensor([0, 4, 7]).int(), 4),
+    }
     return attention.packed_attention(nn.Identity(), q[None], k[None], v[None], None, **how)[0][0]
 
 
@@ -195,13 +242,17 @@ def on_part() -> tuple[Any, ...]:
     sent: list[list[str]] = []
 
     def kept(graph: Any, examples: Any) -> Any:
-        sent.append([str(node.target) for node in graph.graph.nodes if "all_to_all" in str(node.target)])
+        sent.append(
+            [str(node.target) for node in graph.graph.nodes if "all_to_all" in str(node.target)]
+        )
         return make_boxed_func(graph)
 
     world = World.join("cpu")
     shard = UlyssesShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
     own = [shard.cut(x, dim=1).clone().requires_grad_() for x in WHOLE]
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+    with patch.multiple(
+        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    ):
         out = torch.compile(layer, backend=aot_autograd(fw_compiler=kept))(*own, shard)
         grads = torch.autograd.grad(out.square().sum(), own)
         with torch.inference_mode():
@@ -217,7 +268,9 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(ranks2) -> None:
     out = layer(*inputs)
     grads = torch.autograd.grad(out.square().sum(), inputs)
     results = ranks2.run(on_part)
-    assert all(sent == [["_c10d_functional.all_to_all_single.default"] * 2] * 2 for sent, *_ in results)
+    assert all(
+        sent == [["_c10d_functional.all_to_all_single.default"] * 2] * 2 for sent, *_ in results
+    )
     assert close(torch.cat([one for _, one, _, _ in results]), out)
     assert all(torch.equal(one, again) for _, one, _, again in results)
     for i, grad in enumerate(grads):
@@ -258,7 +311,9 @@ def test_graph_breaks_are_a_warning_with_their_reason(monkeypatch) -> None:
     assert "tolist" in said[-1]
 
 
-def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkeypatch, tmp_path) -> None:
+def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(
+    monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the environment")
     compile.use_cache(None)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "of the environment"
@@ -304,11 +359,17 @@ def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> 
 
 
 @pytest.mark.campaign(only=True)
-@pytest.mark.parametrize(("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")]
+)
 def test_graphs_of_blocks_are_kept_on_disk(name: str, mode: str) -> None:
     """Those with autograd functions (experts), and those whose checkpointing has a policy."""
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+    with patch.multiple(
+        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    ):
         found(name, PLAIN, compile="inductor", activation_checkpointing=mode)
     counted = torch._dynamo.utils.counters["aot_autograd"]
     assert counted["total"] > 0
-    assert counted["autograd_cache_hit"] + counted["autograd_cache_saved"] == counted["total"], dict(counted)
+    assert counted["autograd_cache_hit"] + counted["autograd_cache_saved"] == counted["total"], (
+        dict(counted)
+    )

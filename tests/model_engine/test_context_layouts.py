@@ -39,7 +39,9 @@ def found(name: str, layout: Layout, **how: Any) -> Found:
         outs.append({key: value.detach() for key, value in out.items()})
         # Uneven weights: a gradient that reached another token would show.
         weights = torch.linspace(0.5, 1.5, batch.num_tokens)
-        return -(weights * out["log_probs"]).sum() - 0.1 * out["entropy"].sum(), batch.num_loss_tokens
+        return -(weights * out["log_probs"]).sum() - 0.1 * out[
+            "entropy"
+        ].sum(), batch.num_loss_tokens
 
     engine.optimizer_zero_grad()
     for batch in batches:
@@ -67,7 +69,9 @@ def assert_equal(result: Found, name: str) -> None:
     assert result[1].keys() >= grads.keys()
     assert not any(bool(result[1][key].any()) for key in unused), unused
     for key, grad in grads.items():
-        atol = max(1e-6, 1e-5 * float(grad.abs().max()))  # biases of keys have gradients that are rounding alone
+        atol = max(
+            1e-6, 1e-5 * float(grad.abs().max())
+        )  # biases of keys have gradients that are rounding alone
         assert torch.allclose(result[1][key], grad, rtol=1e-5, atol=atol), (name, key)
 
 
@@ -80,13 +84,19 @@ LONG = pytest.mark.campaign(only=True)
     [
         (2, {"context": 2}, FEW),
         pytest.param(4, {"context": 4}, FEW, marks=LONG),
-        pytest.param(4, {"context": 2, "ulysses": 2}, ["gpt_oss", "qwen3_vl"], marks=pytest.mark.slow),
+        pytest.param(
+            4, {"context": 2, "ulysses": 2}, ["gpt_oss", "qwen3_vl"], marks=pytest.mark.slow
+        ),
         pytest.param(4, {"context": 2, "ulysses": 2}, ["qwen3", "gemma3_text"], marks=LONG),
         pytest.param(4, {"context": 2, "shard": 2}, FEW, marks=LONG),
         pytest.param(4, {"context": 2, "replicate": 2}, FEW, marks=LONG),
         pytest.param(4, {"context": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG),
-        pytest.param(4, {"context": 2, "shard": 2, "expert": 4}, ["qwen3_moe", "gpt_oss"], marks=LONG),
-        pytest.param(4, {"context": 2, "ulysses": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG),
+        pytest.param(
+            4, {"context": 2, "shard": 2, "expert": 4}, ["qwen3_moe", "gpt_oss"], marks=LONG
+        ),
+        pytest.param(
+            4, {"context": 2, "ulysses": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG
+        ),
         pytest.param(4, {"context": 2, "tensor": 2}, ["qwen3", "gemma2"], marks=LONG),
     ],
     ids=str,

@@ -26,7 +26,9 @@ def test_step_on_gpu_has_no_host_sync(precision: str) -> None:
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
     for step in range(4):
-        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step allocates and compiles
+        torch.cuda.set_sync_debug_mode(
+            "error" if step else "default"
+        )  # the first step allocates and compiles
         try:
             store.begin_step()
             numbers = part.train_batch(data, forward(part.model))
@@ -49,7 +51,9 @@ def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule() -> None:
     part.train_batch(data, lambda b: (part.model(**b).sum() * float("nan"), 1))
     assert [o.reason for o in part.step_status()] == ["the loss is not finite"]
     assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
-    assert all(torch.equal(s["step"], n) for s, n in zip(part.optimizer.state.values(), steps, strict=True))
+    assert all(
+        torch.equal(s["step"], n) for s, n in zip(part.optimizer.state.values(), steps, strict=True)
+    )
     assert part.scheduler.last_epoch == 1
     part.train_batch(data, forward(part.model))
     assert part.step_status()[0].reason is None
@@ -57,7 +61,12 @@ def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule() -> None:
 
 
 def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
-    words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]", "data.micro_batch_size=32"]
+    words = [
+        "loop.total_steps=6",
+        "log.interval=1",
+        "log.backends=[jsonl]",
+        "data.micro_batch_size=32",
+    ]
     words += ["data.global_batch_size=64", "loop.eval_interval=null", "loop.precision=fp32"]
     for device in ("cpu", "cuda"):
         assert train(*words, f"device={device}", config=MAGIC, dir=tmp_path / device) == 0
@@ -66,7 +75,12 @@ def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path: Path, precision: str) -> None:
-    words = ["loop.total_steps=60", "log.interval=20", "log.backends=[jsonl]", "loop.eval_interval=null"]
+    words = [
+        "loop.total_steps=60",
+        "log.interval=20",
+        "log.backends=[jsonl]",
+        "loop.eval_interval=null",
+    ]
     for name in ("fp32", precision):
         assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
@@ -87,7 +101,9 @@ def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path: Path) -> None:
 def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
     words = ["log.interval=1", "log.backends=[jsonl]", "loop.precision=fp32"]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
-    assert ranks2.launch(TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}") == [0, 0]
+    assert ranks2.launch(
+        TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"
+    ) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
 
 
@@ -96,14 +112,18 @@ EXACT = ["loop.precision=fp32", "model.compile=null"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path: Path, precision: str) -> None:
+def test_packed_language_model_on_gpu_is_close_to_cpu(
+    train, tmp_path: Path, precision: str
+) -> None:
     assert train("device=cpu", config=LM, dir=tmp_path / "cpu") == 0
     assert train("device=cuda", f"loop.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
     tolerance = 1e-3 if precision == "fp32" else 2e-2
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "gpu"), rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.ulysses=2"], ["parallel.pipeline=2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [["parallel.shard=2"], ["parallel.ulysses=2"], ["parallel.pipeline=2"]], ids=str
+)
 def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
     train, ranks2, tmp_path: Path, layout: list[str]
 ) -> None:
@@ -113,8 +133,15 @@ def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
 
 
-def test_tensor_parallel_on_two_ranks_of_one_gpu_equals_one_rank(train, ranks2, tmp_path: Path) -> None:
+def test_tensor_parallel_on_two_ranks_of_one_gpu_equals_one_rank(
+    train, ranks2, tmp_path: Path
+) -> None:
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
-    words = ["parallel.tensor=2", *EXACT, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"]
+    words = [
+        "parallel.tensor=2",
+        *EXACT,
+        "data.micro_batch_size=8",
+        f"project.dir={tmp_path / 'two'}",
+    ]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)

@@ -33,7 +33,9 @@ LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
 
 
-def language_model(seed: int, layout: Layout | None = None, train: bool = True) -> LanguageModelEngine:
+def language_model(
+    seed: int, layout: Layout | None = None, train: bool = True
+) -> LanguageModelEngine:
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     engine = LanguageModelEngine(model, layout or alone(), Settings(seed=seed))
     engine.initialize(*((adam, constant) if train else ()))
@@ -41,10 +43,14 @@ def language_model(seed: int, layout: Layout | None = None, train: bool = True) 
 
 
 def step(engine: ModelEngine) -> None:
-    engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens))
+    engine.train_batch(
+        [BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens)
+    )
 
 
-def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(
+    tmp_path: Path, monkeypatch
+) -> None:
     engine = language_model(1)
     monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
@@ -77,7 +83,9 @@ def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("then", ["load", "save", "merge"])
-def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path: Path, monkeypatch, then: str) -> None:
+def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(
+    tmp_path: Path, monkeypatch, then: str
+) -> None:
     """Whatever the last thing was that happened, there is a whole one under its name for the next who looks."""
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
@@ -122,18 +130,24 @@ def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, mo
 
 def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"checkpoint .*file/saved cannot be written: .*Not a directory"):
+    with pytest.raises(
+        UserError, match=r"checkpoint .*file/saved cannot be written: .*Not a directory"
+    ):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
-def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
+def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(
+    train, tmp_path: Path, capsys
+) -> None:
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     meta = json.loads((tmp_path / "saved" / "meta.json").read_text())
     assert meta["world_size"] == 1
     assert meta["torch"] == torch.__version__
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
-    merged = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
+    merged = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone()
+    )
     merged.initialize()
     assert same(merged.model.state_dict(), engine.model.state_dict())
     words = [f"resume={tmp_path / 'saved'}", "lm.family=qwen3"]
@@ -146,11 +160,15 @@ def test_engine_without_an_optimizer_saves_and_loads(ranks2, tmp_path: Path) -> 
     engine = language_model(1, train=False)
     engine.save_checkpoint(tmp_path / "weights")
     for found in ranks2.run(reshard, tmp_path / "weights", tmp_path / "two"):
-        assert torch.allclose(found, engine.infer_batch(BATCH, ["log_probs"])["log_probs"], atol=1e-6)
+        assert torch.allclose(
+            found, engine.infer_batch(BATCH, ["log_probs"])["log_probs"], atol=1e-6
+        )
     back = language_model(3, train=False)
     back.load_checkpoint(tmp_path / "two")
     assert same(back.model.state_dict(), engine.model.state_dict())
-    with pytest.raises(UserError, match="holds weights only, since it was saved without an optimizer"):
+    with pytest.raises(
+        UserError, match="holds weights only, since it was saved without an optimizer"
+    ):
         language_model(4).load_checkpoint(tmp_path / "weights")
 
 
@@ -165,7 +183,9 @@ def reshard(path: Path, out: Path) -> torch.Tensor:
     return log_probs
 
 
-def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(tmp_path: Path) -> None:
+def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(
+    tmp_path: Path,
+) -> None:
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     engine = LanguageModelEngine(model, alone(), Settings(seed=1))
     engine.initialize(adam)
@@ -187,7 +207,10 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, ca
     without_checksums(tmp_path / "saved")
 
     def refused(*words: str) -> str:
-        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out"), *words]) == EXIT_USER_ERROR
+        assert (
+            main(["merge", str(tmp_path / "saved"), str(tmp_path / "out"), *words])
+            == EXIT_USER_ERROR
+        )
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().err
 
@@ -195,7 +218,9 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, ca
     good = json.loads(config.read_text())
     config.write_text(json.dumps(good | {"intermediate_size": 64}))
     assert "gate_proj.weight has the shape (48, 32) there and (64, 32) in this model" in refused()
-    config.write_text(json.dumps(good | {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}))
+    config.write_text(
+        json.dumps(good | {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]})
+    )
     assert "it also has model.hf.model.layers.1." in refused()
     config.write_text('{"model_type": "qw')
     assert "config.json cannot be read" in refused()
@@ -204,7 +229,10 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, ca
         about.write_text(text)
         assert "mvp.json is damaged" in refused()
     about.write_text('{"model_type": "mine", "dtype": "float32", "engine": "/nowhere/engine.py"}')
-    assert "there is no file /nowhere/engine.py. Name the file or module that registers it" in refused()
+    assert (
+        "there is no file /nowhere/engine.py. Name the file or module that registers it"
+        in refused()
+    )
     assert "which json does not register" in refused("--engine", "json")
     about.unlink()
     assert "has no hf/mvp.json" in refused()
@@ -214,7 +242,9 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     train, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
-    registry = {key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")}
+    registry = {
+        key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")
+    }
     monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", registry)
     page = (ROOT / "docs" / "model_engine.md").read_text().split("## Adding a model type\n")[1]
     folder = tmp_path / "tagger"
@@ -227,7 +257,10 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
     code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)
     assert code == 0, said
-    assert [name for name, _ in entries(tmp_path / "out" / "heads.safetensors")] == ["classes.bias", "classes.weight"]
+    assert [name for name, _ in entries(tmp_path / "out" / "heads.safetensors")] == [
+        "classes.bias",
+        "classes.weight",
+    ]
     del registry["token_classifier", "fsdp"]  # as in another process
     folder.rename(tmp_path / "moved")
     words[-1] = str(tmp_path / "again")

@@ -28,7 +28,9 @@ from mvp_engine.model_engine import (
 
 def test_settings_unknown_compile_backend_is_rejected() -> None:
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-    with pytest.raises(UserError, match=r"model\.compile=inducto is no backend .* Did you mean inductor"):
+    with pytest.raises(
+        UserError, match=r"model\.compile=inducto is no backend .* Did you mean inductor"
+    ):
         LanguageModelEngine(model, alone(), Settings(compile="inducto")).initialize()
 
 
@@ -46,13 +48,17 @@ def view_warnings() -> list[str]:
         for kind, output in ((ValueModelEngine, "values"), (LanguageModelEngine, "hidden_states")):
             engine = kind(kind.build_model(ModelSource(None, overrides_of("qwen3"))), layout)
             engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
-            engine.train_batch([batch], lambda b, e=engine, o=output: (e.model(b, [o])[o].sum(), 1.0))
+            engine.train_batch(
+                [batch], lambda b, e=engine, o=output: (e.model(b, [o])[o].sum(), 1.0)
+            )
     world.close()
     return [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
-def test_offload_during_training_moves_model_and_optimizer_for_evaluations(offload: str, train, monkeypatch) -> None:
+def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
+    offload: str, train, monkeypatch
+) -> None:
     """On a CPU nothing moves: this checks the requests. test_cuda_models checks the memory."""
     seen: dict[str, list[set[str]]] = {}
 
@@ -76,23 +82,31 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(offlo
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"precision": "bf17"}, {"activation_checkpointing": "ful"}, {"offload": "optimiser"}], ids=str
+    "wrong",
+    [{"precision": "bf17"}, {"activation_checkpointing": "ful"}, {"offload": "optimiser"}],
+    ids=str,
 )
 def test_settings_unknown_value_is_rejected(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=rf"Settings: \w+='{next(iter(wrong.values()))}' is none of"):
+    with pytest.raises(
+        UserError, match=rf"Settings: \w+='{next(iter(wrong.values()))}' is none of"
+    ):
         Settings(**wrong)  # type: ignore[arg-type]
 
 
 def test_engine_calls_out_of_order_or_with_bad_arguments_raise() -> None:
     batch = PackedBatch.from_sequences([torch.arange(3, 9)])
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone())
+    engine = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone()
+    )
     with pytest.raises(UserError, match=r"infer_batch\(\) needs initialize\(\)"):
         engine.infer_batch(batch, ["log_probs"])
     engine.initialize()
     with pytest.raises(UserError, match=r"initialize\(\) was called before"):
         engine.initialize()
     with pytest.raises(UserError, match=r"a step needs initialize\(optimizer=\.\.\.\)"):
-        engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
+        engine.train_batch(
+            [batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+        )
     with pytest.raises(UserError, match="outputs per token, and loss is one number"):
         engine.infer_batch(batch, ["log_probs", "loss"])
     with pytest.raises(UserError, match="LanguageModel does not provide"):
@@ -129,7 +143,9 @@ def test_engine_start_router_logits_config_is_warned_about(monkeypatch) -> None:
     monkeypatch.setattr(adapter.LOGGER, "warning", warned.append)
     for wanted in (False, True):
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
-        LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, config)), alone()).initialize()
+        LanguageModelEngine(
+            LanguageModelEngine.build_model(ModelSource(None, config)), alone()
+        ).initialize()
         assert [text.split()[0] for text in warned] == ["output_router_logits"] * wanted
 
 
@@ -137,7 +153,9 @@ def test_selective_activation_checkpointing_with_in_place_change_raises() -> Non
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers[1](self.layers[0](x))
@@ -149,7 +167,8 @@ def test_selective_activation_checkpointing_with_in_place_change_raises() -> Non
 
     step("full")
     with pytest.raises(
-        UserError, match=r"Sequential changes one of them in place\. Set model\.activation_checkpointing=full"
+        UserError,
+        match=r"Sequential changes one of them in place\. Set model\.activation_checkpointing=full",
     ):
         step("selective")
 
@@ -157,5 +176,8 @@ def test_selective_activation_checkpointing_with_in_place_change_raises() -> Non
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])
 def test_merge_non_positive_file_size_is_rejected(size: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "meta.json").write_text("{}")
-    assert main(["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]) == EXIT_USER_ERROR
+    assert (
+        main(["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size])
+        == EXIT_USER_ERROR
+    )
     assert "must be a positive size" in capsys.readouterr().err

@@ -17,10 +17,21 @@ from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 
 @pytest.mark.campaign
-def test_infer_batch_fewer_tokens_than_sequence_ranks_equals_one_rank(ranks4, campaign_size: Any) -> None:
+def test_infer_batch_fewer_tokens_than_sequence_ranks_equals_one_rank(
+    ranks4, campaign_size: Any
+) -> None:
     alone = log_probs({})
-    layouts = [{"ulysses": 4}, {"context": 2, "ulysses": 2}, {"context": 4}, {"ulysses": 2, "shard": 2}]
-    for shared in [of_rank for sizes in layouts[: campaign_size(3, 4)] for of_rank in ranks4.run(log_probs, sizes)]:
+    layouts = [
+        {"ulysses": 4},
+        {"context": 2, "ulysses": 2},
+        {"context": 4},
+        {"ulysses": 2, "shard": 2},
+    ]
+    for shared in [
+        of_rank
+        for sizes in layouts[: campaign_size(3, 4)]
+        for of_rank in ranks4.run(log_probs, sizes)
+    ]:
         for got, expected in zip(shared, alone, strict=True):
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -47,11 +58,15 @@ def infer_load_infer(folder: str) -> tuple[Any, Any, Any]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(shard=2))
     engines = [
-        LanguageModelEngine(LanguageModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=seed))
+        LanguageModelEngine(
+            LanguageModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=seed)
+        )
         for seed in (1, 2)
     ]
     for engine in engines:
-        engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.1), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+        engine.initialize(
+            lambda m: torch.optim.SGD(m.parameters(), 0.1), lambda sgd: LambdaLR(sgd, lambda _: 1.0)
+        )
     batch = PackedBatch.from_sequences([torch.arange(9)])
 
     def infer(engine: LanguageModelEngine) -> torch.Tensor:

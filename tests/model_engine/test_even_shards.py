@@ -76,7 +76,9 @@ def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
 def held(param: DTensor, rank: int, ranks: int) -> int:
     lengths = []
     for dim, size in enumerate(param.shape):
-        lengths.append(sum(one.length for one in dim_slices(size, dim, param.placements, (ranks,), (rank,))))
+        lengths.append(
+            sum(one.length for one in dim_slices(size, dim, param.placements, (ranks,), (rank,)))
+        )
     return math.prod(lengths)
 
 

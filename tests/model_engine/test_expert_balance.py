@@ -33,7 +33,9 @@ State = dict[str, Tensor]
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 
 
-def engine_of(family: str, layout: Layout, experts: Experts, lr: float = 1e-2, **how: Any) -> LanguageModelEngine:
+def engine_of(
+    family: str, layout: Layout, experts: Experts, lr: float = 1e-2, **how: Any
+) -> LanguageModelEngine:
     shape = {**overrides_of(family), **MORE.get(family, {}), **how.pop("shape", {})}
     settings = Settings(seed=5, experts=experts, **how)
     engine = LanguageModelEngine(LanguageModel.on_meta(None, shape), layout, settings)
@@ -50,8 +52,12 @@ def step(engine: LanguageModelEngine, rows: list[PackedBatch]) -> dict[str, floa
 
 
 def weights_of(engine: LanguageModelEngine) -> State:
-    found = {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}
-    return found | {name: value.clone() for name, value in engine.model.named_buffers() if "bias" in name}
+    found = {
+        name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()
+    }
+    return found | {
+        name: value.clone() for name, value in engine.model.named_buffers() if "bias" in name
+    }
 
 
 def trained(engine: LanguageModelEngine, ranks: list[int]) -> tuple[State, list[Any]]:
@@ -70,12 +76,16 @@ def trained(engine: LanguageModelEngine, ranks: list[int]) -> tuple[State, list[
     return weights_of(engine), [balance.state(), router_grads]
 
 
-def on_layout(sizes: dict[str, int], families: list[str], how: dict[str, Any]) -> dict[str, tuple[State, list[Any]]]:
+def on_layout(
+    sizes: dict[str, int], families: list[str], how: dict[str, Any]
+) -> dict[str, tuple[State, list[Any]]]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     found = {}
     for family in families:
-        found[family] = trained(engine_of(family, layout, BALANCES[family], **how), [layout.data_rank])
+        found[family] = trained(
+            engine_of(family, layout, BALANCES[family], **how), [layout.data_rank]
+        )
     world.close()
     return found
 
@@ -90,18 +100,32 @@ def alone(family: str, **how: Any) -> LanguageModelEngine:
         pytest.param({"shard": 2}, {}, marks=pytest.mark.campaign(only=True)),
         pytest.param({"replicate": 2}, {}, marks=pytest.mark.campaign(only=True)),
         ({"shard": 2, "expert": 2}, {"activation_checkpointing": "full"}),
-        pytest.param({"ulysses": 2}, {"activation_checkpointing": "selective"}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"ulysses": 2},
+            {"activation_checkpointing": "selective"},
+            marks=pytest.mark.campaign(only=True),
+        ),
         pytest.param({"tensor": 2}, {}, marks=pytest.mark.campaign(only=True)),
         pytest.param({"context": 2}, {}, marks=pytest.mark.campaign(only=True)),
         ({"pipeline": 2}, {}),
-        pytest.param({"pipeline": 2, "shard": 2, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"shard": 2, "expert": 2}, {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"pipeline": 2, "shard": 2, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)
+        ),
+        pytest.param(
+            {"shard": 2, "expert": 2},
+            {"compile": "aot_eager"},
+            marks=pytest.mark.campaign(only=True),
+        ),
         pytest.param({"shard": 4, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"shard": 2, "ulysses": 2, "expert": 4}, {}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"shard": 2, "ulysses": 2, "expert": 4}, {}, marks=pytest.mark.campaign(only=True)
+        ),
     ],
     ids=str,
 )
-def test_balanced_steps_on_layout_equal_those_of_one_rank(request, sizes: dict[str, int], how: dict[str, Any]) -> None:
+def test_balanced_steps_on_layout_equal_those_of_one_rank(
+    request, sizes: dict[str, int], how: dict[str, Any]
+) -> None:
     ranks = math.prod(size for name, size in sizes.items() if name != "expert")
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     data = list(range(sizes.get("replicate", 1) * sizes.get("shard", 1)))
@@ -121,14 +145,23 @@ def test_balanced_steps_on_layout_equal_those_of_one_rank(request, sizes: dict[s
 
 def gradient(engine: LanguageModelEngine, rows: list[PackedBatch]) -> State:
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(rows, lambda one: (0.0 * engine.model(one, ["loss"])["loss"], 1.0))
-    return {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    engine.forward_backward_batch(
+        rows, lambda one: (0.0 * engine.model(one, ["loss"])["loss"], 1.0)
+    )
+    return {
+        n: full_tensor(p.grad).clone()
+        for n, p in engine.model.named_parameters()
+        if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("how", [{}, {"activation_checkpointing": "full"}], ids=str)
 def test_router_losses_alone_do_not_depend_on_the_split(how: dict[str, Any]) -> None:
     """To 1e-6, with a loss of 0: what is left is the gradient of balance and z-loss."""
-    sequences = [torch.randint(99, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 3, 11, 2, 9)]
+    sequences = [
+        torch.randint(99, (n,), generator=torch.Generator().manual_seed(n))
+        for n in (7, 3, 11, 2, 9)
+    ]
     whole = PackedBatch.from_sequences(sequences)
     results = []
     for rows in ([whole], whole.split(11).parts, whole.split(20).parts[::-1]):
@@ -165,7 +198,9 @@ def test_router_loss_gradient_is_that_of_autograd() -> None:
     coefficients, z = torch.rand(4, dtype=torch.float64), torch.tensor(0.3)
     is_real = torch.tensor([True, True, False, True, True, False])
     scores = logits.softmax(-1).topk(2).values
-    _RouterLoss.apply(scores, logits, coefficients, z, is_real, torch.tensor(8.0)).sum().mul(0.0).backward()
+    _RouterLoss.apply(scores, logits, coefficients, z, is_real, torch.tensor(8.0)).sum().mul(
+        0.0
+    ).backward()
     other = logits.detach().requires_grad_()
     of_token = (other.softmax(-1) * coefficients).sum(-1) + 0.3 * other.logsumexp(-1).square()
     (8.0 * of_token[is_real].sum()).backward()
@@ -190,7 +225,9 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(tmp_path: Path) -> No
             {"counts": [[1.0] * 4] * len(other.adapter.expert_balance.sizes), "weight": 1.0}
         )  # type: ignore[union-attr]
         step(other, rows)
-        changed = not all(torch.equal(value, wanted[name]) for name, value in weights_of(other).items())
+        changed = not all(
+            torch.equal(value, wanted[name]) for name, value in weights_of(other).items()
+        )
         assert changed  # so the counts matter
 
 
@@ -213,7 +250,9 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     if family == "glm4_moe":
         shape["first_k_dense_replace"] = 0
     if steps < 200:  # as fast as 200 steps, without their end
-        experts = experts.model_copy(update={"weight": 2 * experts.weight, "rate": 10 * experts.rate})
+        experts = experts.model_copy(
+            update={"weight": 2 * experts.weight, "rate": 10 * experts.rate}
+        )
     engine = engine_of(family, Layout(World.join("cpu")), experts, lr=lr, shape=shape)
     for name, value in [*engine.model.named_parameters(), *engine.model.named_buffers()]:
         if name.endswith(("router.bias", "e_score_correction_bias")):
@@ -221,7 +260,9 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     g = torch.Generator().manual_seed(0)
     loads = []
     for _ in range(steps):
-        rows = [PackedBatch.from_sequences([torch.randint(997, (64,), generator=g) for _ in range(16)])]
+        rows = [
+            PackedBatch.from_sequences([torch.randint(997, (64,), generator=g) for _ in range(16)])
+        ]
         loads.append(step(engine, rows)["expert_load_max"])
     assert loads[0] > 6.0
     last = loads[-steps // 4 :]
@@ -238,7 +279,9 @@ def media_counts(sizes: dict[str, int] | None) -> Any:
     model = build_model(LanguageModel, "qwen3_vl_moe")
     ranks = range(2) if sizes is None else [layout.data_rank]
     rows = [one for rank in ranks for one in media_rows(model, rank)]
-    engine = LanguageModelEngine(model, layout, Settings(experts=Experts(balance="loss", weight=1.0)))
+    engine = LanguageModelEngine(
+        model, layout, Settings(experts=Experts(balance="loss", weight=1.0))
+    )
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-2))
     for _ in range(2):
         step(engine, rows)
@@ -251,7 +294,9 @@ def media_counts(sizes: dict[str, int] | None) -> Any:
     "sizes",
     [
         {"shard": 2},
-        pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"shard": 2, "ulysses": 2, "expert": 2}, marks=pytest.mark.campaign(only=True)
+        ),
     ],
     ids=str,
 )
@@ -268,7 +313,8 @@ def test_dummy_sequences_are_not_counted(request, sizes: dict[str, int]) -> None
 
 def test_bias_of_a_router_without_one_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"experts\.balance=bias: the routers of qwen3_moe choose by their scores alone"
+        UserError,
+        match=r"experts\.balance=bias: the routers of qwen3_moe choose by their scores alone",
     ):
         engine_of("qwen3_moe", Layout(World.join("cpu")), Experts(balance="bias"))
 
@@ -284,14 +330,27 @@ def test_balance_of_a_model_without_experts_is_refused() -> None:
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
     train, ranks2: RankPool, tmp_path: Path
 ) -> None:
-    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.weight=1.0", "optim.schedule=constant"]
+    words = [
+        "lm.family=qwen3_moe",
+        "experts.balance=loss",
+        "experts.weight=1.0",
+        "optim.schedule=constant",
+    ]
     words += ["data.micro_batch_size=2"]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "one") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'two'}", "parallel.shard=2", "parallel.expert=2"]
+    cut = [
+        *words,
+        "resume=auto",
+        f"project.dir={tmp_path / 'two'}",
+        "parallel.shard=2",
+        "parallel.expert=2",
+    ]
     for steps in (2, 4):
         assert ranks2.launch(LM, *cut, f"loop.total_steps={steps}") == [0, 0]
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     for name in ("expert_load", "expert_load_max"):
         assert [record[name] for record in one] == [record[name] for record in two]
         assert min(record[name] for record in one) >= 1.0
-    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in two], rel=1e-5)
+    assert [record["loss"] for record in one] == pytest.approx(
+        [record["loss"] for record in two], rel=1e-5
+    )

@@ -54,7 +54,9 @@ def micro_batches(rank: int) -> list[PackedBatch]:
     """The data of a data-parallel rank: 2, 0, 3 and 1 micro-batches."""
     g = torch.Generator().manual_seed(rank)
     return [
-        PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in (7 + rank, 3, 5 + i)])
+        PackedBatch.from_sequences(
+            [torch.randint(99, (n,), generator=g) for n in (7 + rank, 3, 5 + i)]
+        )
         for i in range((2, 0, 3, 1)[rank])
     ]
 
@@ -62,7 +64,9 @@ def micro_batches(rank: int) -> list[PackedBatch]:
 def engine_of(family: str, layout: Layout, **how: Any) -> LanguageModelEngine:
     shape = {**overrides_of(family), **MORE.get(family, {})}
     model = LanguageModel.on_meta(None, shape)
-    engine = LanguageModelEngine(model, layout, Settings(**{"seed": 5, "clip_grad_norm": 0.1, **how}))
+    engine = LanguageModelEngine(
+        model, layout, Settings(**{"seed": 5, "clip_grad_norm": 0.1, **how})
+    )
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
     return engine
 
@@ -78,11 +82,17 @@ def loss_of(engine: LanguageModelEngine) -> Any:
 def gradients(engine: LanguageModelEngine, rows: list[PackedBatch]) -> dict[str, Tensor]:
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(rows, loss_of(engine))
-    grads = {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
+    grads = {
+        name: param.grad
+        for name, param in engine.model.named_parameters()
+        if param.grad is not None
+    }
     return {name: full_tensor(grad).clone() for name, grad in grads.items()}
 
 
-def on_layout(sizes: dict[str, int], families: list[str], how: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def on_layout(
+    sizes: dict[str, int], families: list[str], how: dict[str, Any]
+) -> dict[str, dict[str, Tensor]]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     found = {}
@@ -99,7 +109,9 @@ def expected(family: str, data_size: int) -> dict[str, Tensor]:
     return gradients(engine, [one for rank in range(data_size) for one in micro_batches(rank)])
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], family: str, most: float = 1e-5) -> None:
+def assert_close(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], family: str, most: float = 1e-5
+) -> None:
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         error = float((found[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3)
@@ -113,7 +125,9 @@ LAYOUTS = [
     pytest.param({"shard": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN),
     pytest.param({"shard": 4, "expert": 4}, ["mixtral", "glm4_moe"], marks=CAMPAIGN),
     ({"shard": 2, "ulysses": 2, "expert": 4}, ["qwen3_moe"]),
-    pytest.param({"replicate": 2, "shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN),
+    pytest.param(
+        {"replicate": 2, "shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN
+    ),
     ({"shard": 2, "tensor": 2, "expert": 2}, ["qwen3_moe", "mixtral"]),
 ]
 
@@ -147,7 +161,9 @@ def test_expert_parallel_layout_gives_the_gradients_of_one_rank(
     ],
     ids=str,
 )
-def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_rank(ranks2, how: dict[str, Any]) -> None:
+def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_rank(
+    ranks2, how: dict[str, Any]
+) -> None:
     """Also with shared experts (glm4_moe), whose block saves tensors after its experts."""
     families = ["qwen3_moe", "gpt_oss", "glm4_moe"]
     for found in ranks2.run(on_layout, {"shard": 2, "expert": 2}, families, how):
@@ -156,7 +172,9 @@ def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_ra
 
 
 @pytest.mark.slow
-def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_forward(ranks2) -> None:
+def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_forward(
+    ranks2,
+) -> None:
     """Of linear layers and of experts, with gathered weights."""
     low = {"precision": "bf16", "fp8": True}
     hows = [{"precision": "bf16"}, low, {**low, "activation_checkpointing": "full"}]
@@ -173,7 +191,9 @@ def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_for
 
 @CAMPAIGN
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(ranks2, checkpointing: str) -> None:
+def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(
+    ranks2, checkpointing: str
+) -> None:
     """Both quantize bf16 weights; without biases, routing weights scale rows after FP8, not before.
 
     Scales are powers of two, so a row that is scaled before is rounded differently.
@@ -186,8 +206,15 @@ def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(ranks2, check
     for family in families:
         for name, grad in wanted[family].items():
             if "experts" in name:
-                apart, used = (float((one[family][name] - grad).norm() / grad.norm()) for one in (found, plain))
-                assert apart < (1e-5 if family == "gpt_oss" else 0.06) < used, (family, name, apart, used)
+                apart, used = (
+                    float((one[family][name] - grad).norm() / grad.norm()) for one in (found, plain)
+                )
+                assert apart < (1e-5 if family == "gpt_oss" else 0.06) < used, (
+                    family,
+                    name,
+                    apart,
+                    used,
+                )
 
 
 # ---- Routers that send every token to the same experts ----------------------------------------------------------
@@ -203,11 +230,15 @@ def skewed(family: str, layout: Layout, chosen: list[int]) -> tuple[LanguageMode
             value.data[chosen] = 100.0
     engine = LanguageModelEngine(model, layout)
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
-    weight = next(param for name, param in model.named_parameters() if name.endswith("gate_up_proj"))
+    weight = next(
+        param for name, param in model.named_parameters() if name.endswith("gate_up_proj")
+    )
     return engine, [int(offset[0]) for offset, _ in local_shards(weight)]
 
 
-def skewed_gradients(sizes: dict[str, int], family: str, chosen: list[int]) -> tuple[dict[str, Tensor], list[int]]:
+def skewed_gradients(
+    sizes: dict[str, int], family: str, chosen: list[int]
+) -> tuple[dict[str, Tensor], list[int]]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     engine, held = skewed(family, layout, chosen)
@@ -225,7 +256,9 @@ def test_expert_parallel_rank_without_tokens_gives_the_gradients_of_one_rank(
     request, sizes: dict[str, int], family: str, chosen: list[int]
 ) -> None:
     results = pool_of(request, sizes).run(skewed_gradients, sizes, family, chosen)
-    assert [held for _, held in results if held[0] not in chosen]  # a rank whose experts get no token
+    assert [
+        held for _, held in results if held[0] not in chosen
+    ]  # a rank whose experts get no token
     engine, _ = skewed(family, Layout(World.join("cpu")), chosen)
     rows = [one for rank in range(sizes["shard"]) for one in micro_batches(rank)]
     wanted = gradients(engine, rows)
@@ -260,10 +293,15 @@ def media_gradients(sizes: dict[str, int] | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"shard": 2, "expert": 2}, pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=CAMPAIGN)],
+    [
+        {"shard": 2, "expert": 2},
+        pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=CAMPAIGN),
+    ],
     ids=str,
 )
-def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank(request, sizes) -> None:
+def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank(
+    request, sizes
+) -> None:
     wanted = media_gradients(None)
     for found in pool_of(request, sizes).run(media_gradients, sizes):
         assert_close(found, wanted, "qwen3_vl_moe")
@@ -289,7 +327,9 @@ def state_of(engine: LanguageModelEngine) -> dict[str, Tensor]:
     return found
 
 
-def saved_run(sizes: dict[str, int], family: str, folder: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
+def saved_run(
+    sizes: dict[str, int], family: str, folder: str
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Two steps, a checkpoint, a Hugging Face folder, a third step, and the same from the checkpoint."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -311,7 +351,9 @@ def saved_run(sizes: dict[str, int], family: str, folder: str) -> tuple[list[flo
     ("sizes", "family"),
     [
         ({"shard": 2, "expert": 2}, "gpt_oss"),
-        pytest.param({"replicate": 1, "shard": 2, "tensor": 2, "expert": 2}, "qwen3_moe", marks=CAMPAIGN),
+        pytest.param(
+            {"replicate": 1, "shard": 2, "tensor": 2, "expert": 2}, "qwen3_moe", marks=CAMPAIGN
+        ),
         pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, "deepseek_v3", marks=CAMPAIGN),
     ],
     ids=str,
@@ -341,13 +383,21 @@ def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
 
 
 def refused(sizes: dict[str, int], shape: dict[str, Any]) -> str:
-    return refusal(sizes, lambda layout: LanguageModelEngine(LanguageModel.on_meta(None, shape), layout).initialize())
+    return refusal(
+        sizes,
+        lambda layout: LanguageModelEngine(LanguageModel.on_meta(None, shape), layout).initialize(),
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "family", "more", "message"),
     [
-        ({"shard": 1, "expert": 2}, "qwen3_moe", {}, "parallel.expert=2 does not divide the 1 FSDP ranks"),
+        (
+            {"shard": 1, "expert": 2},
+            "qwen3_moe",
+            {},
+            "parallel.expert=2 does not divide the 1 FSDP ranks",
+        ),
         ({"shard": 2, "expert": 2}, "qwen3", {}, "parallel.expert=2: qwen3 has no experts"),
         (
             {"shard": 2, "expert": 2},

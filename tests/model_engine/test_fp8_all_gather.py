@@ -85,7 +85,10 @@ def alone(ranks: int, model: nn.Module) -> tuple[list[float], Gradients]:
 
 
 def on_rank(
-    sizes: dict[str, int], weight_gradients: bool = False, backend: str | None = None, reshard: bool = True
+    sizes: dict[str, int],
+    weight_gradients: bool = False,
+    backend: str | None = None,
+    reshard: bool = True,
 ) -> tuple[float, Gradients]:
     """The second of two steps: its all-gathers fill the storage of the first."""
     with layout_of(**sizes) as layout:
@@ -119,7 +122,9 @@ def test_fp8_losses_and_gradients_of_hsdp_are_those_of_one_rank(ranks4: RankPool
     losses, expected = alone(4, Blocks())
     assert [loss for loss, _ in facts] == losses
     for name, grad in expected.items():  # sums of four, in another order
-        assert torch.allclose(facts[3][1][name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max())), name
+        assert torch.allclose(
+            facts[3][1][name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max())
+        ), name
 
 
 def facts_of_shards(wide: int) -> dict[str, Any]:
@@ -147,7 +152,9 @@ def facts_of_shards(wide: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("wide", "kind"), [(96, GatheredWeight), (95, nn.Parameter)])
-def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(ranks2: RankPool, wide: int, kind: type) -> None:
+def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(
+    ranks2: RankPool, wide: int, kind: type
+) -> None:
     up = 48 * (IN + 4)  # of 96 rows, each with a scale of 4 bytes
     if wide == 95:
         up = 48 * IN * 2  # bf16, padded to 96 rows
@@ -175,7 +182,9 @@ def losses_after_changes() -> list[float]:
         return [*losses, step(model, layout.world.rank)]
 
 
-def test_fp8_all_gather_after_model_was_moved_run_in_bf16_or_updated_uses_its_weights(ranks2: RankPool) -> None:
+def test_fp8_all_gather_after_model_was_moved_run_in_bf16_or_updated_uses_its_weights(
+    ranks2: RankPool,
+) -> None:
     model = Blocks()
     first = alone(2, model)[0]
     with torch.no_grad():
@@ -211,15 +220,21 @@ BATCH = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
 def train(engine: LanguageModelEngine, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
-        numbers = engine.train_batch([BATCH, BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
+        numbers = engine.train_batch(
+            [BATCH, BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+        )
         losses.append(float(numbers.loss_sum / numbers.weight))
     return losses
 
 
 def engine_of(layout: Layout, **how: Any) -> LanguageModelEngine:
     settings = Settings(seed=5, precision="bf16", fp8=True, **how)
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of("qwen3")), layout, settings)
-    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 3e-3))
+    engine = LanguageModelEngine(
+        LanguageModel.on_meta(None, overrides_of("qwen3")), layout, settings
+    )
+    engine.initialize(
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 3e-3)
+    )
     return engine
 
 
@@ -235,12 +250,18 @@ def trained(folder: Path, how: dict[str, Any]) -> tuple[list[float], list[float]
         other.load_checkpoint(folder)
         resumed = train(other, 1)
         pairs = zip(engine.model.named_parameters(), other.model.parameters(), strict=True)
-        wrong = [name for (name, a), b in pairs if not torch.equal(full_tensor(a.detach()), full_tensor(b.detach()))]
+        wrong = [
+            name
+            for (name, a), b in pairs
+            if not torch.equal(full_tensor(a.detach()), full_tensor(b.detach()))
+        ]
         return losses, resumed, wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"activation_checkpointing": "selective"}, {"freeze": ["*.mlp.*"]}])
+@pytest.mark.parametrize(
+    "how", [{"activation_checkpointing": "selective"}, {"freeze": ["*.mlp.*"]}]
+)
 def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(
     ranks2: RankPool, tmp_path: Path, how: dict[str, Any]
 ) -> None:
@@ -255,14 +276,22 @@ def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(
 def losses_with_lora(base: Path, layout: Layout) -> tuple[list[float], set[Any], bool]:
     """Losses of two steps, the kinds of weights that layers in FP8 see, and whether the base is as it was."""
     engine = lora_engine(base, Lora(rank=3), layout, precision="bf16", fp8=True)
-    params = {name: param for name, param in engine.model.named_parameters() if ".lora_" not in name}
+    params = {
+        name: param for name, param in engine.model.named_parameters() if ".lora_" not in name
+    }
     before = {name: full_tensor(param.detach()).clone() for name, param in params.items()}
     kinds: set[Any] = set()
     for layer in engine.model.modules():
         if isinstance(layer, fp8.Fp8Linear):
-            layer.register_forward_pre_hook(lambda one, _: kinds.add((type(one.weight), one.weight.requires_grad)))
+            layer.register_forward_pre_hook(
+                lambda one, _: kinds.add((type(one.weight), one.weight.requires_grad))
+            )
     losses = train(engine, 2)
-    return losses, kinds, all(torch.equal(full_tensor(params[name].detach()), was) for name, was in before.items())
+    return (
+        losses,
+        kinds,
+        all(torch.equal(full_tensor(params[name].detach()), was) for name, was in before.items()),
+    )
 
 
 def lora_on_ranks(base: Path) -> tuple[list[float], set[Any], bool]:
@@ -270,7 +299,9 @@ def lora_on_ranks(base: Path) -> tuple[list[float], set[Any], bool]:
         return losses_with_lora(base, layout)
 
 
-def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(ranks2: RankPool, tmp_path: Path) -> None:
+def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
     base = pretrained(tmp_path / "base")
     with layout_of() as layout:
         expected = losses_with_lora(base, layout)
@@ -284,13 +315,16 @@ def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(ranks2: RankPool, tmp
 def gathered(shape: tuple[int, int] = (32, 48)) -> tuple[nn.Parameter, nn.Parameter]:
     """A gathered weight, and its values in bf16."""
     weight = GatheredWeight(
-        *fp8.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0))), torch.bfloat16
+        *fp8.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0))),
+        torch.bfloat16,
     )
     return nn.Parameter(weight), nn.Parameter(weight.dequantize())
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(has_bias: bool) -> None:
+def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(
+    has_bias: bool,
+) -> None:
     results = []
     for weight in gathered():
         x = torch.linspace(-1, 1, 2 * 5 * 48).view(2, 5, 48).requires_grad_()
@@ -322,7 +356,9 @@ def test_gathered_weight_refilled_for_backward_gives_results_of_float32_weight(
         layer = nn.Linear(64, 48, bias=False).to(device)
         fp8.use([layer], weight_gradients=True)
         if is_gathered:
-            layer.weight = nn.Parameter(GatheredWeight(*fp8.quantize(layer.weight.detach()), torch.bfloat16))
+            layer.weight = nn.Parameter(
+                GatheredWeight(*fp8.quantize(layer.weight.detach()), torch.bfloat16)
+            )
         x = torch.randn(32, 64).to(device, torch.bfloat16).requires_grad_()
         with torch.autocast(device, torch.bfloat16):
             out = (torch.compile(layer, backend=backend, fullgraph=True) if backend else layer)(x)
@@ -340,7 +376,9 @@ def test_gathered_weight_refilled_for_backward_gives_results_of_float32_weight(
         assert (found - expected).norm() <= tolerance * expected.norm()
 
 
-def test_gathered_weight_in_compiled_layer_is_neither_quantized_again_nor_copied_for_backward() -> None:
+def test_gathered_weight_in_compiled_layer_is_neither_quantized_again_nor_copied_for_backward() -> (
+    None
+):
     """From a weight in bf16, the graph would keep a transposed copy in FP8 for backward, in every layer."""
     layer = nn.Linear(48, 32, bias=False)
     fp8.use([layer])
@@ -355,20 +393,32 @@ def test_gathered_weight_in_compiled_layer_is_neither_quantized_again_nor_copied
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(layer, backend=backend, fullgraph=True)(torch.ones(16, 48, requires_grad=True)).sum().backward()
+        torch.compile(layer, backend=backend, fullgraph=True)(
+            torch.ones(16, 48, requires_grad=True)
+        ).sum().backward()
     forward = graphs[0]
-    assert len(forward.find_nodes(op="call_function", target=torch.ops.aten.amax.default)) == 1  # of the input
-    kept = [one for one in forward.output_node().args[0] if one.meta["val"].dtype == torch.float8_e4m3fn]
+    assert (
+        len(forward.find_nodes(op="call_function", target=torch.ops.aten.amax.default)) == 1
+    )  # of the input
+    kept = [
+        one for one in forward.output_node().args[0] if one.meta["val"].dtype == torch.float8_e4m3fn
+    ]
     assert [one.op for one in kept] == ["placeholder"]  # the gathered values, which FSDP2 frees
 
 
 def test_gathered_weight_whose_values_are_freed_has_zeros_like_it_and_cannot_be_changed() -> None:
     weight, values = gathered()
     assert torch.equal(weight * 1, values)
-    changes: list[Callable[[], object]] = [lambda: weight.mul_(2), lambda: torch._foreach_mul_([weight], 2.0)]
+    changes: list[Callable[[], object]] = [
+        lambda: weight.mul_(2),
+        lambda: torch._foreach_mul_([weight], 2.0),
+    ]
     changes.append(lambda: torch.add(values, 1, out=weight))
     for change in changes:
-        with torch.no_grad(), pytest.raises(RuntimeError, match="would change a weight that was gathered in FP8"):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match="would change a weight that was gathered in FP8"),
+        ):
             change()
     with torch.no_grad():
         assert torch.equal(torch.zeros_like(values).add_(weight), values)  # it is read

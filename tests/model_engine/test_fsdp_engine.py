@@ -54,17 +54,24 @@ class Net(nn.Module):
         return out + self.spare.weight.sum() if spare else out
 
 
-def engine(world: World = ALONE, optim: Optim = OPTIM, shard: int = 1, **options: Any) -> FSDPEngine:
+def engine(
+    world: World = ALONE, optim: Optim = OPTIM, shard: int = 1, **options: Any
+) -> FSDPEngine:
     torch.manual_seed(3)
     part = FSDPEngine(Net(), Layout.of(world, parallel(shard=shard)), Settings(**options))
-    part.initialize(lambda model: build_optimizer(model, optim), lambda made: build_scheduler(made, optim, 10))
+    part.initialize(
+        lambda model: build_optimizer(model, optim), lambda made: build_scheduler(made, optim, 10)
+    )
     return part
 
 
 def batches(count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(4)
     sizes = torch.randint(1, 5, (count,), generator=generator).tolist()
-    return [{"tokens": torch.randint(8, (n,), generator=generator), "spare": i == 1} for i, n in enumerate(sizes)]
+    return [
+        {"tokens": torch.randint(8, (n,), generator=generator), "spare": i == 1}
+        for i, n in enumerate(sizes)
+    ]
 
 
 def forward(model: nn.Module) -> Any:
@@ -75,7 +82,11 @@ def forward(model: nn.Module) -> Any:
 
 
 def gradients(part: FSDPEngine) -> dict[str, Tensor]:
-    return {name: full_tensor(p.grad).clone() for name, p in part.model.named_parameters() if p.grad is not None}
+    return {
+        name: full_tensor(p.grad).clone()
+        for name, p in part.model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
@@ -84,14 +95,18 @@ def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
     reference = engine().model
     weight = sum(len(b["tokens"]) for b in data)
     (sum(reference(**b).square().sum() for b in data) / weight).backward()
-    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    expected = {
+        name: param.grad for name, param in reference.named_parameters() if param.grad is not None
+    }
     assert expected.keys() == gradients(part).keys()
     for name, gradient in expected.items():
         assert torch.allclose(gradients(part)[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=ranks_may_differ)])
-def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(ranks2, shard: int) -> None:
+def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(
+    ranks2, shard: int
+) -> None:
     """Only one micro-batch uses `spare`, so on one rank it has no gradient of its own."""
     one = engine()
     numbers = one.train_batch(batches(5), forward(one.model))
@@ -100,7 +115,10 @@ def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(ranks2,
             assert result["norm"] == pytest.approx(float(numbers.grad_norm), rel=1e-5)
             assert result["gradients"].keys() == gradients(one).keys()
             for name, gradient in gradients(one).items():
-                assert torch.allclose(result["gradients"][name], gradient, rtol=1e-5, atol=1e-7), (share, name)
+                assert torch.allclose(result["gradients"][name], gradient, rtol=1e-5, atol=1e-7), (
+                    share,
+                    name,
+                )
 
 
 def _share(share: list[int], shard: int) -> dict[str, Any]:
@@ -121,7 +139,9 @@ def test_gradients_of_several_calls_add_up(ranks2) -> None:
     alone.optimizer_zero_grad()
     for batch in data:
         alone.forward_backward_batch([batch], forward(alone.model))
-    assert float(alone.optimizer_step().grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    assert float(alone.optimizer_step().grad_norm) == pytest.approx(
+        float(expected.grad_norm), rel=1e-5
+    )
     for result in ranks2.run(_several_calls):
         assert result["norm"] == pytest.approx(float(expected.grad_norm), rel=1e-5)
         assert result["gradients"].keys() == gradients(one).keys()
@@ -148,7 +168,8 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
     changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight", "scale"}
     with pytest.raises(
-        UserError, match=r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight"
+        UserError,
+        match=r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight",
     ):
         engine(freeze=("tokens.*",))
 
@@ -228,8 +249,12 @@ def _cleared(order: str, world: World | None = None) -> dict[str, Tensor]:
 
 
 def test_model_in_bf16_is_trained_in_float32() -> None:
-    half = FSDPEngine(Net().bfloat16(), Layout(ALONE), Settings(freeze=("token.*",), precision="bf16"))
-    half.initialize(lambda model: build_optimizer(model, OPTIM), lambda made: build_scheduler(made, OPTIM, 10))
+    half = FSDPEngine(
+        Net().bfloat16(), Layout(ALONE), Settings(freeze=("token.*",), precision="bf16")
+    )
+    half.initialize(
+        lambda model: build_optimizer(model, OPTIM), lambda made: build_scheduler(made, OPTIM, 10)
+    )
     kept = {name: param.dtype for name, param in half.model.named_parameters()}
     assert kept.pop("token.weight") == torch.bfloat16
     assert set(kept.values()) == {torch.float32}
@@ -257,14 +282,19 @@ def test_skipped_step_keeps_weights_optimizer_states_and_schedule() -> None:
     part.train_batch(batches(3), lambda b: (part.model(**b).sum() * float("nan"), 1))
     assert [o.reason for o in part.step_status()] == ["the loss is not finite"]
     assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
-    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(part.optimizer.state.values(), moments, strict=True))
+    assert all(
+        torch.equal(s["exp_avg"], m)
+        for s, m in zip(part.optimizer.state.values(), moments, strict=True)
+    )
     assert part.optimizer.param_groups[0]["lr"] == lr
 
 
 def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
     part = engine()
     names = {p: n for n, p in part.model.named_parameters()}
-    decayed = {names[p] for g in part.optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    decayed = {
+        names[p] for g in part.optimizer.param_groups if g["weight_decay"] for p in g["params"]
+    }
     assert decayed == {"out.weight", "spare.weight"}
 
 
@@ -341,7 +371,8 @@ def test_nested_batches_are_moved_to_the_device() -> None:
 
     Pair = namedtuple("Pair", "a b")
     moved = to_device(
-        {"x": [torch.ones(1), (torch.ones(1), "text")], "y": Pair(torch.ones(2), 3)}, torch.device("meta")
+        {"x": [torch.ones(1), (torch.ones(1), "text")], "y": Pair(torch.ones(2), 3)},
+        torch.device("meta"),
     )
     assert moved["x"][1][0].device.type == "meta"
     assert moved["y"].a.device.type == "meta"
@@ -365,7 +396,9 @@ def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
     def run(part: FSDPEngine, factors: list[float]) -> list[str | None]:
         for factor in factors:
             broken = factor if world.rank == 1 else 1.0
-            part.train_batch([mine], lambda b, x=broken: ((given := forward(part.model)(b))[0] * x, given[1]))
+            part.train_batch(
+                [mine], lambda b, x=broken: ((given := forward(part.model)(b))[0] * x, given[1])
+            )
         return [status.reason for status in part.step_status()]
 
     calm = OPTIM.model_copy(update={"lr": 1e-3})

@@ -30,7 +30,9 @@ def scores(q_HTd: Tensor, k_HTd: Tensor, cu_seqlens: Tensor, scale: float) -> Te
 
 # An operator as those of GPUs: it returns the log-sum-exp, too, and backward needs both.
 @torch.library.custom_op("mvp_tests::ragged_attention", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     CALLS.append("forward")
     scores_HTT = scores(q, k, cu_seqlens, scale)
     stats_HT1 = scores_HTT.logsumexp(-1, keepdim=True)
@@ -39,7 +41,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) ->
 
 @torch.library.custom_op("mvp_tests::ragged_attention_backward", mutates_args=())
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens: Tensor, scale: float
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     CALLS.append("backward")
     weights_HTT = (scores(q, k, cu_seqlens, scale) - stats).exp()
@@ -53,7 +62,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tupl
 
 
 @attend_backward.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -75,7 +86,9 @@ def kernel(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tenso
     return attend(q_HTd.contiguous(), k_HTd, v_HTd, spec.cu_seqlens, scale)[0]
 
 
-def gradients(mode: Any, precision: str = "fp32", backend: str | None = None, name: str = "qwen3") -> dict[str, Tensor]:
+def gradients(
+    mode: Any, precision: str = "fp32", backend: str | None = None, name: str = "qwen3"
+) -> dict[str, Tensor]:
     """Of one step on one pack; `CALLS` are those of this step, without their compilation."""
     model = build_model(LanguageModel, name)
     (batch,) = packs_of(model, name, [[2, 1]], [(7, 3, 11)])
@@ -83,10 +96,18 @@ def gradients(mode: Any, precision: str = "fp32", backend: str | None = None, na
     engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
     torch._dynamo.reset()
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel):
+    with patch.multiple(
+        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel
+    ):
         CALLS.clear()
-        engine.train_batch([batch], lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens))
-    return {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
+        engine.train_batch(
+            [batch], lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens)
+        )
+    return {
+        name: param.grad
+        for name, param in engine.model.named_parameters()
+        if param.grad is not None
+    }
 
 
 def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
@@ -105,7 +126,10 @@ def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
         assert CALLS.count("forward") == forwards * layers, (mode, backend)
         assert CALLS.count("backward") == layers
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), (mode, backend)
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), (
+            mode,
+            backend,
+        )
 
 
 def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> None:
@@ -127,12 +151,17 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
 def test_attention_mode_that_keeps_nothing_warns_once(monkeypatch) -> None:
     """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
     said = list[str]()
-    monkeypatch.setattr(parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(
+        parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words)
+    )
     parallelize._warn_of_attention.cache_clear()
     for name in ("qwen3", "gemma2"):
         gradients("attention", name=name)
     assert len(said) == 1  # for all blocks
-    assert "Gemma2DecoderLayer keeps nothing with model.activation_checkpointing=attention, as with full" in said[0]
+    assert (
+        "Gemma2DecoderLayer keeps nothing with model.activation_checkpointing=attention, as with full"
+        in said[0]
+    )
 
 
 def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_time() -> None:
@@ -149,7 +178,9 @@ def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_tim
         loss.backward()
         found.append([x.grad, *(param.grad for param in block.parameters())])
     # Without the cache, the gradients of both casts are added in float32.
-    assert all(torch.allclose(one, other, rtol=2e-2, atol=2e-2) for one, other in zip(*found, strict=True))
+    assert all(
+        torch.allclose(one, other, rtol=2e-2, atol=2e-2) for one, other in zip(*found, strict=True)
+    )
 
 
 def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:

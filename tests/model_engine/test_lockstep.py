@@ -25,7 +25,12 @@ from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 IMAGE, SOUND = "pixel_values", "input_features"
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 9,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+}
 SHAPE |= {"intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 
 
@@ -33,7 +38,9 @@ def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
     """One sequence with one item of each kind."""
     media = {kind: Media(torch.ones(2, 3), torch.tensor([2]), torch.tensor([0])) for kind in kinds}
     positions = torch.arange(length).expand(axes, -1) if axes else torch.arange(length)
-    return PackedBatch.from_sequences([torch.arange(3, 3 + length)], position_ids=[positions], media=media)
+    return PackedBatch.from_sequences(
+        [torch.arange(3, 3 + length)], position_ids=[positions], media=media
+    )
 
 
 def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch() -> None:
@@ -47,7 +54,9 @@ def test_lockstep_batch_select_and_replace_keep_the_dummies() -> None:
     dummy = packed(3, IMAGE)
     batch = append_dummies(PackedBatch.concat([packed(4), packed(5)]), [dummy])
     assert batch.select([1]).dummies == [dummy]
-    assert dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORE)).dummies == [dummy]
+    assert dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORE)).dummies == [
+        dummy
+    ]
 
 
 def test_lockstep_batch_moved_to_a_device_was_joined_on_the_host() -> None:
@@ -72,7 +81,10 @@ def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
 def test_engine_state_has_the_dummies_so_that_a_resumed_step_is_of_the_same_size() -> None:
     """Of another size, experts and GEMMs would round differently."""
     source = ModelSource(None, SHAPE)
-    engines = [LanguageModelEngine(LanguageModelEngine.build_model(source), Layout(ALONE), Settings()) for _ in "12"]
+    engines = [
+        LanguageModelEngine(LanguageModelEngine.build_model(source), Layout(ALONE), Settings())
+        for _ in "12"
+    ]
     for engine in engines:
         engine.initialize(lambda model: torch.optim.AdamW(model.parameters()))
     pack = PackedBatch.concat([packed(40, IMAGE, axes=3), packed(5, IMAGE, axes=3)])
@@ -100,7 +112,9 @@ def test_cut_keeps_the_type_of_outputs() -> None:
     assert pair.tokens.tolist() == [0, 1, 2]
     output = _cut(BaseModelOutput(last_hidden_state=torch.zeros(5, 2)), {5: 3})
     assert output.last_hidden_state.shape == (3, 2)
-    both = _cut({"tokens": torch.zeros(5), "actions": torch.zeros(2, 4)}, {2: 1, 5: 3})  # per token, per sequence
+    both = _cut(
+        {"tokens": torch.zeros(5), "actions": torch.zeros(2, 4)}, {2: 1, 5: 3}
+    )  # per token, per sequence
     assert [len(value) for value in both.values()] == [3, 1]
 
 
@@ -110,7 +124,10 @@ def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks
     batch = packed(4, IMAGE)
     (scheduled,) = LockstepScheduler(layout).step([batch])
     dummies = scheduled.micro_batch.dummies
-    assert [dummy.input_ids.tolist() for dummy in dummies] == [[6], [6]]  # the last token, not the first
+    assert [dummy.input_ids.tolist() for dummy in dummies] == [
+        [6],
+        [6],
+    ]  # the last token, not the first
     assert all(int(dummy.num_loss_tokens) == 0 and not media_kinds(dummy) for dummy in dummies)
 
 
@@ -203,7 +220,14 @@ def test_scheduler_replaces_planned_media_that_failed_to_decode(ranks2) -> None:
     assert ranks2.run(_missing) == [[], [[IMAGE]]]
 
 
-COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broadcast", "barrier", "isend")
+COLLECTIVES = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "isend",
+)
 
 
 def _host_collectives(config: str, words: list[str], steps: int) -> int:
@@ -228,7 +252,9 @@ def _host_collectives(config: str, words: list[str], steps: int) -> int:
         setattr(dist, name, counted(name))
     try:
         Meter.keep_slowest = lambda self, at_end=False: None  # type: ignore[method-assign]
-        assert launch(config, [*words, f"loop.total_steps={steps}", f"project.run_id=r{steps}"]) == 0
+        assert (
+            launch(config, [*words, f"loop.total_steps={steps}", f"project.run_id=r{steps}"]) == 0
+        )
     finally:
         Meter.keep_slowest = keep_slowest  # type: ignore[method-assign]
         for name, function in real.items():

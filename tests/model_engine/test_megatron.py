@@ -52,14 +52,19 @@ def batches() -> list[PackedBatch]:
     """Three; two have an odd number of tokens."""
     g = torch.Generator().manual_seed(3)
     lengths = [(7, 3, 11, 2), (5, 9), (1, 6, 4)]
-    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in one]) for one in lengths]
+    return [
+        PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in one])
+        for one in lengths
+    ]
 
 
 def build(family: str, layout: Layout, backend: str, balance: bool = False, **how: Any) -> Any:
     kind = engine_class("language_model", backend)
     if balance:
         how["experts"] = Experts(balance="loss", weight=0.1, z=0.01)
-    engine = kind(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
+    engine = kind(
+        LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how)
+    )
     # The gradient of a key's bias is rounding; a large eps keeps AdamW from making a step of it.
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3))
     return engine
@@ -85,7 +90,11 @@ def trained(family: str, layout: Layout, backend: str, **how: Any) -> dict[str, 
     engine = build(family, layout, backend, **how)
     outputs = engine.infer_batch(batches()[0], ["log_probs", "entropy"])
     step(engine)
-    grads = {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    grads = {
+        n: full_tensor(p.grad).clone()
+        for n, p in engine.model.named_parameters()
+        if p.grad is not None
+    }
     engine.optimizer_step()
     for _ in range(2):
         step(engine)
@@ -119,34 +128,48 @@ def on_layout(sizes: dict[str, int], how: dict[str, Any], families: list[str]) -
 def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
     found = trained(family, Layout(World.join("cpu")), "megatron")
     assert_equal(found, family)
-    assert {kind: found[kind].keys() for kind in found} == {k: v.keys() for k, v in expected(family).items()}
+    assert {kind: found[kind].keys() for kind in found} == {
+        k: v.keys() for k, v in expected(family).items()
+    }
 
 
 @needs_megatron
 @pytest.mark.campaign(only=True)
 def test_megatron_compiled_equals_fsdp() -> None:
-    assert_equal(trained("qwen3", Layout(World.join("cpu")), "megatron", compile="aot_eager"), "qwen3")
+    assert_equal(
+        trained("qwen3", Layout(World.join("cpu")), "megatron", compile="aot_eager"), "qwen3"
+    )
 
 
 @needs_megatron
 @pytest.mark.parametrize(("ranks", "sizes", "how", "families"), LAYOUTS, ids=str)
 def test_megatron_on_layouts_equals_fsdp_on_one_rank(
-    request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], how: dict[str, Any], families: list[str]
+    request: pytest.FixtureRequest,
+    ranks: int,
+    sizes: dict[str, int],
+    how: dict[str, Any],
+    families: list[str],
 ) -> None:
     pool = request.getfixturevalue(f"ranks{ranks}")
     results = pool.run(on_layout, sizes, how, families, timeout=400)
     for family in families:
         for result in results:
             assert_equal(result[family], family, how.get("balance", False))
-        for kind, tensors in expected(family).items():  # a pipeline stage has gradients of its own layers
+        for kind, tensors in expected(
+            family
+        ).items():  # a pipeline stage has gradients of its own layers
             assert set().union(*(result[family][kind] for result in results)) == tensors.keys()
 
 
 @needs_megatron
 def test_megatron_in_bf16_is_close_to_fsdp_in_bf16() -> None:
     layout = Layout(World.join("cpu"))
-    found, reference = (build("qwen3", layout, kind, precision="bf16") for kind in ("megatron", "fsdp"))
-    outputs = [one.infer_batch(batches()[0], ["log_probs"])["log_probs"] for one in (found, reference)]
+    found, reference = (
+        build("qwen3", layout, kind, precision="bf16") for kind in ("megatron", "fsdp")
+    )
+    outputs = [
+        one.infer_batch(batches()[0], ["log_probs"])["log_probs"] for one in (found, reference)
+    ]
     assert outputs[0] == pytest.approx(outputs[1], abs=0.03)
     step(found)
     assert all(param.grad.dtype == torch.float32 for param in found.model.parameters())
@@ -175,7 +198,9 @@ def values(sizes: dict[str, int], backend: str) -> tuple[Tensor, dict[str, Tenso
     engine.forward_backward_batch(
         batches(), lambda b: (engine.model(b, ["values"])["values"].square().sum(), b.num_tokens)
     )
-    grads = {name: full_tensor(param.grad).clone() for name, param in engine.model.named_parameters()}
+    grads = {
+        name: full_tensor(param.grad).clone() for name, param in engine.model.named_parameters()
+    }
     world.close()
     return found, grads
 
@@ -187,7 +212,8 @@ def test_megatron_value_model_on_two_ranks_equals_fsdp(ranks2) -> None:
         assert torch.allclose(found, reference, atol=1e-5)
         assert of_rank.keys() == grads.keys()
         assert all(
-            torch.allclose(of_rank[n], grads[n], rtol=1e-5, atol=1e-5 * float(grads[n].abs().max())) for n in grads
+            torch.allclose(of_rank[n], grads[n], rtol=1e-5, atol=1e-5 * float(grads[n].abs().max()))
+            for n in grads
         )
 
 
@@ -215,7 +241,9 @@ def test_megatron_engines_of_two_layouts_live_in_one_process(ranks2) -> None:
 # ---- Runs that move between backends ------------------------------------------------------------------------------
 
 
-def continued(sizes: dict[str, int], backend: str, family: str, load: str | None, save: str, hf: str) -> Any:
+def continued(
+    sizes: dict[str, int], backend: str, family: str, load: str | None, save: str, hf: str
+) -> Any:
     """Load a checkpoint, take a step, save another one and a Hugging Face folder; returns weights before and after."""
     world = World.join("cpu")
     engine = build(family, Layout.of(world, parallel(**sizes)), backend)
@@ -233,18 +261,24 @@ def continued(sizes: dict[str, int], backend: str, family: str, load: str | None
 
 @needs_megatron
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, ranks4, tmp_path: Path, family: str) -> None:
+def test_run_moves_from_fsdp_to_megatron_and_back(
+    ranks2, ranks4, tmp_path: Path, family: str
+) -> None:
     from mvp_engine.hf.weights.merge import merge
 
     folders = [str(tmp_path / f"{kind}{i}") for i in range(3) for kind in ("checkpoint", "hf")]
     first = ranks2.run(continued, {"shard": 2}, "fsdp", family, None, folders[0], folders[1])[0]
     sizes = {"tensor": 2, "pipeline": 2}
-    second = ranks4.run(continued, sizes, "megatron", family, folders[0], *folders[2:4], timeout=400)[0]
+    second = ranks4.run(
+        continued, sizes, "megatron", family, folders[0], *folders[2:4], timeout=400
+    )[0]
     third = ranks2.run(continued, {"shard": 2}, "fsdp", family, folders[2], *folders[4:])[0]
     for (_, after), (before, _) in ((first, second), (second, third)):
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], before[name]) for name in after)
-    for name, tensor in expected(family)["weights"].items():  # three steps on one rank, on one backend
+    for name, tensor in expected(family)[
+        "weights"
+    ].items():  # three steps on one rank, on one backend
         assert float((third[1][name] - tensor).abs().max() / tensor.abs().max()) < 1e-5, name
     merged = tmp_path / "merged"
     merge(Path(folders[2]), LanguageModel.on_meta(None, overrides_of(family)), merged)
@@ -256,21 +290,34 @@ def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, ranks4, tmp_path: Path
 def _weights_in(folder: Path | str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how: Any) -> Any:
+def engine_for(
+    family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how: Any
+) -> Any:
     model = LanguageModel.on_meta(None, {**overrides_of(family), **(config or {})})
-    return engine_class("language_model", backend)(model, Layout(World.join("cpu")), Settings(**how))
+    return engine_class("language_model", backend)(
+        model, Layout(World.join("cpu")), Settings(**how)
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "config", "how", "message"),
     [
-        ("gemma2", {}, {}, "gemma2 is none of llama, mixtral, qwen2, qwen3, qwen3_moe. Set model.backend=fsdp"),
+        (
+            "gemma2",
+            {},
+            {},
+            "gemma2 is none of llama, mixtral, qwen2, qwen3, qwen3_moe. Set model.backend=fsdp",
+        ),
         ("llama", {"attention_bias": True}, {}, "self_attn.o_proj has a bias"),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
         ("mixtral", {"router_jitter_noise": 0.1}, {}, "router_jitter_noise"),
@@ -278,7 +325,9 @@ def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | 
     ],
     ids=str,
 )
-def test_megatron_refuses_by_name(family: str, config: dict[str, Any], how: dict[str, Any], message: str) -> None:
+def test_megatron_refuses_by_name(
+    family: str, config: dict[str, Any], how: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         engine_for(family, config=config, **how)
 
@@ -300,12 +349,19 @@ def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
-    assert main(["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"]) == EXIT_USER_ERROR
+    assert (
+        main(["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"])
+        == EXIT_USER_ERROR
+    )
     assert "pip install 'mvp-engine[megatron]'" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 
 def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head() -> None:
-    query, key, value = torch.arange(8), torch.arange(10, 14), torch.arange(20, 24)  # 4 and 2 heads of 2
+    query, key, value = (
+        torch.arange(8),
+        torch.arange(10, 14),
+        torch.arange(20, 24),
+    )  # 4 and 2 heads of 2
     joined = by_kv_head(query, key, value, head_dim=2)
     assert joined.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]

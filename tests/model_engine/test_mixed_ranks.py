@@ -16,7 +16,16 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
-NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio", "qwen2_5_omni_thinker"]
+NAMES = [
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "llava",
+    "internvl",
+    "gemma3",
+    "smolvlm",
+    "qwen2_audio",
+    "qwen2_5_omni_thinker",
+]
 NAMES = [name for name in NAMES if is_supported(name)]
 # What each of four ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
 SHARES = [[[0], [0]], [[1]], [], [[2, 0], [0], [1]]]
@@ -28,19 +37,34 @@ def share(model: LanguageModel, name: str, share: list[list[int]]) -> list[Packe
     ones = samples(model, name)
     # A batch of text does not even have an empty list of images.
     text = PackedBatch(
-        ones[0].input_ids, ones[0].labels, ones[0].position_ids, ones[0].cu_seqlens, ones[0].token_fields
+        ones[0].input_ids,
+        ones[0].labels,
+        ones[0].position_ids,
+        ones[0].cu_seqlens,
+        ones[0].token_fields,
     )
-    return [text if members == [0] else PackedBatch.concat([ones[i] for i in members]) for members in share]
+    return [
+        text if members == [0] else PackedBatch.concat([ones[i] for i in members])
+        for members in share
+    ]
 
 
-def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bool) -> dict[str, torch.Tensor]:
+def trained(
+    name: str, layout: Layout, shares: list[list[list[int]]], frozen: bool
+) -> dict[str, torch.Tensor]:
     """Gradients and evaluated log-probs after one step in which rank r has share r of the data."""
     model = build_model(LanguageModel, name)
     names = [n for n, _ in model.named_parameters()]
     freeze = [p for p in ENCODERS if any(p[1:-1] in n for n in names)] if frozen else []
-    mine = share(model, name, [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part])
+    mine = share(
+        model,
+        name,
+        [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part],
+    )
     engine = LanguageModelEngine(model, layout, Settings(freeze=tuple(freeze)))
-    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0), lambda o: LambdaLR(o, lambda _: 1.0))
+    engine.initialize(
+        lambda m: torch.optim.SGD(m.parameters(), 0.0), lambda o: LambdaLR(o, lambda _: 1.0)
+    )
     engine.model.eval()
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +72,9 @@ def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bo
         return out["entropy"].sum() - out["log_probs"].sum(), batch.num_loss_tokens
 
     engine.train_batch(mine, loss)
-    found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    found = {
+        n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None
+    }
     with engine.eval_mode():
         losses = [loss_sum for loss_sum, _ in engine.infer_micro_batches(mine, loss)]
     found["evaluated"] = sum(losses, torch.zeros(()))
@@ -77,12 +103,16 @@ ON_ULYSSES = ["qwen3_vl", "qwen2_audio"]
         for name in (FROZEN if frozen else NAMES)
     ],
 )
-def test_sharded_ranks_with_different_media_give_the_gradients_of_one(ranks4, name: str, frozen: bool) -> None:
+def test_sharded_ranks_with_different_media_give_the_gradients_of_one(
+    ranks4, name: str, frozen: bool
+) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in ON_ULYSSES else pytest.param(name, marks=CAMPAIGN) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [name if name in ON_ULYSSES else pytest.param(name, marks=CAMPAIGN) for name in NAMES]
+)
 def test_ulysses_ranks_with_different_media_give_the_gradients_of_one(ranks4, name: str) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 2, "ulysses": 2}, False), name, False)
 
@@ -121,7 +151,9 @@ def encoders_alone(layout: Layout) -> list[dict[str, torch.Tensor]]:
         own = [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part]
         mine.append(share(model, "qwen3_vl", own))
     engine = LanguageModelEngine(model, layout, Settings(freeze=("llm",)))
-    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.1))
+    engine.initialize(
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.1)
+    )
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return engine.model(batch, ["loss"])["loss"], batch.num_loss_tokens
@@ -165,17 +197,23 @@ def after_inference(alone: bool = False) -> float:
     world = World(0, 1, 0, 1, torch.device("cpu")) if alone else World.join("cpu", timeout=100.0)
     layout = Layout.of(world, parallel(shard=world.size))
     engine = LanguageModelEngine(
-        LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), layout, Settings(seed=1)
+        LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))),
+        layout,
+        Settings(seed=1),
     )
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     engine.infer_batch(PackedBatch.from_sequences([torch.arange(3, 20)]), ["log_probs"])
-    batch = PackedBatch.from_sequences([torch.arange(3, 20)], token_fields={"advantage": [torch.ones(17)]})
+    batch = PackedBatch.from_sequences(
+        [torch.arange(3, 20)], token_fields={"advantage": [torch.ones(17)]}
+    )
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return -(
             engine.model(batch, ["log_probs"])["log_probs"] * batch.token_fields["advantage"]
         ).sum(), batch.num_loss_tokens
 
-    norm = float(engine.train_batch([batch] if world.rank == world.size - 1 else [], loss).grad_norm)
+    norm = float(
+        engine.train_batch([batch] if world.rank == world.size - 1 else [], loss).grad_norm
+    )
     world.close()
     return norm

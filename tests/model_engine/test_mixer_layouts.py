@@ -18,7 +18,11 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
-QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
+QUICK = [
+    "qwen3_5_text",
+    "lfm2_moe",
+    "mamba",
+]  # by a kernel's function, by a convolution alone, by sequence
 OTHERS = [name for name in [*MIXERS, *VISION_MIXERS] if name not in QUICK]
 HOW: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
@@ -50,7 +54,10 @@ def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
     model = mixer_model(name)
     given = batches(name, model)
     engine = LanguageModelEngine(model, layout, Settings(seed=5, **how))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine.initialize(
+        lambda model: torch.optim.SGD(model.parameters(), 0.0),
+        lambda sgd: LambdaLR(sgd, lambda _: 1.0),
+    )
     engine.model.eval()
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,17 +110,26 @@ def check_two_ranks(ranks: Any, names: list[str]) -> None:
                 check(grads, expected[name])
 
 
-def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(
+    ranks2,
+) -> None:
     check_two_ranks(ranks2, QUICK)
 
 
 @pytest.mark.campaign(only=True)
-def test_all_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+def test_all_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(
+    ranks2,
+) -> None:
     check_two_ranks(ranks2, OTHERS)
 
 
 CASES = [(name, how) for name in [*MIXERS, *VISION_MIXERS] for how in HOW]
-QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba", "full"), ("mamba2", "compiled")]
+QUICK_CASES = [
+    ("qwen3_5_text", "full"),
+    ("qwen3_5_text", "selective"),
+    ("mamba", "full"),
+    ("mamba2", "compiled"),
+]
 
 
 def marks(case: tuple[str, str]) -> list[Any]:
@@ -121,8 +137,12 @@ def marks(case: tuple[str, str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "how"), [pytest.param(*case, marks=marks(case)) for case in CASES])
-def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [pytest.param(*case, marks=marks(case)) for case in CASES]
+)
+def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(
+    name: str, how: str
+) -> None:
     layout = Layout(World.join("cpu"))
     torch._dynamo.reset()
     check(gradients(name, layout, **HOW[how]), gradients(name, layout))

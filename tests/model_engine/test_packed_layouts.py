@@ -58,7 +58,9 @@ IN_CAMPAIGN = {
 }  # each has a neighbour that is not
 
 
-def marked(layouts: Iterable[tuple[int, ...]], in_campaign: set[tuple[int, ...]] = IN_CAMPAIGN) -> list[Any]:
+def marked(
+    layouts: Iterable[tuple[int, ...]], in_campaign: set[tuple[int, ...]] = IN_CAMPAIGN
+) -> list[Any]:
     """Those on four ranks are marked `slow`, and some of them run in a campaign only."""
     found = []
     for layout in layouts:
@@ -75,8 +77,13 @@ def batch() -> PackedBatch:
 
 def gradients(family: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
     """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine = LanguageModelEngine(
+        LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how)
+    )
+    engine.initialize(
+        lambda model: torch.optim.SGD(model.parameters(), 0.0),
+        lambda sgd: LambdaLR(sgd, lambda _: 1.0),
+    )
     engine.model.eval()  # some have dropout
 
     def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +98,9 @@ def gradients(family: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor
     return {name: full_tensor(grad) / layout.data_size for name, grad in grads.items()}
 
 
-def on_layout(shard: int, sequence: int, tensor: int, families: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+def on_layout(
+    shard: int, sequence: int, tensor: int, families: list[str]
+) -> dict[str, dict[str, torch.Tensor]]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(shard=shard, ulysses=sequence, tensor=tensor))
     result = {family: gradients(family, layout) for family in families}
@@ -108,7 +117,12 @@ def expected(family: str) -> dict[str, torch.Tensor]:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank made of five steps."""
     folder = tmp_path_factory.mktemp("one")
-    assert launch(str(LM), ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]) == 0
+    assert (
+        launch(
+            str(LM), ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]
+        )
+        == 0
+    )
     return folder
 
 
@@ -117,20 +131,31 @@ def test_every_layout_gives_the_gradients_of_one_rank(
     request, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
     families = LAYOUTS[ranks, shard, sequence, tensor]
-    results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
+    results = request.getfixturevalue(f"ranks{ranks}").run(
+        on_layout, shard, sequence, tensor, families
+    )
     for family in families:
         for result in results:
             assert result[family].keys() == expected(family).keys()
             for name, grad in expected(family).items():
-                assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
+                assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (
+                    family,
+                    name,
+                )
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(MIXED, IN_CAMPAIGN | {(4, 2, 1, 2)}))
+@pytest.mark.parametrize(
+    ("ranks", "shard", "sequence", "tensor"), marked(MIXED, IN_CAMPAIGN | {(4, 2, 1, 2)})
+)
 def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
     pool = request.getfixturevalue(f"ranks{ranks}")
-    layout = [f"parallel.shard={shard}", f"parallel.ulysses={sequence}", f"parallel.tensor={tensor}"]
+    layout = [
+        f"parallel.shard={shard}",
+        f"parallel.ulysses={sequence}",
+        f"parallel.tensor={tensor}",
+    ]
     words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert pool.launch(LM, *words, *layout) == [0] * ranks
     for split in ("train", "eval"):
@@ -149,7 +174,9 @@ def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     ],
     ids=str,
 )
-def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
+def test_bf16_on_every_layout_is_close_to_fp32(
+    one: Path, ranks2, tmp_path: Path, layout: list[str]
+) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
     words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
@@ -164,7 +191,10 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
     train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
 ) -> None:
     steps = campaign_size(6, 8)
-    words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
+    words = [
+        "data.micro_batch_size=2",
+        "optim.schedule=constant",
+    ]  # so that a shorter run is the same run, cut
     assert train(*words, f"loop.total_steps={steps}", config=LM, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     both = ["parallel.shard=2", "parallel.ulysses=2"]
@@ -180,8 +210,12 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
-def test_ulysses_with_heads_that_do_not_divide_is_refused(heads: int, kv_heads: int, ranks: int) -> None:
-    with pytest.raises(UserError, match=f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
+def test_ulysses_with_heads_that_do_not_divide_is_refused(
+    heads: int, kv_heads: int, ranks: int
+) -> None:
+    with pytest.raises(
+        UserError, match=f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
+    ):
         check_heads(heads, kv_heads, ranks)
 
 
@@ -196,15 +230,23 @@ def two_layouts() -> dict[str, Any]:
     both = []
     for sizes in ({"shard": 4}, {"shard": 2, "ulysses": 2}, {"tensor": 2, "shard": 2}):
         model = LanguageModel.on_meta(None, overrides_of("qwen3"))
-        both.append(LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(seed=5)))
+        both.append(
+            LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(seed=5))
+        )
         both[-1].initialize()
-    outs = [engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"] for engine in both for _ in range(2)]
+    outs = [
+        engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"]
+        for engine in both
+        for _ in range(2)
+    ]
     world.close()
     return {"same": all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)}
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes: tuple[int, int, int]) -> None:
+def test_closed_world_leaves_no_parameters_and_no_gloo_threads(
+    ranks2, sizes: tuple[int, int, int]
+) -> None:
     """Threads of a gloo group wake up a hundred times a second, for nothing."""
     assert ranks2.run(left_behind, *sizes) == [([], [])] * 2
 
@@ -221,12 +263,19 @@ def gloo_threads() -> set[str]:
 
 def left_behind(*sizes: int) -> tuple[list[str], list[tuple[int, ...]]]:
     """By this world; what tests before it left in the process is theirs."""
-    threads, before = gloo_threads(), [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
+    threads, before = (
+        gloo_threads(),
+        [value for value in gc.get_objects() if isinstance(value, nn.Parameter)],
+    )
     on_layout(*sizes, ["qwen3"])
     gc.collect()
     known = {id(value) for value in before}
     deadline = time.monotonic() + 20
     while gloo_threads() - threads and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
-    after = [value for value in gc.get_objects() if isinstance(value, nn.Parameter) and id(value) not in known]
+    after = [
+        value
+        for value in gc.get_objects()
+        if isinstance(value, nn.Parameter) and id(value) not in known
+    ]
     return sorted(gloo_threads() - threads), [tuple(value.shape) for value in after]

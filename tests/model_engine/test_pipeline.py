@@ -30,8 +30,16 @@ TIED = {"tie_word_embeddings": True}
 # ranks, sizes, (family, changes of its config, micro-batches of each data rank, settings of the engine)
 Case = tuple[str, dict[str, Any], list[int], dict[str, Any]]
 LAYOUTS: list[tuple[int, dict[str, int], list[Case]]] = [
-    (2, {"pipeline": 2}, [("qwen3", {}, [3], {}), ("llama", TIED, [5], {}), ("gemma3_text", {}, [1], {})]),
-    (4, {"pipeline": 2, "shard": 2}, [("llama", TIED, [5, 0], {}), ("qwen3_moe", FOUR, [1, 3], {})]),
+    (
+        2,
+        {"pipeline": 2},
+        [("qwen3", {}, [3], {}), ("llama", TIED, [5], {}), ("gemma3_text", {}, [1], {})],
+    ),
+    (
+        4,
+        {"pipeline": 2, "shard": 2},
+        [("llama", TIED, [5, 0], {}), ("qwen3_moe", FOUR, [1, 3], {})],
+    ),
 ]
 MORE: list[tuple[int, dict[str, int], list[Case]]] = [
     (
@@ -48,19 +56,39 @@ MORE: list[tuple[int, dict[str, int], list[Case]]] = [
     (
         4,
         {"pipeline": 4},
-        [("llama", {**TIED, **FOUR}, [5], {}), ("gemma3_text", {}, [2], {}), ("gpt_oss", FOUR, [4], {})],
+        [
+            ("llama", {**TIED, **FOUR}, [5], {}),
+            ("gemma3_text", {}, [2], {}),
+            ("gpt_oss", FOUR, [4], {}),
+        ],
     ),
     (4, {"pipeline": 2}, [("llama", TIED, [0, 2], {}), ("gpt_oss", {}, [3, 1], {})]),
-    (4, {"pipeline": 2, "shard": 2}, [("gpt_oss", {}, [2, 5], {}), ("gemma3_text", {}, [4, 1], {})]),
+    (
+        4,
+        {"pipeline": 2, "shard": 2},
+        [("gpt_oss", {}, [2, 5], {}), ("gemma3_text", {}, [4, 1], {})],
+    ),
     (4, {"pipeline": 2, "shard": 2}, [("qwen3", FOUR, [0, 3], {"compile": "aot_eager"})]),
-    (4, {"pipeline": 2, "tensor": 2}, [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("qwen3_moe", {}, [2], {})]),
-    (4, {"pipeline": 2, "ulysses": 2}, [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("gpt_oss", {}, [2], {})]),
+    (
+        4,
+        {"pipeline": 2, "tensor": 2},
+        [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("qwen3_moe", {}, [2], {})],
+    ),
+    (
+        4,
+        {"pipeline": 2, "ulysses": 2},
+        [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("gpt_oss", {}, [2], {})],
+    ),
     (
         4,
         {"pipeline": 2, "context": 2},
         [("qwen3", {}, [3], {}), ("gemma3_text", {}, [2], {}), ("gpt_oss", {}, [2], {})],
     ),
-    (4, {"pipeline": 2, "shard": 2, "expert": 2}, [("qwen3_moe", FOUR, [3, 1], {}), ("gpt_oss", {}, [0, 2], {})]),
+    (
+        4,
+        {"pipeline": 2, "shard": 2, "expert": 2},
+        [("qwen3_moe", FOUR, [3, 1], {}), ("gpt_oss", {}, [0, 2], {})],
+    ),
 ]
 
 
@@ -69,8 +97,14 @@ def packs(seed: int, number: int) -> list[PackedBatch]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(number):
-        lengths = torch.randint(2, 12, (int(torch.randint(1, 4, (1,), generator=generator)),), generator=generator)
-        found.append(PackedBatch.from_sequences([torch.randint(3, 88, (n,), generator=generator) for n in lengths]))
+        lengths = torch.randint(
+            2, 12, (int(torch.randint(1, 4, (1,), generator=generator)),), generator=generator
+        )
+        found.append(
+            PackedBatch.from_sequences(
+                [torch.randint(3, 88, (n,), generator=generator) for n in lengths]
+            )
+        )
     return found
 
 
@@ -78,8 +112,12 @@ def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {**overrides_of(family), **changes}
 
 
-def build(config: dict[str, Any], layout: Layout, lr: float = 0.0, **how: Any) -> LanguageModelEngine:
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, config), layout, Settings(seed=5, **how))
+def build(
+    config: dict[str, Any], layout: Layout, lr: float = 0.0, **how: Any
+) -> LanguageModelEngine:
+    engine = LanguageModelEngine(
+        LanguageModel.on_meta(None, config), layout, Settings(seed=5, **how)
+    )
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), lr))
     engine.model.eval()
     return engine
@@ -93,15 +131,25 @@ def step(engine: LanguageModelEngine, micro_batches: list[PackedBatch]) -> dict[
         return out["log_probs"].sum() - 0.1 * out["entropy"].sum(), micro_batch.num_loss_tokens
 
     kept: list[int] = []
-    hooks = [] if engine.settings.compile else [watch_activations(engine, kept)]  # it would be compiled, too
+    hooks = (
+        [] if engine.settings.compile else [watch_activations(engine, kept)]
+    )  # it would be compiled, too
     numbers = engine.train_batch(micro_batches, loss)
     for hook in hooks:
         hook.remove()
     params = engine.model.named_parameters()
-    grads = {name: full_tensor(param.grad).clone() for name, param in params if param.grad is not None}
+    grads = {
+        name: full_tensor(param.grad).clone() for name, param in params if param.grad is not None
+    }
     log_probs = engine.infer_batch(packs(9, 1)[0], ["log_probs"])["log_probs"]
     results = {"norm": float(numbers.grad_norm), "loss": engine.step_status()[0].loss}
-    return {"grads": grads, "log_probs": log_probs, "kept": max(kept, default=0), "weights": held(engine), **results}
+    return {
+        "grads": grads,
+        "log_probs": log_probs,
+        "kept": max(kept, default=0),
+        "weights": held(engine),
+        **results,
+    }
 
 
 def watch_activations(engine: LanguageModelEngine, kept: list[int]) -> Any:
@@ -123,7 +171,9 @@ def held(engine: LanguageModelEngine) -> int:
 
 
 @functools.cache
-def expected(family: str, changes: tuple[tuple[str, Any], ...], counts: tuple[int, ...]) -> dict[str, Any]:
+def expected(
+    family: str, changes: tuple[tuple[str, Any], ...], counts: tuple[int, ...]
+) -> dict[str, Any]:
     engine = build(config_of(family, dict(changes)), Layout(World.join("cpu")))
     return step(engine, [one for rank, number in enumerate(counts) for one in packs(rank, number)])
 
@@ -151,7 +201,9 @@ def check(results: list[dict[str, Any]], one: dict[str, Any], case: object) -> N
             assert float((grad - one["grads"][name]).abs().max()) <= bound, (case, name)
 
 
-def compare(request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], cases: list[Case]) -> None:
+def compare(
+    request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], cases: list[Case]
+) -> None:
     results = request.getfixturevalue(f"ranks{ranks}").run(on_ranks, sizes, cases)
     stages = sizes["pipeline"]
     for index, (family, changes, counts, how) in enumerate(cases):
@@ -161,7 +213,12 @@ def compare(request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], c
         for rank, result in enumerate(of_case):
             stage = rank // (ranks // stages)
             assert result["kept"] <= min(max(counts), stages - stage), (family, rank)
-            if not how and max(counts) >= stages and "shard" not in sizes and "replicate" not in sizes:
+            if (
+                not how
+                and max(counts) >= stages
+                and "shard" not in sizes
+                and "replicate" not in sizes
+            ):
                 counted = [other["kept"] for other in of_case if other["kept"]]
                 assert max(counted) == stages, family
             assert result["weights"] < one["weights"], (family, rank)
@@ -185,7 +242,9 @@ def test_pipeline_with_other_dimensions_gives_the_gradients_of_one_rank(
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", range(6))
-def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(micro_batches: int, stages: int) -> None:
+def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(
+    micro_batches: int, stages: int
+) -> None:
     for stage in range(stages):
         order = list(one_forward_one_backward(micro_batches, stage, stages))
         assert order.count(True) == order.count(False) == micro_batches
@@ -194,7 +253,9 @@ def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(mi
         assert max(kept, default=0) == min(micro_batches, stages - stage)
 
 
-def test_stage_bounds_give_blocks_to_stages_with_fewest_parameters_and_deepstack_to_the_first() -> None:
+def test_stage_bounds_give_blocks_to_stages_with_fewest_parameters_and_deepstack_to_the_first() -> (
+    None
+):
     assert stage_bounds(7, 3, 0, "") == [0, 3, 5, 7]
     assert stage_bounds(7, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 7]
     assert stage_bounds(8, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 8]
@@ -213,7 +274,9 @@ def test_stage_bounds_give_blocks_to_stages_with_fewest_parameters_and_deepstack
 # ---- Checkpoints --------------------------------------------------------------------------------------------------
 
 
-def resharded(sizes: dict[str, int], load: str | None, save: str, export: str, steps: int) -> list[float | None]:
+def resharded(
+    sizes: dict[str, int], load: str | None, save: str, export: str, steps: int
+) -> list[float | None]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
     engine = build(config_of("llama", {**TIED, **FOUR}), layout, 1e-2, clip_grad_norm=0.5)
@@ -237,7 +300,9 @@ def resharded(sizes: dict[str, int], load: str | None, save: str, export: str, s
 
 def saved(folder: Path) -> dict[str, Tensor]:
     reader = Reader(folder)
-    return {name: reader.read(name) for name in reader.entries if name.startswith(("model.", "optim."))}
+    return {
+        name: reader.read(name) for name in reader.entries if name.startswith(("model.", "optim."))
+    }
 
 
 def assert_bit_equal(folder: Path, other: Path) -> None:
@@ -310,14 +375,19 @@ def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
     assert train(*words, "loop.total_steps=6", config=LM, dir=tmp_path / "one") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     assert ranks2.launch(LM, *cut, "parallel.pipeline=2", "loop.total_steps=2") == [0] * 2
-    assert ranks4.launch(LM, *cut, "parallel.pipeline=2", "parallel.shard=2", "loop.total_steps=4") == [0] * 4
+    assert (
+        ranks4.launch(LM, *cut, "parallel.pipeline=2", "parallel.shard=2", "loop.total_steps=4")
+        == [0] * 4
+    )
     assert train(*cut, "loop.total_steps=6", config=LM, dir=tmp_path / "cut") == 0
     for split in ("train", "eval"):
         one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "cut", split)
         assert [r["step"] for r in one] == [r["step"] for r in many]
         assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
         assert [r.get("totals") for r in one] == [r.get("totals") for r in many]
-        assert [r.get("grad_norm", 0) for r in one] == pytest.approx([r.get("grad_norm", 0) for r in many], rel=1e-4)
+        assert [r.get("grad_norm", 0) for r in one] == pytest.approx(
+            [r.get("grad_norm", 0) for r in many], rel=1e-4
+        )
 
 
 # ---- Refusals -----------------------------------------------------------------------------------------------------
@@ -334,6 +404,8 @@ def refused(changes: dict[str, Any], family: str) -> str:
         ("gemma2", {}, ""),
     ],
 )
-def test_pipeline_refuses_models_that_cannot_be_cut(ranks2, family: str, changes: dict[str, Any], message: str) -> None:
+def test_pipeline_refuses_models_that_cannot_be_cut(
+    ranks2, family: str, changes: dict[str, Any], message: str
+) -> None:
     for error in ranks2.run(refused, changes, family):
         assert message in error if message else not error

@@ -36,7 +36,9 @@ MORE: list[Any] = [
     (4, {"pipeline": 2, "context": 2}, "qwen3_vl", 2, ()),
     (4, {"pipeline": 2, "shard": 2, "expert": 2}, "qwen3_vl_moe", 3, ()),
 ]
-CASES += [pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.campaign(only=True)]) for case in MORE]
+CASES += [
+    pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.campaign(only=True)]) for case in MORE
+]
 
 
 def model_on_meta(name: str, layers: int, model_class: Any = LanguageModel) -> Any:
@@ -51,15 +53,26 @@ def model_on_meta(name: str, layers: int, model_class: Any = LanguageModel) -> A
 def batches(name: str, share: list[list[int]]) -> list[PackedBatch]:
     ones = samples(build_model(LanguageModel, name), name)
     text = PackedBatch(
-        ones[0].input_ids, ones[0].labels, ones[0].position_ids, ones[0].cu_seqlens, ones[0].token_fields
+        ones[0].input_ids,
+        ones[0].labels,
+        ones[0].position_ids,
+        ones[0].cu_seqlens,
+        ones[0].token_fields,
     )
-    return [text if members == [0] else PackedBatch.concat([ones[i] for i in members]) for members in share]
+    return [
+        text if members == [0] else PackedBatch.concat([ones[i] for i in members])
+        for members in share
+    ]
 
 
 def trained(name: str, layout: Layout, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
     """Gradients, norm and evaluated losses of a step."""
-    mine = batches(name, [one for part in SHARES[layout.data_rank :: layout.data_size] for one in part])
-    engine = LanguageModelEngine(model_on_meta(name, layers), layout, Settings(seed=3, freeze=freeze))
+    mine = batches(
+        name, [one for part in SHARES[layout.data_rank :: layout.data_size] for one in part]
+    )
+    engine = LanguageModelEngine(
+        model_on_meta(name, layers), layout, Settings(seed=3, freeze=freeze)
+    )
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
     engine.model.eval()
 
@@ -69,7 +82,9 @@ def trained(name: str, layout: Layout, layers: int, freeze: tuple[str, ...]) -> 
 
     numbers = engine.train_batch(mine, loss)
     params = engine.model.named_parameters()
-    found: dict[str, Any] = {name: full_tensor(param.grad) for name, param in params if param.grad is not None}
+    found: dict[str, Any] = {
+        name: full_tensor(param.grad) for name, param in params if param.grad is not None
+    }
     found["norm"] = numbers.grad_norm.float()
     with engine.eval_mode():
         losses = [loss_sum for loss_sum, _ in engine.infer_micro_batches(mine, loss)]
@@ -82,7 +97,9 @@ def expected(name: str, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
     return trained(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))), layers, freeze)
 
 
-def on_ranks(sizes: dict[str, int], name: str, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
+def on_ranks(
+    sizes: dict[str, int], name: str, layers: int, freeze: tuple[str, ...]
+) -> dict[str, Any]:
     with layout_of(**sizes) as layout:
         found = trained(name, layout, layers, freeze)
         found["evaluated"] = mean_of_copies(layout, found["evaluated"])
@@ -124,7 +141,9 @@ def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(ranks2) -> None:
 
 def export_value_model(folder: str, sizes: dict[str, int]) -> None:
     with layout_of(**sizes) as layout:
-        engine = ValueModelEngine(model_on_meta("qwen3_vl", 2, ValueModel), layout, Settings(seed=3))
+        engine = ValueModelEngine(
+            model_on_meta("qwen3_vl", 2, ValueModel), layout, Settings(seed=3)
+        )
         engine.initialize()
         engine.export_hf(folder)
 
@@ -148,5 +167,7 @@ def test_pipeline_refuses_a_stage_without_trained_parameters() -> None:
 
 
 def test_pipeline_refuses_masks_that_depend_on_images() -> None:
-    with pytest.raises(UserError, match="gemma3 cannot be cut into stages: a mask that depends on media"):
+    with pytest.raises(
+        UserError, match="gemma3 cannot be cut into stages: a mask that depends on media"
+    ):
         check_supported(model_on_meta("gemma3", 2), "parallel.pipeline=2")

@@ -37,7 +37,8 @@ def pairs() -> list[PackedBatch]:
     generator = torch.Generator().manual_seed(4)
     lengths = [(7, 5, 4, 9), (3, 8), (6, 6)]
     return [
-        PackedBatch.from_sequences([torch.randint(3, 88, (n,), generator=generator) for n in some]) for some in lengths
+        PackedBatch.from_sequences([torch.randint(3, 88, (n,), generator=generator) for n in some])
+        for some in lengths
     ]
 
 
@@ -85,7 +86,9 @@ def trained(layout: Layout) -> dict[str, Any]:
         engine, step = build(layout)
         engine.train_batch(pairs()[layout.data_rank :: layout.data_size], step)
         params = engine.model.named_parameters()
-        grads = {key: full_tensor(param.grad).clone() for key, param in params if param.grad is not None}
+        grads = {
+            key: full_tensor(param.grad).clone() for key, param in params if param.grad is not None
+        }
         found[name] = (engine.step_status()[0].loss, grads)
     engine = engine_of(5, layout)
     decoding = Decoding(max_new_tokens=5, samples=2, temperature=1.0, seed=3)
@@ -104,7 +107,11 @@ def on_ranks(sizes: dict[str, int]) -> dict[str, Any]:
     ("ranks", "sizes"),
     [
         (2, {"pipeline": 2}),
-        pytest.param(4, {"pipeline": 2, "shard": 2}, marks=[pytest.mark.slow, pytest.mark.campaign(only=True)]),
+        pytest.param(
+            4,
+            {"pipeline": 2, "shard": 2},
+            marks=[pytest.mark.slow, pytest.mark.campaign(only=True)],
+        ),
     ],
 )
 def test_pipeline_with_two_models_several_calls_and_generation_equals_one_rank(
@@ -113,7 +120,9 @@ def test_pipeline_with_two_models_several_calls_and_generation_equals_one_rank(
     results = request.getfixturevalue(f"ranks{ranks}").run(on_ranks, sizes)
     one = trained(Layout(World.join("cpu")))
     for result in results:
-        assert [list(tokens) for tokens in result["completions"]] == [list(tokens) for tokens in one["completions"]]
+        assert [list(tokens) for tokens in result["completions"]] == [
+            list(tokens) for tokens in one["completions"]
+        ]
         for name in LOSSES:
             loss, grads = result[name]
             assert loss == pytest.approx(one[name][0], rel=1e-5), name
@@ -139,7 +148,9 @@ def in_precision(precision: str, sizes: dict[str, int]) -> tuple[float, float, T
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(ranks2, precision: str) -> None:
+def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(
+    ranks2, precision: str
+) -> None:
     one = in_precision(precision, {})
     for loss, norm, hidden in ranks2.run(in_precision, precision, {"pipeline": 2}):
         assert loss == pytest.approx(one[0], rel=1e-5)
@@ -171,7 +182,9 @@ def with_lora(base: str, sizes: dict[str, int], folder: str, load: str | None) -
     layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
     model = MLLMModelKit(Lora(rank=3)).build(ModelSource(base))
     engine = LanguageModelEngine(model, layout, Settings(seed=5))
-    engine.initialize(lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
+    engine.initialize(
+        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    )
     if load is not None:
         engine.load_checkpoint(load)
 
@@ -183,7 +196,9 @@ def with_lora(base: str, sizes: dict[str, int], folder: str, load: str | None) -
     engine.save_checkpoint(f"{folder}/saved")
     engine.export_hf(f"{folder}/hf")
     named = engine.model.named_parameters()
-    adapters = {name: full_tensor(param.detach()).clone() for name, param in named if ".lora_" in name}
+    adapters = {
+        name: full_tensor(param.detach()).clone() for name, param in named if ".lora_" in name
+    }
     world.close()
     return adapters
 
@@ -197,15 +212,22 @@ def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(ranks2, tmp_path
         for name, adapter in result.items():
             assert torch.allclose(adapter, one[name], rtol=1e-4, atol=1e-5), name
     with_lora(base, {}, str(tmp_path / "back"), str(tmp_path / "two" / "saved"))
-    ranks2.run(with_lora, base, {"pipeline": 2}, str(tmp_path / "again"), str(tmp_path / "back" / "saved"))
-    exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("two", "back", "again")]
+    ranks2.run(
+        with_lora, base, {"pipeline": 2}, str(tmp_path / "again"), str(tmp_path / "back" / "saved")
+    )
+    exported = [
+        (tmp_path / name / "hf" / "model.safetensors").read_bytes()
+        for name in ("two", "back", "again")
+    ]
     assert exported[0] == exported[1] == exported[2]
 
 
 def values(sizes: dict[str, int]) -> tuple[float | None, dict[str, Tensor], Tensor]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
-    engine = ValueModelEngine(ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5))
+    engine = ValueModelEngine(
+        ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5)
+    )
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
 
     def step(batch: PackedBatch) -> tuple[Tensor, float]:
@@ -213,8 +235,14 @@ def values(sizes: dict[str, int]) -> tuple[float | None, dict[str, Tensor], Tens
 
     engine.train_batch(pairs(), step)
     params = engine.model.named_parameters()
-    grads = {name: full_tensor(param.grad).clone() for name, param in params if param.grad is not None}
-    found = engine.step_status()[0].loss, grads, engine.infer_batch(pairs()[0], ["values"])["values"]
+    grads = {
+        name: full_tensor(param.grad).clone() for name, param in params if param.grad is not None
+    }
+    found = (
+        engine.step_status()[0].loss,
+        grads,
+        engine.infer_batch(pairs()[0], ["values"])["values"],
+    )
     world.close()
     return found
 

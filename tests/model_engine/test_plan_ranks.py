@@ -94,7 +94,10 @@ def on_fake_rank(
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("family", "sizes", "how"),
-    [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.campaign(only=True)) for one in MORE_LAYOUTS)],
+    [
+        *LAYOUTS,
+        *(pytest.param(*one, marks=pytest.mark.campaign(only=True)) for one in MORE_LAYOUTS),
+    ],
 )
 def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
     ranks4: RankPool, campaign_size, family: str, sizes: dict[str, int], how: dict[str, Any]
@@ -112,7 +115,9 @@ def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
     assert find_differences(planned) == []
 
 
-@pytest.mark.parametrize("fault", [pytest.param("skipped", marks=pytest.mark.campaign(only=True)), "other size"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("skipped", marks=pytest.mark.campaign(only=True)), "other size"]
+)
 def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
     """A forward hook with a collective of its own, which rank 2 skips, or calls with another size."""
 
@@ -131,7 +136,9 @@ def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
     calls = {rank: on_fake_rank(rank, "qwen3", sizes, {}, faulty_step)[1] for rank in (0, 1, 2)}
     (difference,) = find_differences(calls)
     assert difference.rank == 2
-    assert str(difference.expected).startswith("all-reduce of 12 bytes of float32 over ranks 0, 1, 2, 3")
+    assert str(difference.expected).startswith(
+        "all-reduce of 12 bytes of float32 over ranks 0, 1, 2, 3"
+    )
     assert difference.expected.where.startswith("test_plan_ranks.py:")
     if fault == "skipped":
         assert difference.call != difference.expected

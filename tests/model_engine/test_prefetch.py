@@ -18,5 +18,12 @@ def test_prefetcher_copies_one_micro_batch_ahead_in_order() -> None:
     scheduled = [Scheduled("a", False), Scheduled("b", True), Scheduled("c", False)]
     for batch, is_dummy in DevicePrefetcher(torch.device("cpu"), move)(scheduled):
         events.append(f"used {batch} {is_dummy}")
-    assert events == ["moved a", "moved b", "used A False", "moved c", "used B True", "used C False"]
+    assert events == [
+        "moved a",
+        "moved b",
+        "used A False",
+        "moved c",
+        "used B True",
+        "used C False",
+    ]
     assert list(DevicePrefetcher(torch.device("cpu"), move)([])) == []

@@ -16,18 +16,31 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.model_engine import FSDPEngine, Settings
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def clip_engine(world: World, shard: int) -> FSDPEngine:
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(2)
-    text = {**TOWER, "vocab_size": 32, "max_position_embeddings": 8, "bos_token_id": 30, "eos_token_id": 31}
+    text = {
+        **TOWER,
+        "vocab_size": 32,
+        "max_position_embeddings": 8,
+        "bos_token_id": 30,
+        "eos_token_id": 31,
+    }
     vision = {**TOWER, "image_size": 8, "patch_size": 4}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
     made = FSDPEngine(model, Layout.of(world, parallel(shard=shard)), Settings(clip_grad_norm=1.0))
-    made.initialize(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True))
+    made.initialize(
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+    )
     return made
 
 
@@ -57,7 +70,9 @@ def train_sharded(shard: int, folder: str) -> tuple[list[float], dict[str, Tenso
     made = clip_engine(world, shard)
     norms = train(made, 2)
     made.save_checkpoint(folder)
-    weights = {name: full_tensor(param.detach()).clone() for name, param in made.model.named_parameters()}
+    weights = {
+        name: full_tensor(param.detach()).clone() for name, param in made.model.named_parameters()
+    }
     norms += train(made, 1)
     local = float(made.model.logit_scale.detach())
     world.close()
@@ -65,7 +80,9 @@ def train_sharded(shard: int, folder: str) -> tuple[list[float], dict[str, Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["ranks2", pytest.param("ranks4", marks=pytest.mark.campaign(only=True))])
+@pytest.mark.parametrize(
+    "ranks", ["ranks2", pytest.param("ranks4", marks=pytest.mark.campaign(only=True))]
+)
 def test_clip_with_a_scalar_parameter_on_replicas_of_two_shards_equals_one_rank(
     request: pytest.FixtureRequest, ranks: str, tmp_path: Path
 ) -> None:

@@ -46,7 +46,9 @@ def chosen(monkeypatch) -> list[str]:
     return calls
 
 
-def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_torch_varlen(chosen: list[str], monkeypatch) -> None:
+def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_torch_varlen(
+    chosen: list[str], monkeypatch
+) -> None:
     spec = AttnSpec(CU_SEQLENS, 5, scale=0.2, window=3)
     varlen_attention(*qkv(), spec)
     for module in (flash_attention, cudnn_attention):
@@ -56,7 +58,9 @@ def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_torch_varlen(
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
-def test_varlen_attention_extra_option_uses_flex_attention(chosen: list[str], extra: dict[str, Any]) -> None:
+def test_varlen_attention_extra_option_uses_flex_attention(
+    chosen: list[str], extra: dict[str, Any]
+) -> None:
     varlen_attention(*qkv(), AttnSpec(CU_SEQLENS, 5, **extra))
     assert chosen == ["flex"]
 
@@ -92,7 +96,9 @@ def test_reference_attention_of_equal_sequences_is_bit_equal_to_one_at_a_time(
 ) -> None:
     g = torch.Generator().manual_seed(0)
     sizes = ((4, 4 * 5), (2, keys * 5), (2, keys * 5))
-    q, k, v = (torch.randn(heads, tokens, 8, generator=g, requires_grad=True) for heads, tokens in sizes)
+    q, k, v = (
+        torch.randn(heads, tokens, 8, generator=g, requires_grad=True) for heads, tokens in sizes
+    )
 
     def spec(count: int) -> AttnSpec:
         ends = torch.arange(count + 1, dtype=torch.int32)

@@ -20,7 +20,9 @@ def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def one_by_one(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = torch.stack([(rows @ head.T).log_softmax(-1) for rows, head in zip(hidden, weight, strict=True)])
+    log_p = torch.stack(
+        [(rows @ head.T).log_softmax(-1) for rows, head in zip(hidden, weight, strict=True)]
+    )
     picked = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return torch.where(labels == IGNORE, 0.0, picked), -(log_p.exp() * log_p).sum(-1)
 

@@ -61,7 +61,9 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options: dict[str, Any]) -> None:
+def test_block_mask_contains_exactly_the_pairs_of_the_reference(
+    monkeypatch, options: dict[str, Any]
+) -> None:
     """Values are one-hot, so the reference's output names each visible pair of tokens."""
     monkeypatch.setattr(flex_attention, "_PAIRS_PER_CHUNK", 1 << 18)  # several chunks of rows
     lengths = [5, 1, 300, 128, 150, 0, 37]
@@ -102,7 +104,9 @@ def both(
     return found
 
 
-def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(monkeypatch) -> None:
+def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(
+    monkeypatch,
+) -> None:
     """torch has no gradients of FlexAttention on CPUs, but its own dense formulas for them, which the patch allows."""
     graphs: list[Any] = []
 
@@ -118,25 +122,37 @@ def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer
     for lengths in ([5, 1, 300, 17], [60, 128, 9], [900, 124]):  # the last pack needs no padding
         g = torch.Generator().manual_seed(len(lengths))
         shapes = [(sum(lengths), 2, 8), (sum(lengths), 1, 8), (sum(lengths), 1, 8)]
-        tensors = [torch.randn(shape, generator=g).transpose(0, 1) for shape in shapes]  # the layout of layers
+        tensors = [
+            torch.randn(shape, generator=g).transpose(0, 1) for shape in shapes
+        ]  # the layout of layers
         tensors.append(torch.randn(2, generator=g))
         weight = torch.randn(2, sum(lengths), 8, generator=g)
         for options in OPTIONS:
-            mine, plain = both(flex_attention.flex_varlen_attention, options, lengths, tensors, weight)
-            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, plain, strict=True)), options
+            mine, plain = both(
+                flex_attention.flex_varlen_attention, options, lengths, tensors, weight
+            )
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, plain, strict=True)), (
+                options
+            )
     assert len(graphs) == len(OPTIONS)  # whatever the lengths
 
 
 def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> None:
     built, build = [], flex_attention._block_mask
-    monkeypatch.setattr(flex_attention, "_block_mask", lambda *args: (built.append(1), build(*args))[1])
+    monkeypatch.setattr(
+        flex_attention, "_block_mask", lambda *args: (built.append(1), build(*args))[1]
+    )
     gc.collect()
     before = len(flex_attention._BLOCK_MASKS)
     cu_seqlens, mask_function = cu_seqlens_of([4, 6]), images(10, None)
     spec = AttnSpec(cu_seqlens, 6)
     first = block_mask_of(spec, 10)
     assert block_mask_of(AttnSpec(cu_seqlens, 6), 10) is first
-    specs = [replace(spec, window=3), replace(spec, causal=False), replace(spec, mask_function=mask_function)]
+    specs = [
+        replace(spec, window=3),
+        replace(spec, causal=False),
+        replace(spec, mask_function=mask_function),
+    ]
     specs.append(replace(spec, mask_function=images(10, None)))
     assert len({id(block_mask_of(one, 10)) for one in specs}) == 4
     assert len(built) == 5
@@ -164,8 +180,16 @@ def layer(way: str = "plain") -> Any:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
         tokens = q.shape[1]
-        mask = None if spec.mask_function is None else Overlay(spec.mask_function, (1, 1, tokens, tokens))
-        named: dict[str, Any] = {"scaling": spec.scale, "is_causal": spec.causal, "softcap": spec.softcap}
+        mask = (
+            None
+            if spec.mask_function is None
+            else Overlay(spec.mask_function, (1, 1, tokens, tokens))
+        )
+        named: dict[str, Any] = {
+            "scaling": spec.scale,
+            "is_causal": spec.causal,
+            "softcap": spec.softcap,
+        }
         named |= {"s_aux": spec.sinks, "sliding_window": spec.window}
         named |= boundaries(spec.cu_seqlens, max(LENGTHS))
 
@@ -173,7 +197,11 @@ def layer(way: str = "plain") -> Any:
             return packed_attention(nn.Identity(), *qkv, mask, **named)[0][0].transpose(0, 1)
 
         inputs = (q[None], k[None], v[None])
-        return checkpoint(inner, *inputs, use_reentrant=False) if way == "checkpointed" else inner(*inputs)
+        return (
+            checkpoint(inner, *inputs, use_reentrant=False)
+            if way == "checkpointed"
+            else inner(*inputs)
+        )
 
     return attend
 
@@ -188,18 +216,37 @@ CAPPED = {"causal": True, "window": 100, "softcap": 3.0, "heads": (8, 2), "sizes
         CAPPED,
         {"causal": True, "sinks": True, "heads": (8, 1), "sizes": (64, 64), "way": "checkpointed"},
         {"causal": True, "images": True, "window": 300, "heads": (4, 4), "sizes": (80, 80)},
-        {"causal": False, "window": 50, "softcap": 20.0, "sinks": True, "heads": (4, 2), "sizes": (256, 256)},
-        {"causal": True, "heads": (4, 4), "sizes": (192, 128), "scale": 0.1, "dtype": torch.float16},
+        {
+            "causal": False,
+            "window": 50,
+            "softcap": 20.0,
+            "sinks": True,
+            "heads": (4, 2),
+            "sizes": (256, 256),
+        },
+        {
+            "causal": True,
+            "heads": (4, 4),
+            "sizes": (192, 128),
+            "scale": 0.1,
+            "dtype": torch.float16,
+        },
         {"causal": True, "softcap": 30.0, "heads": (2, 1), "sizes": (512, 512)},
     ],
     ids=str,
 )
-def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options: dict[str, Any]) -> None:
+def test_flex_attention_on_gpu_equals_reference_in_float32(
+    monkeypatch, options: dict[str, Any]
+) -> None:
     calls, compiled = [], flex_attention._compiled
     monkeypatch.setattr(flex_attention, "_compiled", lambda: (calls.append(1), compiled())[1])
     (heads, kv_heads), (size, v_size) = options["heads"], options["sizes"]
     g, dtype = torch.Generator().manual_seed(0), options.get("dtype", torch.bfloat16)
-    shapes = [(heads, sum(LENGTHS), size), (kv_heads, sum(LENGTHS), size), (kv_heads, sum(LENGTHS), v_size)]
+    shapes = [
+        (heads, sum(LENGTHS), size),
+        (kv_heads, sum(LENGTHS), size),
+        (kv_heads, sum(LENGTHS), v_size),
+    ]
     tensors = [torch.randn(shape, generator=g).to("cuda", dtype) for shape in shapes]
     tensors.append(torch.randn(heads, generator=g).cuda())
     weight = torch.randn(heads, sum(LENGTHS), v_size, generator=g).cuda().bfloat16().float()
@@ -215,9 +262,17 @@ def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync(
     g = torch.Generator().manual_seed(1)
     packs = []
     for _ in range(20):
-        lengths = [1, *torch.randint(100, 300, (int(torch.randint(12, 18, (), generator=g)),), generator=g).tolist()]
+        lengths = [
+            1,
+            *torch.randint(
+                100, 300, (int(torch.randint(12, 18, (), generator=g)),), generator=g
+            ).tolist(),
+        ]
         shapes = [(h, sum(lengths), 64) for h in (8, 2, 2)]
-        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        tensors = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for shape in shapes
+        ]
         packs.append((tensors, spec_of(CAPPED, lengths, "cuda")))
     sizes = {round_up_to_bucket(tensors[0].shape[1], 1024) for tensors, _ in packs}
     assert 1 < len(sizes) < 4

@@ -31,7 +31,11 @@ def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
     with torch.autocast(x.device.type, torch.bfloat16):
         out = layer(x)
     out.backward(d)
-    return {"out": out.detach(), "x": x.grad, **{name.split(".")[-1]: p.grad for name, p in layer.named_parameters()}}
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        **{name.split(".")[-1]: p.grad for name, p in layer.named_parameters()},
+    }
 
 
 def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -53,7 +57,9 @@ def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> No
     for name in ("out", "x"):
         a, b = (one[name].float().flatten(0, 1) for one in (expected, found))
         apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
-        assert 0.005 < float(apart.max()) < 0.06, name  # FP8 was used, and the outlier row changes no other
+        assert 0.005 < float(apart.max()) < 0.06, (
+            name
+        )  # FP8 was used, and the outlier row changes no other
     for name in ("weight", "bias"):  # sums over tokens stay bf16 GEMMs
         assert torch.equal(expected[name], found[name])
         assert found[name].dtype == torch.float32
@@ -67,7 +73,9 @@ def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operan
     is_fast: list[bool] = []
     real = fp8._matmul_transposed
 
-    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True) -> Tensor:
+    def multiply(
+        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True
+    ) -> Tensor:
         operands.extend((a, b))
         is_fast.append(fast)
         return real(a, a_scale, b, b_scale, fast)
@@ -89,12 +97,16 @@ def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> No
     largest = (rows / scale).abs().amax(-1)
     assert ((largest > 224) & (largest <= 448))[rows.any(-1)].all()
     lost = (values.float() * scale - rows).abs()
-    assert (lost <= torch.maximum(rows.abs() / 16, scale * 2.0**-10)).all()  # 3 bits; below 2^-6 steps of 2^-9
+    assert (
+        lost <= torch.maximum(rows.abs() / 16, scale * 2.0**-10)
+    ).all()  # 3 bits; below 2^-6 steps of 2^-9
 
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
-def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens: int, weight_gradients: bool) -> None:
+def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(
+    tokens: int, weight_gradients: bool
+) -> None:
     """By what torch checks of tensors without values: orders in memory, sizes, one scale or one of each row."""
 
     class Context:
@@ -105,9 +117,13 @@ def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens: int, weight
             self.saved_tensors = tensors
 
     with FakeTensorMode():
-        x, d = (torch.empty(tokens, size, device="cuda", dtype=torch.bfloat16) for size in (384, 256))
+        x, d = (
+            torch.empty(tokens, size, device="cuda", dtype=torch.bfloat16) for size in (384, 256)
+        )
         context = Context()
-        out = fp8._Fp8Matmul.forward(context, x, weight_gradients, torch.empty(256, 384, device="cuda"))
+        out = fp8._Fp8Matmul.forward(
+            context, x, weight_gradients, torch.empty(256, 384, device="cuda")
+        )
         d_x, _, d_weight = fp8._Fp8Matmul.backward(context, d)
     assert d_x is not None
     assert d_weight is not None
@@ -135,7 +151,9 @@ def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(token
 
 def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:
     _, low = layers(weight_gradients=True)
-    assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))["weight"].any()
+    assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))[
+        "weight"
+    ].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -213,19 +231,28 @@ def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
     assert kept == [True, False]
 
 
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def engine(shape: dict[str, Any] = SHAPE, **how: Any) -> LanguageModelEngine:
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
-    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), layout, Settings(**how))
+    part = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(None, shape)), layout, Settings(**how)
+    )
     part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 3e-3))
     return part
 
 
 def step(part: LanguageModelEngine, batch: PackedBatch) -> float:
-    numbers = part.train_batch([batch], lambda b: (part.model(b, ["loss"])["loss"], b.num_loss_tokens))
+    numbers = part.train_batch(
+        [batch], lambda b: (part.model(b, ["loss"])["loss"], b.num_loss_tokens)
+    )
     return float(numbers.loss_sum / numbers.weight)
 
 
@@ -259,7 +286,9 @@ def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
     low = [module for module in part.model.modules() if isinstance(module, fp8.Fp8Linear)]
     assert {module.fp8_weight_gradient for module in low} == {True}
     for off in (False, {"llm": False}):
-        with pytest.raises(UserError, match=r"fp8_weight_gradients is for the layers of model.fp8, which is off"):
+        with pytest.raises(
+            UserError, match=r"fp8_weight_gradients is for the layers of model.fp8, which is off"
+        ):
             engine(precision="bf16", fp8=off, fp8_weight_gradients=True)
 
 
@@ -268,7 +297,10 @@ def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
 @pytest.mark.parametrize("weight_gradients", [False, True])
 def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) -> None:
     here, there = (
-        run(layers(where, weight_gradients)[1], *(in_columns(inputs(where)) if transposed else inputs(where)))
+        run(
+            layers(where, weight_gradients)[1],
+            *(in_columns(inputs(where)) if transposed else inputs(where)),
+        )
         for where in ("cpu", "cuda")
     )
     for name in here:

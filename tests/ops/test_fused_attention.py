@@ -39,7 +39,9 @@ def test_plan_packs_of_all_sizes_share_few_plans() -> None:
     g = torch.Generator().manual_seed(0)
     plans = set()
     for _ in range(500):
-        lengths = torch.randint(64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g)
+        lengths = torch.randint(
+            64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g
+        )
         q = torch.empty(int(lengths.sum()), 16, 128, device="meta")
         longest = int(lengths.max())
         plan = Plan.of(q, q[:, :8], len(lengths), longest, longest, 0.1, True, 0)
@@ -72,18 +74,27 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
 ) -> None:
     if kernel == "flash" and size not in flash_attention.HEADS:
         pytest.skip(f"cuDNN computes heads of {size}")
-    if kernel == "cudnn" and size > cudnn_attention.COMMON_HEAD and not cudnn_attention.can_build(0, size):
+    if (
+        kernel == "cudnn"
+        and size > cudnn_attention.COMMON_HEAD
+        and not cudnn_attention.can_build(0, size)
+    ):
         pytest.skip(f"this cuDNN has no kernels for heads of {size}")
     use_only(monkeypatch, kernel)
     calls: list[str] = []
     used = {"flash": (flash_attention, "_arguments"), "cudnn": (cudnn_attention, "run")}
     for name, (module, function) in used.items():
         run = getattr(module, function)
-        monkeypatch.setattr(module, function, lambda *args, run=run, name=name: (calls.append(name), run(*args))[1])
+        monkeypatch.setattr(
+            module, function, lambda *args, run=run, name=name: (calls.append(name), run(*args))[1]
+        )
     lengths = [5, 1, 140, 70, 300]
     where = boundaries(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
     g = torch.Generator().manual_seed(0)
-    given = [torch.randn(1, h, sum(lengths), size, generator=g).cuda().bfloat16() for h in (*heads, heads[1])]
+    given = [
+        torch.randn(1, h, sum(lengths), size, generator=g).cuda().bfloat16()
+        for h in (*heads, heads[1])
+    ]
     weight = torch.randn(1, sum(lengths), heads[0], size, generator=g).cuda().bfloat16()
 
     def once(kind: str) -> list[Tensor]:
@@ -109,33 +120,52 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
 
 @needs_cudnn
 @pytest.mark.parametrize(
-    ("heads", "size", "causal"), [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)], ids=str
+    ("heads", "size", "causal"),
+    [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)],
+    ids=str,
 )
 def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
     monkeypatch, heads: tuple[int, int], size: int, causal: bool
 ) -> None:
     """NaN before and after all tensors, in the outputs and in the workspace; lengths around those of tiles."""
 
-    def inside(*shape: int, dtype: torch.dtype = torch.bfloat16, fill: float | None = None) -> Tensor:
-        values = torch.randn(shape, device="cuda") if fill is None else torch.full(shape, fill, device="cuda")
+    def inside(
+        *shape: int, dtype: torch.dtype = torch.bfloat16, fill: float | None = None
+    ) -> Tensor:
+        values = (
+            torch.randn(shape, device="cuda")
+            if fill is None
+            else torch.full(shape, fill, device="cuda")
+        )
         around = torch.full((values.numel() + (2 << 20),), torch.nan, device="cuda", dtype=dtype)
         found = around[1 << 20 : -1 << 20].view(shape)
         return found.copy_(values)
 
     empty = torch.empty
     monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255) if k.get("dtype") == torch.uint8 else empty(*a, **k)
+        torch,
+        "empty",
+        lambda *a, **k: (
+            empty(*a, **k).fill_(255) if k.get("dtype") == torch.uint8 else empty(*a, **k)
+        ),
     )
     for lengths in ([1, 129, 64, 700], [2000], [63, 65, 127, 128, 1, 300, 2]):
         total = sum(lengths)
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
         q, do = (inside(total, heads[0], size) for _ in "qo")
         k, v = (inside(total, heads[1], size) for _ in "kv")
-        made = {n: inside(*x.shape, fill=torch.nan) for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()}
+        made = {
+            n: inside(*x.shape, fill=torch.nan)
+            for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()
+        }
         made["stats"] = inside(total, heads[0], 1, dtype=torch.float32, fill=torch.nan)
         plan = Plan.of(q, k, len(lengths), max(lengths), max(lengths), 0.1, causal, 0)
         for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
-            given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
+            given = (
+                {"q": q, "k": k, "v": v}
+                | ({"do": do} if backward else {})
+                | {n: made[n] for n in names}
+            )
             cudnn_attention.run(plan, cu_seqlens, backward, given)
         assert all(bool(x.isfinite().all()) for x in made.values()), lengths
 
@@ -163,7 +193,10 @@ def test_fused_attention_deterministic_algorithms_enabled_repeats_gradients_bit_
 ) -> None:
     use_only(monkeypatch, kernel)
     spec = AttnSpec(torch.tensor([0, 500, 700, 2000], dtype=torch.int32).cuda(), 1300)
-    qkv = [torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4)]
+    qkv = [
+        torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (8, 4, 4)
+    ]
     torch.use_deterministic_algorithms(True)
     try:
         q_k_v = [x.transpose(0, 1) for x in qkv]
@@ -176,7 +209,9 @@ def test_fused_attention_deterministic_algorithms_enabled_repeats_gradients_bit_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", MODULES)
-def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_is(monkeypatch, kernel: str) -> None:
+def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_is(
+    monkeypatch, kernel: str
+) -> None:
     """Lengths around those of tiles, and an empty sequence. FlashAttention 4 reads keys behind the end of a sequence
     and multiplies them by zero, so its neighbours must be finite; cuDNN's may be NaN."""
     use_only(monkeypatch, kernel)
@@ -196,13 +231,21 @@ def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_i
         broken = [torch.full_like(x, value) for x in given]
         for x, whole in zip(broken, given, strict=True):
             x[:, rows] = whole[:, rows]
-        alone = gradients([x[:, rows].contiguous() for x in given], torch.tensor([0, lengths[at]]).int().cuda())
+        alone = gradients(
+            [x[:, rows].contiguous() for x in given], torch.tensor([0, lengths[at]]).int().cuda()
+        )
         for found, expected in zip(gradients(broken, ends), alone, strict=True):
-            assert float((found[:, rows] - expected).float().norm() / expected.float().norm()) < 1e-2
+            assert (
+                float((found[:, rows] - expected).float().norm() / expected.float().norm()) < 1e-2
+            )
 
 
-@pytest.mark.parametrize(("version", "used"), [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)])
-def test_flash_attention_other_versions_are_not_used(monkeypatch, version: str | None, used: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "used"), [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)]
+)
+def test_flash_attention_other_versions_are_not_used(
+    monkeypatch, version: str | None, used: bool
+) -> None:
     """The extra `cuda` installs the one that is."""
 
     def installed(name: str) -> str:
@@ -212,12 +255,18 @@ def test_flash_attention_other_versions_are_not_used(monkeypatch, version: str |
 
     monkeypatch.setattr(flash_attention.importlib.metadata, "version", installed)
     assert flash_attention._is_installed() is used
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert any(one.startswith(f"flash-attn-4[cu13]=={flash_attention.VERSION};") for one in extras["cuda"])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert any(
+        one.startswith(f"flash-attn-4[cu13]=={flash_attention.VERSION};") for one in extras["cuda"]
+    )
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError])
-def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, error: type[Exception]) -> None:
+def test_flash_attention_broken_package_is_a_warning_and_unused(
+    monkeypatch, error: type[Exception]
+) -> None:
     """The package needs libraries of its own, which may be of another version."""
 
     class Broken(types.ModuleType):
@@ -240,7 +289,8 @@ def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, err
 
 
 @pytest.mark.parametrize(
-    ("cuda", "capability", "runs"), [("13.0", 9, True), ("12.8", 9, False), (None, 9, False), ("13.0", 10, False)]
+    ("cuda", "capability", "runs"),
+    [("13.0", 9, True), ("12.8", 9, False), (None, 9, False), ("13.0", 10, False)],
 )
 def test_flash_attention_runs_on_hopper_with_cuda_13(
     monkeypatch, cuda: str | None, capability: int, runs: bool
@@ -266,12 +316,20 @@ def test_flash_attention_runs_on_hopper_with_cuda_13(
 def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(
     monkeypatch, change: dict[str, Any], used: bool
 ) -> None:
-    asked = {"dtype": torch.bfloat16, "size": 128, "longest": 129, "sequences": 256, "keys": 300} | change
+    asked = {
+        "dtype": torch.bfloat16,
+        "size": 128,
+        "longest": 129,
+        "sequences": 256,
+        "keys": 300,
+    } | change
     options = {key: asked.pop(key) for key in ("window", "causal") if key in asked}
     monkeypatch.setattr(flash_attention, "INSTALLED", True)
     monkeypatch.setattr(flash_attention, "_can_run", lambda _: True)
     device = torch.device("cuda", 0)
-    q = types.SimpleNamespace(is_cuda=True, dtype=asked["dtype"], shape=(4, 300, asked["size"]), device=device)
+    q = types.SimpleNamespace(
+        is_cuda=True, dtype=asked["dtype"], shape=(4, 300, asked["size"]), device=device
+    )
     q.numel = lambda: 4 * 300 * asked["size"]
     keys: Any = types.SimpleNamespace(numel=lambda: asked["keys"] * 128)
     spec = AttnSpec(torch.zeros(asked["sequences"] + 1), asked["longest"], **options)
@@ -279,7 +337,9 @@ def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(
 
 
 @pytest.mark.parametrize(("window", "left"), [(0, None), (3, 2)])
-def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch, window: int, left: int | None) -> None:
+def test_flash_attention_arguments_have_boundaries_scale_and_window(
+    monkeypatch, window: int, left: int | None
+) -> None:
     given: list[dict[str, Any]] = []
 
     def kernel(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -287,7 +347,9 @@ def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch,
         return tensors
 
     monkeypatch.setattr(
-        flash_attention, "load", lambda: types.SimpleNamespace(_flash_attn_fwd=kernel, _flash_attn_bwd=kernel)
+        flash_attention,
+        "load",
+        lambda: types.SimpleNamespace(_flash_attn_fwd=kernel, _flash_attn_bwd=kernel),
     )
     q = torch.zeros(5, 2, 64)
     offsets = (torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]))
@@ -295,15 +357,23 @@ def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch,
     flash_attention._forward(q, q, q, *values)
     flash_attention._backward(q, q, q, q, q, torch.zeros(2, 5), *values)
     for options in given:
-        assert (options["max_seqlen_q"], options["max_seqlen_k"], options["softmax_scale"]) == (3, 4, 0.3)
-        assert (options["cu_seqlens_q"] is offsets[0], options["cu_seqlens_k"] is offsets[1]) == (True, True)
+        assert (options["max_seqlen_q"], options["max_seqlen_k"], options["softmax_scale"]) == (
+            3,
+            4,
+            0.3,
+        )
+        assert (options["cu_seqlens_q"] is offsets[0], options["cu_seqlens_k"] is offsets[1]) == (
+            True,
+            True,
+        )
         assert (options["causal"], options["window_size_left"]) == (True, left)
     assert given[0]["return_lse"]
     assert given[1]["deterministic"] is False
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "loaded", "hints"), [(9, True, 1, 0), (9, False, 0, 1), (8, False, 0, 0)]
+    ("capability", "installed", "loaded", "hints"),
+    [(9, True, 1, 0), (9, False, 0, 1), (8, False, 0, 0)],
 )
 def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
     monkeypatch, capability: int, installed: bool, loaded: int, hints: int
@@ -313,7 +383,9 @@ def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
     monkeypatch.setattr(flash_attention, "INSTALLED", installed)
     monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))
     monkeypatch.setattr(mllm.LOGGER, "info", lambda text, *_: calls.append(text))
-    monkeypatch.setattr(mllm.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
+    monkeypatch.setattr(
+        mllm.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target)
+    )
     mllm.prepare_attention(torch.device("cuda"))
     assert [call for call in calls if call == "load"] == ["load"] * loaded
     assert sum("mvp-engine[cuda]" in call for call in calls) == hints

@@ -12,12 +12,30 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, reference_attention
+from mvp_engine.ops import (
+    attention,
+    cudnn_attention,
+    flash_attention,
+    flex_attention,
+    reference_attention,
+)
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-MODULES = [attention, cudnn_attention, flash_attention, flex_attention, attention, reference_attention]
+MODULES = [
+    attention,
+    cudnn_attention,
+    flash_attention,
+    flex_attention,
+    attention,
+    reference_attention,
+]
 BATCH = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
 
 
@@ -33,7 +51,9 @@ def engine_of(backend: str | None) -> LanguageModelEngine:
 def stepped(engine: LanguageModelEngine) -> dict[str, Tensor]:
     """The loss and the gradients of one step."""
     engine.optimizer_zero_grad()
-    outputs = engine.train_batch([BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
+    outputs = engine.train_batch(
+        [BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+    )
     grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
     return {"loss": outputs.loss_sum, **grads}
 
@@ -58,7 +78,9 @@ def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged(
     compiled = engine_of("aot_eager")
     in_graphs = stepped(compiled)
     assert graphs["unique_graphs"] > 0
-    assert before.items() <= attributes().items()  # Dynamo adds globals of its own, and none was rebound
+    assert (
+        before.items() <= attributes().items()
+    )  # Dynamo adds globals of its own, and none was rebound
     graphs.clear()
     again = stepped(plain)
     assert graphs["unique_graphs"] == 0  # the uncompiled engine stays uncompiled

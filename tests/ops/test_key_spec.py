@@ -11,7 +11,14 @@ import torch
 from test_flex_attention import MASKS, spec_of
 from torch import Tensor
 
-from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, offsets_of, ranges_of, whole_sequence
+from mvp_engine.distributed.key_exchange import (
+    KeyExchange,
+    Keys,
+    causal_keys,
+    offsets_of,
+    ranges_of,
+    whole_sequence,
+)
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.model.attention import context_spec
 from mvp_engine.ops import attention as attention_ops
@@ -41,19 +48,25 @@ def shard_of(rank: int, lengths: list[int], device: str = "cpu") -> Any:
     return shard
 
 
-def part_of(spec: AttnSpec, rank: int, lengths: list[int], device: str = "cpu") -> tuple[AttnSpec, Tensor, Keys]:
+def part_of(
+    spec: AttnSpec, rank: int, lengths: list[int], device: str = "cpu"
+) -> tuple[AttnSpec, Tensor, Keys]:
     shard = shard_of(rank, lengths, device)
     part, exchange = context_spec(spec, shard)
     return part, shard.queries, exchange.keys
 
 
-@pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.3, -0.2, 1.0, 0.5])}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.3, -0.2, 1.0, 0.5])}], ids=str
+)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
     options: dict[str, Any], extra: dict[str, Any]
 ) -> None:
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(heads, sum(LENGTHS), 8, generator=g, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(heads, sum(LENGTHS), 8, generator=g, requires_grad=True) for heads in (4, 2, 2)
+    )
     weight = torch.randn(4, sum(LENGTHS), 8, generator=g)
     spec = replace(spec_of(options, LENGTHS), **extra)
     whole = reference_attention(q, k, v, spec)
@@ -70,7 +83,9 @@ def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(options: dict[str, Any]) -> None:
+def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(
+    options: dict[str, Any],
+) -> None:
     spec = spec_of(options, LENGTHS)
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, LENGTHS)
@@ -104,7 +119,9 @@ def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
     lengths = [700, 1, 5, 2000, 64, 300]
     spec = spec_of(options, lengths, "cuda")
     g = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(heads, sum(lengths), 128, generator=g).cuda().bfloat16() for heads in (8, 2, 2)]
+    qkv = [
+        torch.randn(heads, sum(lengths), 128, generator=g).cuda().bfloat16() for heads in (8, 2, 2)
+    ]
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, lengths, "cuda")
         given = [qkv[0][:, queries], qkv[1][:, keys.tokens], qkv[2][:, keys.tokens]]
@@ -125,10 +142,15 @@ def test_key_exchange_sends_each_rank_the_rows_that_it_needs() -> None:
     lengths = [40, 3, 70, 9]
     of_ranks = zigzag(lengths, RANKS)
     for keys_of_chunk in (causal_keys(None), causal_keys(4), whole_sequence):
-        plans = [KeyExchange.of(of_ranks, rank, keys_of_chunk, torch.device("cpu")) for rank in range(RANKS)]
+        plans = [
+            KeyExchange.of(of_ranks, rank, keys_of_chunk, torch.device("cpu"))
+            for rank in range(RANKS)
+        ]
         own = [ranges_of([(chunk.begin, chunk.end) for chunk in chunks]) for chunks in of_ranks]
         for to, plan in enumerate(plans):
-            parts = [own[source][one.sent_rows].split(one.sent)[to] for source, one in enumerate(plans)]
+            parts = [
+                own[source][one.sent_rows].split(one.sent)[to] for source, one in enumerate(plans)
+            ]
             assert tuple(map(len, parts)) == plan.received
             arrived = torch.cat(parts)
             assert torch.equal(arrived[plan.keys.rows], plan.keys.tokens)
@@ -140,7 +162,11 @@ def test_key_exchange_ofwhole_sequences_sends_nothing_to_other_ranks() -> None:
     of_ranks = zigzag([64] * RANKS, RANKS)
     for rank in range(RANKS):
         plan = KeyExchange.of(of_ranks, rank, causal_keys(None), torch.device("cpu"))
-        assert plan.sent == plan.received == tuple(64 if other == rank else 0 for other in range(RANKS))
+        assert (
+            plan.sent
+            == plan.received
+            == tuple(64 if other == rank else 0 for other in range(RANKS))
+        )
 
 
 def test_key_exchange_of_a_window_receives_the_window_before_each_chunk() -> None:

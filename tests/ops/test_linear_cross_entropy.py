@@ -16,10 +16,17 @@ from torch.utils._pytree import tree_leaves
 from mvp_engine.distributed import World
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
 
-WAYS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"scale": 1.7, "softcap": 1.5, "temperature": 0.7}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"scale": 0.3},
+    {"softcap": 2.0},
+    {"scale": 1.7, "softcap": 1.5, "temperature": 0.7},
+]
 
 
-def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False) -> tuple[Tensor, ...]:
+def inputs(
+    tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False
+) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, width, generator=g, requires_grad=True)
     weight = torch.randn(vocab, width, generator=g, requires_grad=True)
@@ -29,7 +36,9 @@ def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False
     return hidden, weight, labels, bias_V
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any
+) -> tuple[Tensor, ...]:
     logits = torch.nn.functional.linear(hidden, weight, bias) * how.get("scale", 1.0)
     if cap := how.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
@@ -47,7 +56,9 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any)
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [5, 23, 64])
-def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool, chunk: int) -> None:
+def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(
+    how: dict[str, Any], bias: bool, chunk: int
+) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     a = linear_log_probs(*ours, **how, chunk=chunk, mean=True)
     b = plain(*theirs, **how)
@@ -62,7 +73,9 @@ def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how: dict[str
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_loss_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool) -> None:
+def test_linear_loss_values_and_gradients_equal_plain_pytorch(
+    how: dict[str, Any], bias: bool
+) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     (a, each), log_probs = linear_loss(*ours, **how, chunk=5), plain(*theirs, **how)[0]
     b = -log_probs.sum()
@@ -101,14 +114,26 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
-        given = [tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        given = [
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves(args)
+            if isinstance(tensor, Tensor)
+        ]
         self._theirs |= set(given) - set(self._made)
         out = func(*args, **(kwargs or {}))
         self.collectives += func.namespace == "c10d"
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._theirs:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // tensor.itemsize
-        self.elements = max(self.elements, sum(size for made, size in self._made.values() if not made.expired()))
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in self._theirs
+            ):
+                self._made[storage._cdata] = (
+                    StorageWeakRef(storage),
+                    storage.nbytes() // tensor.itemsize,
+                )
+        self.elements = max(
+            self.elements, sum(size for made, size in self._made.values() if not made.expired())
+        )
         return out
 
 
@@ -150,7 +175,9 @@ def test_linear_log_probs_frozen_weight_gets_no_gradient() -> None:
 
 def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean: Tensor) -> Tensor:
     weights = torch.linspace(-1, 1, len(log_probs))
-    return (log_probs * weights + (0.3 * entropy + 0.01 * log_z.square()) * weights.flip(0) + 0.2 * mean).sum()
+    return (
+        log_probs * weights + (0.3 * entropy + 0.01 * log_z.square()) * weights.flip(0) + 0.2 * mean
+    ).sum()
 
 
 def of_shard(cuts: list[int], ways: list[dict[str, Any]]) -> list[list[Tensor | None]]:
@@ -164,17 +191,34 @@ def of_shard(cuts: list[int], ways: list[dict[str, Any]]) -> list[list[Tensor | 
         weight = weight.detach()[start:end].requires_grad_()
         bias = None if bias is None else bias.detach()[start:end].requires_grad_()
         out = linear_log_probs(
-            hidden, weight, labels, bias, **way, mean=True, group=dist.group.WORLD, vocab_start=start
+            hidden,
+            weight,
+            labels,
+            bias,
+            **way,
+            mean=True,
+            group=dist.group.WORLD,
+            vocab_start=start,
         )
         loss_of(*out).backward()
-        results.append([*(x.detach() for x in out), hidden.grad, weight.grad, None if bias is None else bias.grad])
+        results.append(
+            [
+                *(x.detach() for x in out),
+                hidden.grad,
+                weight.grad,
+                None if bias is None else bias.grad,
+            ]
+        )
     world.close()
     return results
 
 
 @pytest.mark.parametrize("cuts", [[0, 25, 50], [0, 17, 50], [0, 49, 50]], ids=str)
 def test_linear_log_probs_sharded_vocabulary_equals_unsharded(ranks2, cuts: list[int]) -> None:
-    ways = [{"chunk": c, "bias": b, **how} for how, b, c in itertools.product(WAYS, (False, True), (5, 64))]
+    ways = [
+        {"chunk": c, "bias": b, **how}
+        for how, b, c in itertools.product(WAYS, (False, True), (5, 64))
+    ]
     for way, first, second in zip(ways, *ranks2.run(of_shard, cuts, ways), strict=True):
         how = {name: value for name, value in way.items() if name not in ("bias", "chunk")}
         hidden, weight, labels, bias = inputs(bias=way["bias"])
@@ -194,7 +238,9 @@ def test_linear_log_probs_sharded_vocabulary_equals_unsharded(ranks2, cuts: list
 EXCLUDED = (3, 30, 49)
 
 
-def without_excluded(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
+def without_excluded(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any
+) -> tuple[Tensor, ...]:
     """`plain` on the other rows of the vocabulary alone."""
     kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
     is_label = labels != IGNORE
@@ -206,12 +252,19 @@ def inputs_without_excluded_labels(bias: bool) -> tuple[Tensor, ...]:
     hidden, weight, labels, bias_V = inputs(bias=bias)
     with torch.no_grad():
         weight[3] *= 30  # would be the most likely in many rows
-    return hidden, weight, labels.masked_fill(torch.isin(labels, torch.tensor(EXCLUDED)), IGNORE), bias_V
+    return (
+        hidden,
+        weight,
+        labels.masked_fill(torch.isin(labels, torch.tensor(EXCLUDED)), IGNORE),
+        bias_V,
+    )
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_excluded_rows_have_neither_probability_nor_gradient(how: dict[str, Any], bias: bool) -> None:
+def test_excluded_rows_have_neither_probability_nor_gradient(
+    how: dict[str, Any], bias: bool
+) -> None:
     for only_loss in (False, True):
         ours, theirs = inputs_without_excluded_labels(bias), inputs_without_excluded_labels(bias)
         expected = without_excluded(*theirs, **how)
@@ -294,7 +347,9 @@ def label_past_the_vocabulary() -> tuple[float, float]:
     hidden, weight, labels, _ = inputs(vocab=50)
     labels[1] = 50
     rows = slice(25 * world.rank, 25 * world.rank + 25)
-    out = linear_log_probs(hidden, weight[rows], labels, group=dist.group.WORLD, vocab_start=rows.start)[0]
+    out = linear_log_probs(
+        hidden, weight[rows], labels, group=dist.group.WORLD, vocab_start=rows.start
+    )[0]
     world.close()
     return float(out[1]), float(out[2:].sum())
 
@@ -313,7 +368,10 @@ def test_linear_log_probs_vocab_start_without_group_raises() -> None:
 @pytest.mark.gpu
 def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -> None:
     g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(700, 64, generator=g).cuda(), torch.randn(5000, 64, generator=g).cuda() * 0.2
+    hidden, weight = (
+        torch.randn(700, 64, generator=g).cuda(),
+        torch.randn(5000, 64, generator=g).cuda() * 0.2,
+    )
     labels = torch.randint(5000, (700,), generator=g).cuda()
     labels[::5] = IGNORE
     found = []
@@ -327,4 +385,6 @@ def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -
         loss.backward()
         found.append([loss.detach(), h.grad, w.grad])
     for mine, theirs, limit in ((found[0], found[1], 1e-5), (found[0], found[2], 1e-2)):
-        assert all(float((a - b).norm() / b.norm()) < limit for a, b in zip(mine, theirs, strict=True))
+        assert all(
+            float((a - b).norm() / b.norm()) < limit for a, b in zip(mine, theirs, strict=True)
+        )

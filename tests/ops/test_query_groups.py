@@ -42,7 +42,9 @@ def allowed_mask(draws: int) -> Tensor:
     return own & (is_shared | (draw[prefix:, None] == draw[None, :]))
 
 
-def inputs(draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     suffix = len(LENGTHS) * (1 + draws * CHUNK)
     keys = sum(LENGTHS) + suffix

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu(required=False)]
-SCRIPTS = {file.stem: str(file) for file in sorted(Path(__file__).parent.glob("kernels/*.py"), reverse=True)}
+SCRIPTS = {
+    file.stem: str(file)
+    for file in sorted(Path(__file__).parent.glob("kernels/*.py"), reverse=True)
+}
 RUN_ALL = """
 import json, runpy, sys, traceback
 from mvp_engine.ops import attention, cudnn_attention, flex_attention, fp8, linear_cross_entropy
