@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -242,3 +243,32 @@ def ranks2(rank_processes: RankProcesses) -> RankPool:
 @pytest.fixture(scope="session")
 def ranks4(rank_processes: RankProcesses) -> RankPool:
     return RankPool(4, rank_processes)
+
+
+@pytest.fixture
+def on_ranks(rank_processes: RankProcesses) -> Callable[..., list[Any]]:
+    """on_ranks(sizes, f, *args): what `f(layout, *args)` returns on each rank of a layout of these sizes."""
+    from families import on_layout
+
+    def run(sizes: dict[str, int], f: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        ranks = math.prod(size for name, size in sizes.items() if name != "expert")
+        return RankPool(ranks, rank_processes).run(on_layout, sizes, f, *args, **options)
+
+    return run
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """logged(module): the texts that the module's logger is given from now on, at these levels."""
+
+    def watch(module: Any, *levels: str) -> list[str]:
+        texts: list[str] = []
+
+        def note(text: str, *words: Any) -> None:
+            texts.append(text % words if words else text)
+
+        for level in levels or ("warning",):
+            monkeypatch.setattr(module.LOGGER, level, note)
+        return texts
+
+    return watch

@@ -393,6 +393,12 @@ def layout_of(**sizes: int) -> Iterator[Any]:
         world.close()
 
 
+def on_layout(sizes: dict[str, int], function: Callable[..., Any], *args: Any) -> Any:
+    """`function(layout, *args)` on this rank process, as a member of a job."""
+    with layout_of(**sizes) as layout:
+        return function(layout, *args)
+
+
 def mean_of_copies(layout: Any, value: Tensor) -> Any:
     """The sum over data-parallel ranks: all ranks, each of which counts as one of the copies of its data."""
     return sum(layout.world.all_gather(value)) / layout.model_parallel_size

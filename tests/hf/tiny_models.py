@@ -6,6 +6,7 @@ and read its gradients, but must not change it. `build_model` returns a new inst
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any, TypeVar
@@ -72,6 +73,14 @@ def packs_of(
         PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack])
         for pack in lengths
     ]
+
+
+def media_packs(model: PackedModel, name: str, members: list[list[int]]) -> list[PackedBatch]:
+    """Packs of these members of `samples`. One of text alone does not even have an empty list of images."""
+    ones = samples(model, name)
+    text = dataclasses.replace(ones[0], media={})
+    packs = [PackedBatch.concat([ones[i] for i in pack]) for pack in members]
+    return [text if pack == [0] else batch for pack, batch in zip(members, packs, strict=True)]
 
 
 def sample(
