@@ -251,7 +251,7 @@ def on_ranks(rank_processes: RankProcesses) -> Callable[..., list[Any]]:
     from families import on_layout
 
     def run(sizes: dict[str, int], f: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        ranks = math.prod(size for name, size in sizes.items() if name != "expert")
+        ranks = math.prod(size for name, size in sizes.items() if name not in ("expert", "reshard"))
         return RankPool(ranks, rank_processes).run(on_layout, sizes, f, *args, **options)
 
     return run

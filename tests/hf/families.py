@@ -382,11 +382,11 @@ def parallel(**sizes: int) -> Any:
 
 
 @contextmanager
-def layout_of(**sizes: int) -> Iterator[Any]:
+def layout_of(device: str = "cpu", **sizes: int) -> Iterator[Any]:
     """The layout of this rank process, while it is a member of a job."""
     from mvp_engine.distributed import Layout, World
 
-    world = World.join("cpu")
+    world = World.join(device)
     try:
         yield Layout.of(world, parallel(**sizes))
     finally:

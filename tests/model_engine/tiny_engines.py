@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def fresh_graphs() -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return torch._dynamo.utils.counters["stats"]
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """On a GPU: waiting for a value of the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- Results ----------------------------------------------------------------------------------------------------
