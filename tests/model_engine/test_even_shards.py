@@ -23,13 +23,14 @@ from tiny_engines import (
     packed,
     train,
     weights,
+    whole_state,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import dim_slices, full_tensor
+from mvp_engine.distributed.dtensor import dim_slices
 from mvp_engine.distributed.fsdp import apply_fsdp, even_placement
 from mvp_engine.hf import LanguageModel
 
@@ -165,9 +166,5 @@ def loaded(layout: Layout, family: str, folder: Path) -> list[Tensors]:
     states = []
     for name in ("saved", "again"):
         engine.load_checkpoint(folder / name)
-        state = weights(engine.model)
-        for name, param in engine.model.named_parameters():
-            for key, value in engine.optimizer.state[param].items():
-                state[f"{name}.{key}"] = full_tensor(value).clone()
-        states.append(state)
+        states.append(whole_state(engine))
     return states

@@ -235,10 +235,11 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
 def counts_and_weights(layout: Layout) -> tuple[Any, Tensors]:
     """After two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
     model = build_model(LanguageModel, "qwen3_vl_moe")
+    rows = media_rows(model, layout)
     experts = Experts(balance="loss", weight=1.0)
     engine = engine_of(model, layout, lambda model: sgd(model, 1e-2), experts=experts)
     for _ in range(2):
-        step(engine, media_rows(model, layout))
+        step(engine, rows)
     return balance_of(engine).state(), state_of(engine)
 
 

@@ -20,7 +20,7 @@ from tiny_engines import (
     packed,
     scores_of,
     shares_of,
-    weights,
+    whole_state,
 )
 from tiny_engines import gradients as gradients_of
 from tiny_models import build_model, samples
@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.dtensor import full_tensor, local_shards
+from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine
 
@@ -59,7 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
 def micro_batches(rank: int) -> list[PackedBatch]:
     """The data of a data-parallel rank: 2, 0, 3 and 1 micro-batches."""
     count = (2, 0, 3, 1)[rank]
-    return [packed(7 + rank, 3, 5 + i, seed=10 * rank + i) for i in range(count)]
+    return [packed(7 + rank, 3, 5 + i, seed=rank + 4 * i) for i in range(count)]
 
 
 def all_batches(ranks: int) -> list[PackedBatch]:
@@ -229,7 +229,8 @@ def media_rows(model: LanguageModel, layout: Layout) -> list[PackedBatch]:
 
 def media_gradients(layout: Layout) -> Tensors:
     model = build_model(LanguageModel, "qwen3_vl_moe")
-    return gradients(engine_of(model, layout), media_rows(model, layout))
+    rows = media_rows(model, layout)
+    return gradients(engine_of(model, layout), rows)
 
 
 @pytest.mark.parametrize(
@@ -257,15 +258,6 @@ def steps(engine: LanguageModelEngine, count: int) -> list[float]:
     return [float(engine.train_batch(mine, scores_of(engine)).grad_norm) for _ in range(count)]
 
 
-def state_of(engine: LanguageModelEngine) -> Tensors:
-    """All weights and moments."""
-    found = weights(engine.model)
-    for name, param in engine.model.named_parameters():
-        for key, value in engine.optimizer.state[param].items():
-            found[f"{name}.{key}"] = full_tensor(value).clone()
-    return found
-
-
 def saved_run(layout: Layout, family: str, folder: Path) -> tuple[list[float], Tensors, Tensors]:
     """Two steps, a checkpoint, a Hugging Face folder, a third step, and the same from the checkpoint."""
     engine = expert_engine(family, layout)
@@ -276,7 +268,7 @@ def saved_run(layout: Layout, family: str, folder: Path) -> tuple[list[float], T
     again = expert_engine(family, layout, seed=6)
     again.load_checkpoint(folder / "checkpoint")
     steps(again, 1)
-    return norms, state_of(engine), state_of(again)
+    return norms, whole_state(engine), whole_state(again)
 
 
 def assert_near(found: Tensors, expected: Tensors) -> None:
@@ -300,7 +292,7 @@ def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
     assert_equal(resumed, state)
     alone = expert_engine(family, ALONE)
     assert steps(alone, 3) == pytest.approx(norms, rel=1e-5)
-    assert_near(state_of(alone), state)
+    assert_near(whole_state(alone), state)
     one = expert_engine(family, ALONE, seed=7)
     one.load_checkpoint(tmp_path / "checkpoint")
     one.export_hf(tmp_path / "alone")
@@ -309,7 +301,7 @@ def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
     for file in files:
         assert (tmp_path / "alone" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     steps(one, 1)
-    assert_near(state_of(one), state)
+    assert_near(whole_state(one), state)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def batches(count: int) -> list[dict[str, Any]]:
 
 def forward(model: nn.Module, scale: float = 1.0) -> Any:
     def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
-        return scale * model(**batch).square().sum(), len(batch["tokens"])
+        return scale * model(**batch).float().square().sum(), len(batch["tokens"])
 
     return step
 

@@ -20,7 +20,7 @@ from mvp_engine.tools.plan.simulate import balance_routing, fake_world, held_byt
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
-    ("qwen3", {"shard": 2}, {"precision": "bf16", "fp8": True}),
+    ("qwen3", {"shard": 2, "replicate": 2}, {"precision": "bf16", "fp8": True}),
 ]
 MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"ulysses": 2, "shard": 2}, {}),

@@ -125,6 +125,15 @@ def weights(model: nn.Module) -> Tensors:
     return {name: full_tensor(param.detach()).clone() for name, param in named}
 
 
+def whole_state(engine: Any) -> Tensors:
+    """Whole parameters and states of the optimizer, on all ranks."""
+    found = weights(engine.model)
+    for name, param in engine.model.named_parameters():
+        for key, value in engine.optimizer.state[param].items():
+            found[f"{name}.{key}"] = full_tensor(value).clone()
+    return found
+
+
 def message_of(layout: Layout, build: Callable[..., Any], *args: Any) -> str:
     """The text of the user error that `build(layout, *args)` ends with; empty without one."""
     try:

@@ -19,39 +19,28 @@ def batch() -> PackedBatch:
     return PackedBatch.from_sequences([torch.zeros(n, dtype=torch.long) for n in LENGTHS])
 
 
-def owners(draws: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each key, and its draw: -1 for prefixes and states, which all draws share."""
-    sequence: list[int] = []
-    for s, length in enumerate(LENGTHS):
-        sequence += [s] * length
-    draw = [-1] * (len(sequence) + len(LENGTHS))
-    sequence += range(len(LENGTHS))
-    for s in range(len(LENGTHS)):
-        for n in range(draws):
-            sequence += [s] * CHUNK
-            draw += [n] * CHUNK
-    return torch.tensor(sequence), torch.tensor(draw)
-
-
 def allowed_mask(draws: int) -> Tensor:
-    """(suffix queries, all keys): states see prefix and themselves, a chunk its prefix, its state and itself."""
-    sequence, draw = owners(draws)
-    prefix = sum(LENGTHS)
-    own = sequence[prefix:, None] == sequence[None, :]
-    is_shared = draw[None, :] == -1
-    return own & (is_shared | (draw[prefix:, None] == draw[None, :]))
+    """(suffix queries, all keys): states see prefix and themselves, a chunk its prefix, its state and itself.
+
+    Keys are prefixes, states, then the chunks of each sequence. The draw of what all draws share is -1.
+    """
+    rows = torch.arange(len(LENGTHS))
+    prefixes = rows.repeat_interleave(torch.tensor(LENGTHS))
+    sequence = torch.cat([prefixes, rows, rows.repeat_interleave(draws * CHUNK)])
+    of_chunks = torch.arange(draws).repeat_interleave(CHUNK).repeat(len(LENGTHS))
+    shared = torch.full((len(prefixes) + len(rows),), -1)
+    draw = torch.cat([shared, of_chunks])
+    queries = slice(len(prefixes), None)
+    is_visible = (draw == -1) | (draw[queries, None] == draw)
+    return (sequence[queries, None] == sequence) & is_visible
 
 
-def inputs(
-    draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     suffix = len(LENGTHS) * (1 + draws * CHUNK)
     keys = sum(LENGTHS) + suffix
-    q = torch.randn(heads, suffix, size, generator=g)
-    k = torch.randn(kv_heads, keys, size, generator=g)
-    v = torch.randn(kv_heads, keys, size, generator=g)
-    return q, k, v
+    shapes = [(heads, suffix, size), (kv_heads, keys, size), (kv_heads, keys, size)]
+    return [torch.randn(shape, generator=g) for shape in shapes]
 
 
 def with_gradients(attend, *tensors: Tensor) -> list[Tensor]:
