@@ -63,16 +63,22 @@ def fla_convolution(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, None]:
-    parts = [part.transpose(1, 2) for part in x.split(cu_seqlens.diff().tolist(), dim=1)]
-    return torch.cat(
-        [convolution(part, weight, bias, activation) for part in parts], dim=-1
-    ).transpose(1, 2), None
+    sizes = cu_seqlens.diff().tolist()
+    return by_part(x.transpose(1, 2), sizes, weight, bias, activation).transpose(1, 2), None
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     padded = F.pad(x, (weight.shape[-1] - 1, 0))
     out = F.conv1d(padded, weight[:, None], bias, groups=len(weight))
     return out if activation is None else F.silu(out)
+
+
+def by_part(x: Tensor, sizes: list[int], *options: Any) -> Tensor:
+    return torch.cat([convolution(part, *options) for part in x.split(sizes, dim=-1)], dim=-1)
+
+
+def sizes_of(seq_idx: Tensor) -> list[int]:
+    return seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
 
 
 def package_convolution(
@@ -84,10 +90,7 @@ def package_convolution(
 ) -> Tensor:
     assert seq_idx is not None
     assert (seq_idx.dtype, x.stride(1)) == (torch.int32, 1)
-    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-    return torch.cat(
-        [convolution(part, weight, bias, activation) for part in x.split(sizes, dim=-1)], dim=-1
-    )
+    return by_part(x, sizes_of(seq_idx), weight, bias, activation)
 
 
 def mamba_package(
@@ -102,12 +105,12 @@ def mamba_package(
 ) -> Tensor:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-    parts = zip(*(value.split(sizes, dim=1) for value in (x, dt, B, C)), strict=True)
-    return torch.cat(
-        [mamba2_chunk_scan(px, pdt, A, pB, pC, chunk_size, **options) for px, pdt, pB, pC in parts],
-        1,
-    )
+    split = [value.split(sizes_of(seq_idx), dim=1) for value in (x, dt, B, C)]
+    outs = []
+    for part_x, part_dt, part_B, part_C in zip(*split, strict=True):
+        out = mamba2_chunk_scan(part_x, part_dt, A, part_B, part_C, chunk_size, **options)
+        outs.append(out)
+    return torch.cat(outs, 1)
 
 
 FLA = dict.fromkeys(KERNELS, linear_attention) | {"short convolution": fla_convolution}
@@ -138,11 +141,8 @@ def test_kernels_give_what_the_reference_gives(
         called.add(operation)
         if operation not in doubles:
             return None
-        of_package = [
-            kernel
-            for kernel in KERNELS[operation]
-            if (kernel.package == kernels.FLA) == (doubles is FLA)
-        ]
+        is_fla = [(kernel, kernel.package == kernels.FLA) for kernel in KERNELS[operation]]
+        of_package = [kernel for kernel, of_fla in is_fla if of_fla == (doubles is FLA)]
         return Loaded(of_package[-1 if by_channel else 0], doubles[operation])
 
     monkeypatch.setattr(functions, "kernel_for", kernel_for)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engines import no_host_sync
 from torch import Tensor, nn
 
 from mvp_engine.hf.model import attention
@@ -16,52 +17,44 @@ LENGTHS = [5, 1, 40, 17]
 
 
 def inputs(
-    device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32
+    device: str = "cpu", dtype: torch.dtype = torch.float32, heads: int = 8, kv_heads: int = 2
 ) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    shapes = [(1, h, sum(LENGTHS), size) for h in (heads, kv_heads, kv_heads)]
+    shapes = [(1, h, sum(LENGTHS), 32) for h in (heads, kv_heads, kv_heads)]
     return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
 
 
 def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
     """The output, and the gradients of q, k and v."""
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
-    out, _ = packed_attention(
-        nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)), **options
-    )
-    (
-        out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
-    ).sum().backward()
+    options |= boundaries(cu_seqlens, max(LENGTHS))
+    out, _ = packed_attention(nn.Identity(), *tensors, None, **options)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * weights).sum().backward()
     return out.detach(), [t.grad for t in tensors if t.grad is not None]
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str
 )
-def test_packed_attention_changed_sequence_changes_no_other_sequence(
-    options: dict[str, Any],
-) -> None:
-    first = inputs("cpu", torch.float32)
-    second = inputs("cpu", torch.float32)
+def test_packed_attention_changed_sequence_changes_no_other_sequence(options: Any) -> None:
+    changed = inputs()
     with torch.no_grad():
-        for tensor in second:
+        for tensor in changed:
             tensor[:, :, 6:46] += 1.0  # the third sequence
-    a = attend(first, **options)[0]
-    b = attend(second, **options)[0]
-    same = (a == b).flatten(2).all(-1)[0]
-    assert bool(same[:6].all())
-    assert bool(same[46:].all())
-    assert not bool(same[6:46].any())
+    outs = [attend(tensors, **options)[0] for tensors in (inputs(), changed)]
+    same = (outs[0] == outs[1]).flatten(2).all(-1)[0]
+    assert same.tolist() == [True] * 6 + [False] * 40 + [True] * 17
 
 
 def test_packed_attention_window_of_longest_sequence_equals_full_attention() -> None:
-    full = attend(inputs("cpu", torch.float32))[0]
-    assert torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=40)[0])
-    assert not torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=39)[0])
+    full = attend(inputs())[0]
+    assert torch.equal(full, attend(inputs(), sliding_window=40)[0])
+    assert not torch.equal(full, attend(inputs(), sliding_window=39)[0])
 
 
 def test_packed_attention_unsupported_argument_raises_its_name() -> None:
-    tensors = inputs("cpu", torch.float32)
+    tensors = inputs()
     with pytest.raises(NotImplementedError, match="Identity passes bias_of_love to attention"):
         attend(tensors, bias_of_love=1)
     with pytest.raises(NotImplementedError, match="received no sequence boundaries"):
@@ -83,17 +76,17 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
     assert masks.create_causal_mask(**options, attention_mask=None) is None
     images = torch.where((torch.arange(63) >= 50) & (torch.arange(63) < 55), 0, -1)[None]
     overlay = masks.create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
-    tensors = inputs("cpu", torch.float32)
+    tensors = inputs()
     where = boundaries(torch.tensor([0, 5, 6, 46, 63], dtype=torch.int32), 40)
-    out = packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
+
+    def out() -> Tensor:
+        return packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
+
+    before = out()
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
-    changed = (
-        (out != packed_attention(nn.Identity(), *tensors, overlay, **where)[0])
-        .flatten(2)
-        .any(-1)[0]
-    )
+    changed = (before != out()).flatten(2).any(-1)[0]
     assert changed.nonzero()[:, 0].tolist() == list(range(50, 63))
     with pytest.raises(NotImplementedError, match=" contains chunked_overlay"):
         masks.create_chunked_causal_mask(**options, attention_mask=None)
@@ -119,7 +112,7 @@ def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
 
 
 def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
-    tensors = inputs("cpu", torch.float32, kv_heads=8)
+    tensors = inputs(kv_heads=8)
     cu_seqlens = torch.tensor([0, 30], dtype=torch.int32)
     batch = [x.expand(2, -1, -1, -1) for x in tensors]
     with pytest.raises(NotImplementedError, match="Identity passes softcap to attention"):
@@ -137,9 +130,7 @@ def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
     "options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str
 )
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_varlen_kernel_on_gpu_equals_reference(
-    monkeypatch, options: dict[str, Any], kv_heads: int
-) -> None:
+def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: Any, kv_heads: int) -> None:
     fast = attend(inputs("cuda", torch.bfloat16, kv_heads=kv_heads), **options)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
     plain = attend(inputs("cuda", torch.float32, kv_heads=kv_heads), **options)
@@ -152,8 +143,5 @@ def test_varlen_kernel_on_gpu_makes_no_host_sync() -> None:
     tensors = inputs("cuda", torch.bfloat16)
     attend(tensors)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -107,6 +107,7 @@ def weights_of_frozen(layout: Layout, frozen: tuple[str, ...]) -> Tensors:
     return found
 
 
+@pytest.mark.slow
 def test_freeze_part_on_shards_equals_one_rank(on_ranks) -> None:
     frozen = ("vision", "llm")
     expected = weights_of_frozen(ALONE, frozen)
@@ -126,6 +127,7 @@ def test_optimizer_lr_by_part_sets_learning_rates() -> None:
         assert found[model.get_parameter(name)] == (4 if ".visual.pos" in name else expected[part])
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks() -> None:
     plain, _ = trained({})
     backends = {"llm": "eager", "vision": "auto"}  # auto does not compile on a CPU

@@ -39,6 +39,7 @@ def test_engine_start_supported_family_in_bf16_passes_preflight() -> None:
         start(ALONE, family, "bf16")
 
 
+@pytest.mark.slow
 def test_engine_start_on_two_ranks_rejects_unsupported_family_only(on_ranks) -> None:
     for of_rank in on_ranks({"shard": 2}, start_on_layouts):
         for layout, (unsupported, *supported) in of_rank.items():

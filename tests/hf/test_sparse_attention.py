@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from model_sweep import EXACT, build, causal_types, differences, worst_difference
 from sweep_columns import on_layout, on_two_ranks
+from tiny_engines import ALONE, CAMPAIGN
 
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.mixers import sparse_attention
 from mvp_engine.hf.model.preflight import check_packing, probe
@@ -48,17 +48,15 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
-    layout = Layout(World.join("cpu"))
-    expected = on_layout(name, layout)
-    found = on_layout(name, layout, activation_checkpointing="full")
-    assert worst_difference(found, expected) <= 1e-6
+    found = on_layout(name, ALONE, activation_checkpointing="full")
+    assert worst_difference(found, on_layout(name, ALONE)) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)),
+        pytest.param({"shard": 2}, marks=CAMPAIGN),
         {"ulysses": 2},
         {"context": 2},
     ],

@@ -20,6 +20,7 @@ def gradients_of(layout: Layout, config: dict[str, Any]) -> Tensors:
     return gradients(config, layout)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(on_ranks) -> None:
     expected = gradients(GEMMA4, ALONE)
     for found in on_ranks({"tensor": 2}, gradients_of, GEMMA4):

@@ -54,9 +54,8 @@ def test_media_inputs_missing_token_types_raise_for_images_only(name: str) -> No
     model = shared_model(LanguageModel, name)
     text, *_, both = samples(model, name)
     del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
-    with pytest.raises(
-        UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's token_fields"
-    ):
+    message = f"reads {TYPES[name]} to see images: give them in the batch's token_fields"
+    with pytest.raises(UserError, match=message):
         model(both, ["log_probs"])
     model(text, ["log_probs"])
 
@@ -88,6 +87,5 @@ def test_attention_of_model_with_encoders_is_registered_per_sub_config() -> None
 
 def test_docs_table_of_vision_families_is_up_to_date() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->" in page, (
-        "run python tests/hf/families.py"
-    )
+    expected = f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->"
+    assert expected in page, "run python tests/hf/families.py"

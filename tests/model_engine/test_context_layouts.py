@@ -82,7 +82,8 @@ LONG: list[tuple[dict[str, int], list[str]]] = [
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
-        ({"context": 2}, FEW),
+        ({"context": 2}, ["qwen3"]),
+        pytest.param({"context": 2}, FEW[1:], marks=pytest.mark.slow),
         pytest.param(BOTH, ["gpt_oss", "qwen3_vl"], marks=pytest.mark.slow),
         *(pytest.param(*one, marks=CAMPAIGN) for one in LONG),
     ],

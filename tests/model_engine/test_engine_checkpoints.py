@@ -218,6 +218,7 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, ca
     assert "has no hf/mvp.json" in refused()
 
 
+@pytest.mark.slow
 def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     train, tmp_path: Path, monkeypatch, capsys
 ) -> None:

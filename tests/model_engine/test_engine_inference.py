@@ -22,7 +22,7 @@ def log_probs(layout: Layout) -> list[Tensor]:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"ulysses": 4},
+        pytest.param({"ulysses": 4}, marks=pytest.mark.slow),
         {"context": 2, "ulysses": 2},
         pytest.param({"context": 4}, marks=CAMPAIGN),
         pytest.param({"ulysses": 2, "shard": 2}, marks=CAMPAIGN),

@@ -110,7 +110,7 @@ LONG: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [
-        (EXPERT, {"activation_checkpointing": "full"}),
+        pytest.param(EXPERT, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ({"pipeline": 2}, {}),
         *(pytest.param(*one, marks=CAMPAIGN) for one in LONG),
     ],
@@ -270,6 +270,7 @@ def test_balance_that_a_model_cannot_have_is_refused(family: str, balance: Any, 
         balanced(family, experts=Experts(balance=balance))
 
 
+@pytest.mark.slow
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
     train, ranks2: RankPool, tmp_path: Path
 ) -> None:

@@ -94,7 +94,9 @@ def expected(family: str, data_size: int) -> Tensors:
 LAYOUTS = [
     ({"shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss", "glm4_moe", "mixtral", "deepseek_v3"]),
     ({"shard": 2, "ulysses": 2, "expert": 4}, ["qwen3_moe"]),
-    ({"shard": 2, "tensor": 2, "expert": 2}, ["qwen3_moe", "mixtral"]),
+    pytest.param(
+        {"shard": 2, "tensor": 2, "expert": 2}, ["qwen3_moe", "mixtral"], marks=pytest.mark.slow
+    ),
     pytest.param({"ulysses": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN),
     pytest.param({"shard": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN),
     pytest.param({"shard": 4, "expert": 4}, ["mixtral", "glm4_moe"], marks=CAMPAIGN),
@@ -276,6 +278,7 @@ def assert_near(found: Tensors, expected: Tensors) -> None:
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "family"),
     [

@@ -100,7 +100,11 @@ def second_step(
 
 @pytest.mark.parametrize(
     ("weight_gradients", "backend", "reshard"),
-    [(False, None, True), (True, None, False), (True, "aot_eager", True)],
+    [
+        (False, None, True),
+        (True, None, False),
+        pytest.param(True, "aot_eager", True, marks=pytest.mark.slow),
+    ],
 )
 def test_fp8_losses_and_gradients_of_two_shards_are_those_of_one_rank(
     on_ranks, weight_gradients: bool, backend: str | None, reshard: bool

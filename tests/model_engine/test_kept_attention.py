@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from tiny_engines import Tensors, assert_equal, engine_of, fresh_graphs, train
 from tiny_engines import gradients as gradients_of
@@ -101,6 +102,7 @@ def gradients(mode: Any, name: str = "qwen3", **how: Any) -> Tensors:
     return gradients_of(engine.model)
 
 
+@pytest.mark.slow
 def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
     expected = gradients("none")
     layers = CALLS.count("forward")

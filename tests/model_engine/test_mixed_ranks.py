@@ -57,12 +57,12 @@ CASES: list[Any] = [
     (SHARD, "qwen3_vl", True),
     (SPLIT, "qwen3_vl", False),
     (SPLIT, "qwen2_audio", False),
-    ({"shard": 2}, "qwen3_vl", False),
 ]
 MORE = [
     *((SHARD, name, False) for name in NAMES if name != "gemma3"),
     *((SHARD, name, True) for name in ("llava", "qwen2_audio")),
     *((SPLIT, name, False) for name in NAMES if name not in ("qwen3_vl", "qwen2_audio")),
+    ({"shard": 2}, "qwen3_vl", False),
     ({"shard": 2, "replicate": 2}, "qwen3_vl", False),
     ({"tensor": 2, "shard": 2}, "llava", False),
 ]

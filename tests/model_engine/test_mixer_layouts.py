@@ -81,6 +81,7 @@ def on_every_layout(first: Layout, names: list[str]) -> list[tuple[str, Tensors]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=CAMPAIGN)], ids=len)
 def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(
     on_ranks, names: list[str]
@@ -95,13 +96,14 @@ QUICK_CASES = [
     ("qwen3_5_text", "full"),
     ("qwen3_5_text", "selective"),
     ("mamba", "full"),
-    ("mamba2", "compiled"),
 ]
+SLOW = [pytest.param("mamba2", "compiled", marks=pytest.mark.slow)]
 CASES = [(name, how) for name in [*MIXERS, *VISION_MIXERS] for how in HOW]
-LONG = [pytest.param(*case, marks=CAMPAIGN) for case in CASES if case not in QUICK_CASES]
+KNOWN = [*QUICK_CASES, ("mamba2", "compiled")]
+LONG = [pytest.param(*case, marks=CAMPAIGN) for case in CASES if case not in KNOWN]
 
 
-@pytest.mark.parametrize(("name", "how"), [*QUICK_CASES, *LONG])
+@pytest.mark.parametrize(("name", "how"), [*QUICK_CASES, *SLOW, *LONG])
 def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(
     name: str, how: str
 ) -> None:

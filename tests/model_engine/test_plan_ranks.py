@@ -100,6 +100,7 @@ def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
     assert find_differences(planned) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [pytest.param("skipped", marks=CAMPAIGN), "other size"])
 def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
     """A forward hook with a collective of its own, which rank 2 skips, or calls with another size."""

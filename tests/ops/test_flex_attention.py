@@ -113,6 +113,7 @@ def both(
     return found
 
 
+@pytest.mark.slow
 def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(
     monkeypatch,
 ) -> None:

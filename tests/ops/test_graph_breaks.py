@@ -31,6 +31,7 @@ def attributes() -> dict[tuple[str, str], int]:
     return {(m.__name__, name): id(value) for m in MODULES for name, value in vars(m).items()}
 
 
+@pytest.mark.slow
 def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged() -> None:
     graphs = fresh_graphs()
     plain = engine_of("qwen3", seed=3)
