@@ -38,10 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("GQA, sliding window", WINDOW),
     "qwen2": ("GQA, biases", {}),
     "qwen3": ("GQA, query and key norms", {}),
-    "qwen3_moe": (
-        "mixture of experts",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
+    "qwen3_moe": ("mixture of experts", EXPERTS),
     "mixtral": ("mixture of experts", {"num_local_experts": 4}),
     "qwen2_moe": (
         "mixture of experts, window only in the mask",
@@ -283,70 +280,43 @@ REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
 
 def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
     """One image, video or audio clip as a processor returns it in this format: its kind, values and fields."""
+    grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
+    patches = int(grid.prod())
+    of_images = {"image_grid_thw": grid}
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
     if form == "patches":
-        grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return (
-            "pixel_values",
-            torch.randn(int(grid.prod()), 24, generator=g),
-            {"image_grid_thw": grid},
-        )
+        return "pixel_values", randn(patches, 24), of_images
     if form == "squares":
-        grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return (
-            "pixel_values",
-            torch.randn(int(grid.prod()), 3, 2, 2, generator=g),
-            {"image_grid_thw": grid},
-        )
-    if form in ("merged", "merged_video"):
-        kind, name = (
-            ("pixel_values", "image") if form == "merged" else ("pixel_values_videos", "video")
-        )
-        grid, size = (
-            torch.tensor([[1, 4, 8 if large else 4]]),
-            torch.tensor([1 if form == "merged" else 2]),
-        )
-        fields = {f"{name}_grid_thw": grid, f"{name}_merge_sizes": size}
-        return kind, torch.randn(int(grid.prod()), 12, generator=g), fields
-    if form in (
-        "video",
-        "frame",
-    ):  # "frame": some models have a text token between frames, so one frame
-        grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
-        return (
-            "pixel_values_videos",
-            torch.randn(int(grid.prod()), 24, generator=g),
-            {"video_grid_thw": grid},
-        )
+        return "pixel_values", randn(patches, 3, 2, 2), of_images
+    if form == "merged":
+        fields = {**of_images, "image_merge_sizes": torch.tensor([1])}
+        return "pixel_values", randn(patches, 12), fields
+    if form == "merged_video":
+        fields = {"video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
+        return "pixel_values_videos", randn(patches, 12), fields
+    if form in ("video", "frame"):  # some models have a text token between frames, so one frame
+        return "pixel_values_videos", randn(patches, 24), {"video_grid_thw": grid}
     if form == "tiles":
-        return "pixel_values", torch.randn(1 + large, 3, 8, 8, generator=g), {}
+        return "pixel_values", randn(1 + large, 3, 8, 8), {}
     if form == "anyres":
         size = torch.tensor([[16, 16] if large else [8, 16]])
-        return (
-            "pixel_values",
-            torch.randn(5 if large else 3, 3, 8, 8, generator=g),
-            {"image_sizes": size},
-        )
+        return "pixel_values", randn(5 if large else 3, 3, 8, 8), {"image_sizes": size}
     if form == "sized":
         size = torch.tensor([[8, 8] if large else [4, 8]])
-        return "pixel_values", torch.randn(1, 3, 8, 8, generator=g), {"image_sizes": size}
+        return "pixel_values", randn(1, 3, 8, 8), {"image_sizes": size}
     if form == "padded":
         mask = (torch.arange(8) < (8 if large else 4))[:, None].expand(1, 1, 8, 8)
-        return (
-            "pixel_values",
-            torch.randn(1, 1, 3, 8, 8, generator=g) * mask,
-            {"pixel_attention_mask": mask},
-        )
+        return "pixel_values", randn(1, 1, 3, 8, 8) * mask, {"pixel_attention_mask": mask}
     if form == "placed":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None].clone()
         places[:, 16 if large else 8 :] = -1
         return "pixel_values", torch.rand(1, 16, 12, generator=g), {"image_position_ids": places}
     assert form == "audio"
     mask = (torch.arange(32) < (32 if large else 20)).long()[None]
-    return (
-        "input_features",
-        torch.randn(1, 8, 32, generator=g) * mask,
-        {"feature_attention_mask": mask},
-    )
+    return "input_features", randn(1, 8, 32) * mask, {"feature_attention_mask": mask}
 
 
 def config_of(name: str) -> Any:
@@ -365,20 +335,18 @@ def overrides_of(name: str) -> dict[str, Any]:
     """The same config as a user would write it under `model.config`."""
     from transformers import CONFIG_MAPPING
 
-    known, extra = CONFIG_MAPPING[name](), FAMILIES.get(name, ("", {}))[1]
-    return {
-        "model_type": name,
-        **{k: v for k, v in {**SMALL, **extra}.items() if hasattr(known, k)},
-    }
+    default = CONFIG_MAPPING[name]()
+    settings = {**SMALL, **FAMILIES.get(name, ("", {}))[1]}
+    known = {key: value for key, value in settings.items() if hasattr(default, key)}
+    return {"model_type": name, **known}
 
 
 def parallel(**sizes: int) -> Any:
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
-    return Parallel(
-        **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **sizes}
-    )
+    defaults = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    return Parallel(**{**defaults, **sizes})
 
 
 @contextmanager

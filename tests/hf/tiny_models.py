@@ -19,14 +19,11 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.hf import LanguageModel, PackedModel
 from mvp_engine.hf.model import attention
 
+ENCODERS = ("vision", "visual", "audio")  # parts of the names of their parameters
 M = TypeVar("M", bound=PackedModel)
 VIDEO_TOKEN = 91
-PLACEHOLDERS = {
-    "video": VIDEO_TOKEN,
-    "frame": VIDEO_TOKEN,
-    "merged_video": VIDEO_TOKEN,
-    "audio": 92,
-}  # by media format; 90 for images
+# By media format; 90 for images.
+PLACEHOLDERS = {**dict.fromkeys(["video", "frame", "merged_video"], VIDEO_TOKEN), "audio": 92}
 
 
 def build_model(kind: type[M], name: str) -> M:
@@ -97,9 +94,9 @@ def sample(
     ids = torch.cat(row)
     types = (ids - 89).clamp(min=0)
     token_fields = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
-    positions = positions_of(model, ids, media)
+    fields: dict[str, Any] = {"token_fields": token_fields, "media": media}
     return PackedBatch.from_sequences(
-        [ids], position_ids=[positions], token_fields=token_fields, media=media
+        [ids], position_ids=[positions_of(model, ids, media)], **fields
     )
 
 
@@ -123,11 +120,8 @@ def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
     if form == "audio":
         frames = (int(one.fields["feature_attention_mask"].sum()) - 1) // 2 + 1
         return (frames - 2) // 2 + 1
-    encode = (
-        base.get_video_features
-        if PLACEHOLDERS.get(form) == VIDEO_TOKEN
-        else base.get_image_features
-    )
+    is_video = PLACEHOLDERS.get(form) == VIDEO_TOKEN
+    encode = base.get_video_features if is_video else base.get_image_features
     with torch.no_grad():
         features = encode(one.values, *one.fields.values(), return_dict=True).pooler_output
     return sum(part.numel() for part in features) // 32
@@ -139,9 +133,7 @@ def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Te
     if not hasattr(base, "get_rope_index"):
         return torch.arange(len(ids))
     known = inspect.signature(base.get_rope_index).parameters
-    fields = {
-        name: value for one in media.values() for name, value in one.fields.items() if len(value)
-    }
+    fields = dict(item for one in media.values() for item in one.fields.items() if len(item[1]))
     given = {name: value for name, value in fields.items() if name in known}
     given["attention_mask"] = torch.ones_like(ids)[None]
     if "feature_attention_mask" in fields:
@@ -176,10 +168,7 @@ def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: li
     packed, grads = run(model, PackedBatch.concat(ones), names)
     for i, name in enumerate(names):
         assert close(packed[i], torch.cat([outs[i] for outs, _ in alone])), name
-    of_encoders = [
-        name for name in grads if any(part in name for part in ("vision", "visual", "audio"))
-    ]
-    assert len(of_encoders) > 10
+    assert sum(any(part in name for part in ENCODERS) for name in grads) > 10
     for name, grad in grads.items():
         expected = [found[name] for _, found in alone if name in found]
         assert close(grad, torch.stack(expected).sum(0)), name

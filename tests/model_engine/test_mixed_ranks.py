@@ -20,7 +20,7 @@ from tiny_engines import (
     scores_of,
     shares_of,
 )
-from tiny_models import build_model, media_packs
+from tiny_models import ENCODERS, build_model, media_packs
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
@@ -31,7 +31,6 @@ NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qw
 NAMES = [name for name in [*NAMES, "qwen2_5_omni_thinker"] if is_supported(name)]
 # What each of four ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
 SHARES = [[[0], [0]], [[1]], [], [[2, 0], [0], [1]]]
-ENCODERS = ("vision", "visual", "audio")
 
 
 def trained(layout: Layout, name: str, is_frozen: bool) -> Tensors:

@@ -157,3 +157,14 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     """The same names, and bit-equal tensors."""
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def assert_metrics(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], **rel: float
+) -> None:
+    """The same steps; metrics within these relative tolerances, and the same counts of data."""
+    for exact in ("step", "totals"):
+        assert [one.get(exact) for one in found] == [one.get(exact) for one in expected]
+    for name, tolerance in rel.items():
+        values = [one.get(name, 0.0) for one in expected]
+        assert [one.get(name, 0.0) for one in found] == pytest.approx(values, rel=tolerance)
