@@ -8,7 +8,6 @@ import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import complete_checkpoints, list_runs
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-KEYS: dict[str, Any] = {
+KEYS = {
     "interval": 1,
     "keep_n": None,
     "keep_every": None,
@@ -43,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def manager(
-    folder: Path, background: bool = False, world: World = ALONE, **changes: object
+    folder: Path, background: bool = False, world: World = ALONE, **changes
 ) -> CheckpointManager:
     """`background`: `save` does not wait for the write."""
     checkpoints = CheckpointManager(folder, Checkpoint(**{**KEYS, **changes}), world)
@@ -51,11 +50,11 @@ def manager(
     return checkpoints
 
 
-def save(to: CheckpointManager, step: int) -> None:
+def save(to: CheckpointManager, step: int):
     to.save(step, {"model.x": torch.full((3,), float(step))}, {})
 
 
-def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path):
     checkpoints = manager(tmp_path, keep_n=2, keep_every=4)
     for step in range(1, 10):
         save(checkpoints, step)
@@ -66,7 +65,7 @@ def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None
     assert (tmp_path / "best").resolve().name == "step_00000003"
 
 
-def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(tmp_path, monkeypatch) -> None:
+def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(tmp_path, monkeypatch):
     checkpoints = manager(tmp_path, background=True)
     checkpoints.world = replace(ALONE, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -84,7 +83,7 @@ def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(tmp_path, mon
     assert saved.read("optim.x.exp_avg").tolist() == [1.0, 1.0, 1.0]
 
 
-def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: Path) -> None:
+def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path):
     checkpoints = manager(tmp_path, keep_n=1, background=True)
     for step in (1, 2, 3):
         save(checkpoints, step)
@@ -94,9 +93,7 @@ def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: 
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
-def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_path, monkeypatch):
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
@@ -108,7 +105,7 @@ def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(
     assert (tmp_path / "best").resolve().name == "step_00000001"
 
 
-def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
+def test_manager_unrelated_files_are_ignored_and_kept(tmp_path):
     strays = ["notes.txt", "step_best", "step_00000007", "step_12.bak"]
     for stray in strays:
         (tmp_path / stray).mkdir() if "." not in stray else (tmp_path / stray).write_text("mine")
@@ -121,18 +118,18 @@ def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000007"]
 
 
-def test_manager_start_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
+def test_manager_start_removes_leftovers_of_a_crash(tmp_path):
     (tmp_path / ".tmp-step_00000005").mkdir()
     manager(tmp_path)
     assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_save_failed_write_keeps_old_checkpoints_and_the_training(
-    train, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    train, tmp_path, monkeypatch, capsys
+):
     write = checkpoint_format.write
 
-    def disk_full(folder, tensors, group):  # type: ignore[no-untyped-def]
+    def disk_full(folder, tensors, group):
         if folder.name.endswith("6"):
             (folder / "half").parent.mkdir(parents=True)
             raise OSError(28, "No space left on device")
@@ -150,7 +147,7 @@ def test_save_failed_write_keeps_old_checkpoints_and_the_training(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
-def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path, capsys) -> None:
+def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
@@ -180,7 +177,7 @@ def _tiny_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def test_save_failure_on_one_rank_fails_on_all(on_ranks, tmp_path: Path) -> None:
+def test_save_failure_on_one_rank_fails_on_all(on_ranks, tmp_path):
     found = on_ranks({"replicate": 2}, _one_rank_cannot_write, tmp_path)
     assert found == [["step_00000001", "step_00000003"]] * 2
 
@@ -200,7 +197,7 @@ def _one_rank_cannot_write(layout: Layout, folder: Path) -> list[str]:
     return names(folder)
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_):
     raise OSError(28, "No space left on device")
 
 
@@ -209,7 +206,7 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-def test_reader_file_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_reader_file_with_pickled_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(manager(tmp_path), 1)
     [file] = (tmp_path / "step_00000001").glob("rank_*")
@@ -219,7 +216,7 @@ def test_reader_file_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -
     assert not (tmp_path / "harmed").exists()
 
 
-def test_from_bytes_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_from_bytes_with_pickled_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
@@ -229,8 +226,8 @@ def test_from_bytes_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])
-def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> None:
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_restore_model_and_optimizer_is_bit_equal(tmp_path, make):
+    def build(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         if make == "sgd":
@@ -241,7 +238,7 @@ def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> 
             return model, torch.optim.AdamW(groups, 0.1, fused=True)
         return model, torch.optim.AdamW(model.parameters(), 0.1)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model, optimizer):
         optimizer.zero_grad()
         torch.manual_seed(9)
         part = model[:2] if make == "unused" else model  # the last layer never gets a gradient
@@ -263,7 +260,7 @@ def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> 
         assert torch.equal(a, b), name
 
 
-def test_to_bytes_rng_state_round_trips() -> None:
+def test_to_bytes_rng_state_round_trips():
     random.gauss(0, 1)
     np.random.randn(1)  # both generators cache half a draw
     kept = checkpoint_format.from_bytes(checkpoint_format.to_bytes(rng_state()))
@@ -272,9 +269,7 @@ def test_to_bytes_rng_state_round_trips() -> None:
     assert draws == [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
 
 
-def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(
-    train, tmp_path: Path
-) -> None:
+def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(train, tmp_path):
     assert train("checkpoint.interval=4", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoints / "step_00000012"
@@ -284,7 +279,7 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(
         find_checkpoint(tmp_path)
 
 
-def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
+def test_best_symlink_follows_the_metric(train, tmp_path):
     words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
@@ -296,9 +291,7 @@ def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
     assert meta["step"] == best["step"]
 
 
-def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
-    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(train, tmp_path, capsys):
     # The loss falls, so the first evaluation is the best one.
     words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1"]
     words += ["loop.total_steps=9"]
@@ -326,9 +319,7 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
     assert "set loop.eval_interval and checkpoint.best_metric too" in capsys.readouterr().err
 
 
-def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(
-    train, tmp_path: Path
-) -> None:
+def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path):
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
@@ -340,6 +331,6 @@ def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(
     assert run.status() == "finished"
 
 
-def test_workflow_of_a_recipe_runs_by_name(train, tmp_path: Path) -> None:
+def test_workflow_of_a_recipe_runs_by_name(train, tmp_path):
     assert train("workflow=shout", dir=tmp_path) == 0
     assert (list_runs(tmp_path)[0].dir / "shouted").read_text() == "tiny"

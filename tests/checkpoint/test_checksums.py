@@ -30,7 +30,7 @@ def write(folder: Path) -> Path:
     return checkpoint_format.rank_file(folder, 0)
 
 
-def flip(file: Path, place: int, bit: int = 0) -> None:
+def flip(file: Path, place: int, bit: int = 0):
     data = bytearray(file.read_bytes())
     data[place] ^= 1 << bit
     file.write_bytes(data)
@@ -42,7 +42,7 @@ def values(folder: Path) -> dict[str, list[float]]:
     return {name: [*value.shape, *value.flatten().tolist()] for name, value in tensors.items()}
 
 
-def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, campaign_size) -> None:
+def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path, campaign_size):
     file = write(tmp_path)
     expected = values(tmp_path)
     checkpoint_format.verify(tmp_path)
@@ -63,7 +63,7 @@ def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, camp
 
 
 @pytest.mark.parametrize("change", ["values", "dtype", "offset"])
-def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path: Path, change: str) -> None:
+def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path, change):
     file = write(tmp_path)
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
@@ -80,10 +80,10 @@ def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path: Path, change: 
         checkpoint_format.verify(tmp_path)
 
 
-def test_verify_each_rank_reads_its_share_of_the_files(tmp_path: Path, monkeypatch) -> None:
+def test_verify_each_rank_reads_its_share_of_the_files(tmp_path, monkeypatch):
     for rank in range(5):
         checkpoint_format.rank_file(tmp_path, rank).touch()
-    read: list[str] = []
+    read = []
     note = lambda path, names: read.append(path.name[5:10])  # noqa: E731
     monkeypatch.setattr(checkpoint_format, "verify_rank_file", note)
     for rank in range(3):
@@ -91,7 +91,7 @@ def test_verify_each_rank_reads_its_share_of_the_files(tmp_path: Path, monkeypat
     assert read == ["00000", "00003", "00001", "00004", "00002"]
 
 
-def test_verify_large_shard_is_read_in_chunks(tmp_path: Path, monkeypatch) -> None:
+def test_verify_large_shard_is_read_in_chunks(tmp_path, monkeypatch):
     file = write(tmp_path)
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 5)
     checkpoint_format.verify(tmp_path)
@@ -101,9 +101,7 @@ def test_verify_large_shard_is_read_in_chunks(tmp_path: Path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["bit", "cut", "gone", "meta"])
-def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(
-    train, tmp_path: Path, kind: str, capsys
-) -> None:
+def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path, kind, capsys):
     words = ["checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
     assert train(*words, dir=tmp_path / "straight") == 0
     assert train(*words, "loop.total_steps=9", dir=tmp_path / "run") == 0
@@ -127,11 +125,11 @@ def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "straight")
 
 
-def damage(checkpoint: Path, rank: int = 0) -> None:
+def damage(checkpoint: Path, rank: int = 0):
     flip(checkpoint / f"rank_0000{rank}.safetensors", -5)
 
 
-def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, capsys) -> None:
+def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, capsys):
     """Another checkpoint than the one that the user named is not taken for it."""
     assert train("checkpoint.interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
@@ -145,7 +143,7 @@ def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, ca
     assert "has no older one. Start again from step 0 with resume=null" in capsys.readouterr().err
 
 
-def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path) -> None:
+def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path):
     words = [f"project.dir={tmp_path}", "data.micro_batch_size=2", "checkpoint.interval=3"]
     words += ["log.interval=1", "optim.schedule=constant"]
     assert ranks2.launch(TINY, *words, "loop.total_steps=9") == [0, 0]
@@ -157,7 +155,7 @@ def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp
     assert (run.checkpoints / "corrupt-step_00000009").is_dir()
 
 
-def test_verify_folder_changed_tokenizer_file_is_corrupt(tmp_path: Path) -> None:
+def test_verify_folder_changed_tokenizer_file_is_corrupt(tmp_path):
     folder = tmp_path / ".tmp-step"
     write(folder)
     (folder / "hf").mkdir()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import dim_slices, full_tensor, is_writer, local_shards
@@ -24,7 +24,7 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + prod(shape)).view(shape)
 
 
-def test_local_shards_of_a_plain_tensor_is_one_view() -> None:
+def test_local_shards_of_a_plain_tensor_is_one_view():
     for tensor in (numbered(3, 4), torch.tensor(2.5), torch.empty(0, 3), nn.Parameter(numbered(2))):
         [(offset, part)] = local_shards(tensor)
         assert offset == (0,) * tensor.ndim
@@ -57,7 +57,7 @@ FSDP_CASES = [
 FSDP_CASES += [((size, 4), FUSED) for size in (8, 12, 4)]
 
 
-def test_local_shards_of_all_ranks_cover_the_tensor_once(on_ranks) -> None:
+def test_local_shards_of_all_ranks_cover_the_tensor_once(on_ranks):
     answers = on_ranks({"replicate": 4}, shards_of_all_cases)
     for case in range(len(DTENSOR_CASES) + len(FSDP_CASES)):
         expected, _, reference = answers[0][case]
@@ -105,11 +105,9 @@ def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 12, 13, 24, 25])
 @pytest.mark.parametrize("tensor_ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["split", "fused", "fused, as torch 2.11 marks it"])
-def test_dim_slices_fsdp_splits_what_tensor_parallel_left(
-    size: int, tensor_ranks: int, kind: str
-) -> None:
+def test_dim_slices_fsdp_splits_what_tensor_parallel_left(size, tensor_ranks, kind):
     """Sizes that do not divide: DTensor's order of splitting differs from that of FSDP2."""
-    inner: Placement = Shard(0) if kind == "split" else _StridedShard(0, split_factor=3)
+    inner = Shard(0) if kind == "split" else _StridedShard(0, split_factor=3)
     outer = Shard(0) if "2.11" in kind else _StridedShard(0, split_factor=tensor_ranks)
     third = -(-size // 3)
     parts = torch.arange(size).tensor_split([third, 2 * third])
@@ -130,7 +128,7 @@ def chunk(tensor: Tensor, shares: int, index: int) -> Tensor:
     return chunks[index] if index < len(chunks) else tensor[:0]
 
 
-def test_is_writer_spreads_names_over_the_ranks(on_ranks) -> None:
+def test_is_writer_spreads_names_over_the_ranks(on_ranks):
     for plain, replicated in on_ranks({"replicate": 4}, share_of_names):
         assert 10 < plain < 40
         assert 10 < replicated < 40
@@ -144,11 +142,11 @@ def share_of_names(layout: Layout) -> list[int]:
     return [sum(is_writer(name, tensor) for name in names) for tensor in tensors]
 
 
-def test_local_shards_of_a_partial_dtensor_is_refused(on_ranks) -> None:
+def test_local_shards_of_a_partial_dtensor_is_refused(on_ranks):
     on_ranks({"replicate": 2}, shards_of_a_partial_tensor)
 
 
-def shards_of_a_partial_tensor(layout: Layout) -> None:
+def shards_of_a_partial_tensor(layout: Layout):
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
     with pytest.raises(ValueError, match="a Partial DTensor has no value to save or to load"):
         local_shards(tensor)

@@ -34,7 +34,7 @@ def write(folder: Path, **tensors: Tensor) -> checkpoint_format.Reader:
     return checkpoint_format.Reader(folder)
 
 
-def test_reader_every_dtype_and_shape_round_trips(tmp_path: Path) -> None:
+def test_reader_every_dtype_and_shape_round_trips(tmp_path):
     floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     kinds = [*floats, torch.int64, torch.uint8, torch.bool]
     tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in kinds}
@@ -52,7 +52,7 @@ def test_reader_every_dtype_and_shape_round_trips(tmp_path: Path) -> None:
         assert torch.equal(other, tensor)
 
 
-def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch) -> None:
+def test_reader_slice_reads_only_overlapping_shards(tmp_path, monkeypatch):
     full = torch.arange(48.0).view(8, 6)
     parts = [
         checkpoint_format.Shard("x", full.shape, (r, c), full[r : r + 2, c : c + 3])
@@ -61,10 +61,10 @@ def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch)
     ]
     checkpoint_format.write(tmp_path, parts, None)
     reader = checkpoint_format.Reader(tmp_path)
-    touched: list[Any] = []
+    touched = []
     read = SafetensorsReader.read
 
-    def watched(self: SafetensorsReader, path: Path, key: str, index: tuple[slice, ...]) -> Tensor:
+    def watched(self, path, key, index):
         part = read(self, path, key, index)
         touched.append((key, tuple(part.shape)))
         return part
@@ -79,7 +79,7 @@ def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch)
         reader.read("x", (7, 0), (2, 2))
 
 
-def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path: Path) -> None:
+def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path):
     reader = write(tmp_path, x=torch.tensor([1.0, 2.5]))
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     reader.fill({"x": half})
@@ -88,7 +88,7 @@ def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path: Path) -> No
         reader.fill({"x": torch.zeros(3)})
 
 
-def test_write_files_have_the_default_permissions(tmp_path: Path) -> None:
+def test_write_files_have_the_default_permissions(tmp_path):
     write(tmp_path / "sub", x=torch.ones(1))
     file, ordinary = tmp_path / "sub" / "rank_00000.safetensors", tmp_path / "ordinary"
     ordinary.touch()
@@ -113,7 +113,7 @@ def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path: Path) -> None:
+def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path):
     write_by_hand(tmp_path)
     reader = checkpoint_format.Reader(tmp_path)
     assert [len(reader.shards(name)) for name in "xy"] == [3, 1]
@@ -123,7 +123,7 @@ def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty", "overwritten", "foreign"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_reader_damaged_file_is_named(tmp_path: Path, damage: str, rank: int) -> None:
+def test_reader_damaged_file_is_named(tmp_path, damage, rank):
     file = write_by_hand(tmp_path)[rank]
     data = file.read_bytes()
     file.unlink()
@@ -135,7 +135,7 @@ def test_reader_damaged_file_is_named(tmp_path: Path, damage: str, rank: int) ->
         checkpoint_format.Reader(tmp_path)
 
 
-def test_reader_tensor_with_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_reader_tensor_with_a_missing_shard_is_named(tmp_path):
     size = torch.Size([4, 2])
     rows = [(row, torch.ones(1, 2)) for row in (0, 1, 3)]
     shards = [checkpoint_format.Shard("x", size, (row, 0), part) for row, part in rows]
@@ -148,7 +148,7 @@ LAYOUTS = ["plain", "sharded", "both", "fused", "columns"]
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(6, 8)
         self.b = nn.Linear(8, 7, bias=False)
@@ -157,7 +157,7 @@ class Model(nn.Module):
         self.tied.weight = self.a.weight
 
 
-def distribute(owner: nn.Module, name: str, mesh: Any, placement: Any) -> None:
+def distribute(owner: nn.Module, name: str, mesh, placement):
     tensor = distribute_tensor(getattr(owner, name).detach(), mesh, [placement])
     setattr(owner, name, nn.Parameter(tensor))
 
@@ -191,7 +191,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 @pytest.mark.slow
-def test_restore_any_layout_reads_any_other(on_ranks, tmp_path: Path) -> None:
+def test_restore_any_layout_reads_any_other(on_ranks, tmp_path):
     expected = everything(*build("plain", 1))
     for wrong in on_ranks({"replicate": 4}, over_layouts, tmp_path):
         assert wrong == []
@@ -233,9 +233,7 @@ def over_layouts(layout: Layout, folder: Path) -> list[str]:
     return wrong
 
 
-def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(
-    on_ranks, tmp_path: Path
-) -> None:
+def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(on_ranks, tmp_path):
     on_ranks({"replicate": 2}, save_replicated, tmp_path)
     files = [safe_open(file, "pt") for file in sorted(tmp_path.glob("*.safetensors"))]
     keys = [set(file.keys()) for file in files]
@@ -245,7 +243,7 @@ def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(
     assert "model.norm.running_mean@0" in keys[0]
 
 
-def save_replicated(layout: Layout, folder: Path) -> None:
+def save_replicated(layout: Layout, folder: Path):
     world = layout.world
     model = Model()
     model.norm.running_mean += world.rank
@@ -254,7 +252,7 @@ def save_replicated(layout: Layout, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["on the disk", "on one rank"])
-def test_restore_damaged_file_is_named_on_all_ranks(on_ranks, tmp_path: Path, hidden) -> None:
+def test_restore_damaged_file_is_named_on_all_ranks(on_ranks, tmp_path, hidden):
     on_ranks({"replicate": 2}, save_replicated, tmp_path)
     file = tmp_path / f"rank_0000{2 if hidden else 1}.safetensors"
     if not hidden:
@@ -263,7 +261,7 @@ def test_restore_damaged_file_is_named_on_all_ranks(on_ranks, tmp_path: Path, hi
         assert f"checkpoint file {file} cannot be read" in message
 
 
-def read_damaged(layout: Layout, folder: Path, hidden: bool) -> None:
+def read_damaged(layout: Layout, folder: Path, hidden: bool):
     real = checkpoint_format.rank_file
     if hidden and layout.world.rank == 1:  # a machine whose disk lacks the file
         checkpoint_format.rank_file = lambda folder, rank: real(folder, 2 * rank)
@@ -273,12 +271,12 @@ def read_damaged(layout: Layout, folder: Path, hidden: bool) -> None:
         checkpoint_format.rank_file = real
 
 
-def test_write_failure_of_one_rank_is_raised_on_all(on_ranks, tmp_path: Path) -> None:
+def test_write_failure_of_one_rank_is_raised_on_all(on_ranks, tmp_path):
     on_ranks({"replicate": 2}, fail_on_rank_1, tmp_path)
 
 
-def fail_on_rank_1(layout: Layout, folder: Path) -> None:
-    def parts() -> Any:
+def fail_on_rank_1(layout: Layout, folder: Path):
+    def parts():
         if layout.world.rank == 1:
             raise OSError(28, "No space left on device")
         yield from checkpoint_format.shards_of({"x": torch.ones(1)})

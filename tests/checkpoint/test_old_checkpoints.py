@@ -38,13 +38,13 @@ COMMON = [
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
+def old(tmp_path):
     """A copy of the old run folders, to continue them in."""
     shutil.copytree(OLD, tmp_path / "old", symlinks=True)
     return tmp_path / "old"
 
 
-def check_losses(found: list[float], recipe: str) -> None:
+def check_losses(found: list[float], recipe: str):
     """Bit-equal to the older version, but for language models: their head sums over tokens with a label alone since.
 
     Kernels of another CPU or torch may round differently, too.
@@ -58,9 +58,7 @@ def check_losses(found: list[float], recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_checkpoint_new_run_continues_with_the_old_losses(
-    train, old: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old, tmp_path, recipe):
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     checkpoint = old / recipe / "checkpoints" / "step_00000004"
     words = [*OVERRIDES[recipe], *COMMON, f"resume={checkpoint}"]
@@ -71,9 +69,7 @@ def test_old_checkpoint_new_run_continues_with_the_old_losses(
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_run_folder_resumes_and_reports_changed_keys(
-    train, old: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_old_run_folder_resumes_and_reports_changed_keys(train, old, tmp_path, recipe):
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     shutil.rmtree(old / ({"tiny", "packed_lm"} - {recipe}).pop())
     before = (old / recipe / "config.yaml").read_text()
@@ -88,7 +84,7 @@ def test_old_run_folder_resumes_and_reports_changed_keys(
         assert key not in warning  # not changed
 
 
-def test_old_lora_checkpoint_merges(old: Path, tmp_path: Path) -> None:
+def test_old_lora_checkpoint_merges(old, tmp_path):
     from transformers import AutoModelForCausalLM
 
     words = ["merge", str(old / "packed_lm"), str(tmp_path / "merged"), "--base", str(old / "base")]

@@ -25,12 +25,12 @@ def replicated(tensor: Tensor, param: DTensor) -> DTensor:
 class Odd(torch.optim.Optimizer):
     """Keeps state of every kind, as optimizers of papers do: numbers in param_groups, full matrices, other dtypes."""
 
-    def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.9, kind: str = "") -> None:
+    def __init__(self, params, lr: float = 0.05, beta: float = 0.9, kind: str = ""):
         super().__init__(params, {"lr": lr, "beta": beta, "d": 1e-3, "scale": torch.ones(2)})
         self.kind = kind
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None):
         for group in self.param_groups:
             group["d"] *= 1.5
             group["weight_sum"] = group.get("weight_sum", 0) + 1
@@ -38,7 +38,7 @@ class Odd(torch.optim.Optimizer):
             for param in group["params"]:
                 self.update(param, group)
 
-    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def update(self, param: Tensor, group: dict[str, Any]):
         grad = full_tensor(param.grad)
         state = self.state[param]
         if not state:
@@ -71,7 +71,7 @@ class Odd(torch.optim.Optimizer):
             update = replicated(update, param).redistribute(param.device_mesh, param.placements)
         param.sub_(update)
 
-    def add_unsaved(self, param: Tensor, state: dict[str, Any], grad: Tensor) -> None:
+    def add_unsaved(self, param: Tensor, state: dict[str, Any], grad: Tensor):
         if self.kind == "dot":
             state["a.b"] = grad
         elif self.kind == "expanded":
@@ -79,7 +79,7 @@ class Odd(torch.optim.Optimizer):
         elif self.kind == "ema":
             state["ema"] = grad.clone()
         elif self.kind == "global":
-            self.state["clock"] = {"time": 1}  # type: ignore[index]
+            self.state["clock"] = {"time": 1}
         elif self.kind == "local":
             state["mine"] = local_tensor(param.grad).abs().sum()[None]
         elif self.kind == "owner" and torch.distributed.get_rank() == 0:
@@ -89,7 +89,7 @@ class Odd(torch.optim.Optimizer):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 5)])
 
@@ -97,13 +97,13 @@ class Net(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def engine(layout: Layout = ALONE, kind: str = "", beta: float = 0.9, **options: Any) -> FSDPEngine:
+def engine(layout: Layout = ALONE, kind: str = "", beta: float = 0.9, **options) -> FSDPEngine:
     torch.manual_seed(3)
     optimizer = lambda model: Odd(model.parameters(), beta=beta, kind=kind)  # noqa: E731
     return engine_of(Net(), layout, optimizer, FSDPEngine, **options)
 
 
-def train(made: FSDPEngine, steps: int, first: int = 0) -> None:
+def train(made: FSDPEngine, steps: int, first: int = 0):
     for step in range(first, first + steps):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         made.train_batch([x], lambda batch: (made.model(batch).square().sum(), float(len(batch))))
@@ -124,7 +124,7 @@ def round_trip(layout: Layout, folder: Path) -> list[str]:
     return optimizer_differences(made.optimizer, again.optimizer, names)
 
 
-def test_every_kind_of_state_comes_back_on_one_rank(tmp_path: Path) -> None:
+def test_every_kind_of_state_comes_back_on_one_rank(tmp_path):
     made = engine()
     train(made, 2)
     made.save_checkpoint(tmp_path / "saved")
@@ -151,7 +151,7 @@ def test_every_kind_of_state_comes_back_on_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"replicate": 2}, {"shard": 2}], ids=["replicas", "FSDP"])
-def test_every_kind_of_state_comes_back_on_two_ranks(on_ranks, tmp_path: Path, sizes) -> None:
+def test_every_kind_of_state_comes_back_on_two_ranks(on_ranks, tmp_path, sizes):
     assert on_ranks(sizes, round_trip, tmp_path / "saved") == [[], []]
     if "shard" in sizes:  # on another layout the values are the same
         again = engine()
@@ -162,7 +162,7 @@ def test_every_kind_of_state_comes_back_on_two_ranks(on_ranks, tmp_path: Path, s
             assert torch.equal(state[key], saved.read(f"optim.layers.0.weight.{key}")), key
 
 
-def test_option_of_a_group_that_the_config_changes_is_not_restored(tmp_path: Path) -> None:
+def test_option_of_a_group_that_the_config_changes_is_not_restored(tmp_path):
     made, again = engine(), engine(beta=0.5)
     train(made, 1)
     made.save_checkpoint(tmp_path / "saved")
@@ -183,14 +183,12 @@ INEXACT = "of layers.0.weight cannot be saved exactly: it"
         ("global", "keeps state that belongs to no parameter ('clock')"),
     ],
 )
-def test_state_that_cannot_be_saved_exactly_is_refused_at_the_first_save(
-    tmp_path: Path, kind: str, text: str
-) -> None:
+def test_state_that_cannot_be_saved_exactly_is_refused_at_the_first_save(tmp_path, kind, text):
     assert text in message_of(ALONE, save, tmp_path / "saved", kind)
     assert not (tmp_path / "saved").exists()
 
 
-def save(layout: Layout, folder: Path, kind: str) -> None:
+def save(layout: Layout, folder: Path, kind: str):
     made = engine(layout, kind=kind, ema=0.9 if kind == "ema" else None)
     train(made, 1)
     made.save_checkpoint(folder)
@@ -201,8 +199,8 @@ def save(layout: Layout, folder: Path, kind: str) -> None:
     [("local", {"shard": 2}, "mine"), ("owner", {"replicate": 2}, "owned")],
 )
 def test_state_that_differs_between_ranks_is_refused_at_the_first_save(
-    on_ranks, tmp_path: Path, kind: str, sizes: dict[str, int], key: str
-) -> None:
+    on_ranks, tmp_path, kind, sizes, key
+):
     for text in on_ranks(sizes, message_of, save, tmp_path / "saved", kind):
         assert f"Odd: the state '{key}' of layers.0." in text
         assert "is not the same on all ranks" in text

@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
 
 # model type -> (its special features, config settings beyond SMALL)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("GQA", {}),
     "mistral": ("GQA, sliding window", WINDOW),
     "qwen2": ("GQA, biases", {}),
@@ -123,19 +123,19 @@ PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
 
 
 def sub_configs(
-    vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any
+    vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text
 ) -> dict[str, Any]:
     """The sub-configs of a model with encoders."""
     found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
     return {name: config for name, config in found.items() if config is not None}
 
 
-def vit(model_type: str | None = None, **more: Any) -> dict[str, Any]:
+def vit(model_type: str | None = None, **more) -> dict[str, Any]:
     return {**SMALL_VIT, **({} if model_type is None else {"model_type": model_type}), **more}
 
 
 # model type -> (its special features, config settings beyond TOKENS, formats of its media: see `media_of`)
-VISION: dict[str, tuple[str, dict[str, Any], str]] = {
+VISION = {
     "qwen2_vl": (
         "positions on three axes",
         sub_configs({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
@@ -270,7 +270,7 @@ KIT = {
 TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 # Models with encoders that must be rejected, and a part of the error message.
-REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+REFUSED_VISION = {
     "mllama": (
         "sees images by cross-attention",
         sub_configs(vit(), num_hidden_layers=2, cross_attention_layers=[1]),
@@ -319,7 +319,7 @@ def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, d
     return "input_features", randn(1, 8, 32) * mask, {"feature_attention_mask": mask}
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str):
     from transformers import AutoConfig
 
     if not is_supported(name):
@@ -341,7 +341,7 @@ def overrides_of(name: str) -> dict[str, Any]:
     return {"model_type": name, **known}
 
 
-def parallel(**sizes: int) -> Any:
+def parallel(**sizes: int):
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
@@ -361,13 +361,13 @@ def layout_of(device: str = "cpu", **sizes: int) -> Iterator[Any]:
         world.close()
 
 
-def on_layout(sizes: dict[str, int], function: Callable[..., Any], *args: Any) -> Any:
+def on_layout(sizes: dict[str, int], function: Callable[..., Any], *args):
     """`function(layout, *args)` on this rank process, as a member of a job."""
     with layout_of(**sizes) as layout:
         return function(layout, *args)
 
 
-def mean_of_copies(layout: Any, value: Tensor) -> Any:
+def mean_of_copies(layout, value: Tensor):
     """The sum over data-parallel ranks: all ranks, each of which counts as one of the copies of its data."""
     return sum(layout.world.all_gather(value)) / layout.model_parallel_size
 

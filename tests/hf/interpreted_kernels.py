@@ -51,7 +51,7 @@ class Step(int):
         return tl.full((), int(self), dtype)
 
 
-def steps(*bounds: Any) -> Iterable[Step]:
+def steps(*bounds) -> Iterable[Step]:
     return map(Step, range(*(int(bound) for bound in bounds)))
 
 
@@ -59,19 +59,19 @@ def rounded(data: np.ndarray) -> np.ndarray:
     return torch.tensor(data).bfloat16().float().numpy()
 
 
-def add_bfloat16() -> None:
+def add_bfloat16():
     builder = interpreter.InterpreterBuilder
     np_dtype = interpreter._get_np_dtype
     load, store, fabs = builder.create_masked_load, builder.create_masked_store, builder.create_fabs
 
-    def is_bfloat16(dtype: Any) -> bool:
+    def is_bfloat16(dtype) -> bool:
         return getattr(dtype, "scalar", dtype) == tl.bfloat16
 
-    def round_result(handle: Any) -> None:
+    def round_result(handle):
         if is_bfloat16(handle.dtype) and handle.data.dtype != bool:
             handle.data = rounded(handle.data.astype(np.float32))
 
-    def masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def masked_load(self, ptrs, mask, other, *options):
         if ptrs.get_element_ty() != tl.bfloat16:
             return load(self, ptrs, mask, other, *options)
         mask = getattr(mask, "data", mask)
@@ -82,13 +82,13 @@ def add_bfloat16() -> None:
         data = data if other is None else np.where(mask, data, other.data)
         return interpreter.TensorHandle(data, tl.bfloat16)
 
-    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *options: Any) -> Any:
+    def masked_store(self, ptrs, value, mask, *options):
         if is_bfloat16(value.dtype):
             bits = (np.ascontiguousarray(value.data).view(np.uint32) >> 16).astype(np.uint16)
             return interpreter._interpreter.store(ptrs.data, bits, mask.data)
         return store(self, ptrs, value, mask, *options)
 
-    def cast(self: Any, src: Any, dst_type: Any) -> Any:
+    def cast(self, src, dst_type):
         return interpreter.TensorHandle(
             src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar
         )
@@ -107,7 +107,7 @@ def add_bfloat16() -> None:
     )
 
 
-def prepare() -> None:
+def prepare():
     """Import the kernels, and add what the interpreter lacks."""
     for kernel in {
         kernel for every in KERNELS.values() for kernel in every if kernel.package == kernels.FLA
@@ -115,7 +115,7 @@ def prepare() -> None:
         importlib.import_module(kernel.module)
     for name, module in sys.modules.items():
         if name.startswith("fla."):
-            module.range = steps  # type: ignore[attr-defined]
+            module.range = steps
     add_bfloat16()
     Autotuner._bench = lambda *_, **__: [0.0]  # the first of equals wins
 
@@ -123,13 +123,13 @@ def prepare() -> None:
 class Kernels:
     """The kernels of a model, for tensors on a CPU, and how often Triton started one."""
 
-    def __init__(self, by_channel: bool) -> None:
+    def __init__(self, by_channel: bool):
         self.by_channel = by_channel
         self.is_used = True
         self.launches = 0
         run = interpreter.GridExecutor.__call__
 
-        def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def counted(executor, *args, **kwargs):
             self.launches += 1
             run(executor, *args, **kwargs)
 
@@ -149,7 +149,7 @@ def sequences(seed: int) -> list[Tensor]:
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def run(model: Any, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[str, Tensor]:
+def run(model, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[str, Tensor]:
     """Log-probs and the gradients of their weighted sum."""
     autocast = torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext()
     model.zero_grad()
@@ -206,7 +206,7 @@ def compare(name: str, by_channel: bool) -> dict[str, Any]:
     for found in (before, after):
         found["log_probs"] = found["log_probs"][first:end]
     result["neighbours"] = errors(after, before)
-    Packing.fla_boundaries = lambda self: {"cu_seqlens": self._boundaries[[0, -1]]}  # type: ignore[method-assign]
+    Packing.fla_boundaries = lambda self: {"cu_seqlens": self._boundaries[[0, -1]]}
     leaked = run(model, ids, torch.float32, weights)
     result["without boundaries"] = errors(
         {"log_probs": leaked["log_probs"]}, {"log_probs": expected["log_probs"]}

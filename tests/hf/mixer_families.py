@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from families import EXPERTS, PATCHES, SMALL, TOKENS
 
@@ -67,7 +65,7 @@ ZAMBA2 = {
 }
 
 # model type -> config settings beyond SMALL
-MIXERS: dict[str, dict[str, Any]] = {
+MIXERS = {
     "qwen3_5_text": {**DELTA, **HYBRID},  # gated delta rule
     "qwen3_5_moe_text": DELTA_MOE,
     "qwen3_next": DELTA_MOE,
@@ -110,13 +108,13 @@ VISION_TEXT = {
     **HYBRID,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
 }
-VISION_MIXERS: dict[str, dict[str, Any]] = {
+VISION_MIXERS = {
     "qwen3_5": {"text_config": VISION_TEXT},
     "qwen3_5_moe": {"text_config": {**VISION_TEXT, **DELTA_MOE}},
 }
 
 
-def mixer_config(name: str, **changes: Any) -> Any:
+def mixer_config(name: str, **changes):
     from transformers import AutoConfig
 
     if name in VISION_MIXERS:
@@ -125,7 +123,7 @@ def mixer_config(name: str, **changes: Any) -> Any:
     return AutoConfig.for_model(name, **{**SMALL, **MIXERS[name], **changes})
 
 
-def mixer_model(name: str, kind: Any = LanguageModel, **changes: Any) -> Any:
+def mixer_model(name: str, kind=LanguageModel, **changes):
     """A tiny model without zero weights."""
     torch.manual_seed(0)
     model = kind.from_config(mixer_config(name, **changes))

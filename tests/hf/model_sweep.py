@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tiny_configs import tiny_config
@@ -78,7 +77,7 @@ def kind_of(name: str) -> str:
     return "text" if torch.allclose(logits[:, :5], other[:, :5], atol=1e-5) else "encoder"
 
 
-def build(name: str, **more: Any) -> LanguageModel:
+def build(name: str, **more) -> LanguageModel:
     """A tiny random model without zero weights, in eval mode."""
     config = tiny_config(name, **more)
     with torch.device("meta"):
@@ -131,7 +130,7 @@ def differences(model: LanguageModel) -> dict[str, float]:
 
 def sequences(model: LanguageModel) -> list[Tensor]:
     """Token ids without special tokens."""
-    vocab_size: int = model.hf.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    vocab_size = model.hf.config.get_text_config().vocab_size
     g = torch.Generator().manual_seed(2)
     return [torch.randint(3, min(90, vocab_size), (length,), generator=g) for length in LENGTHS]
 

@@ -75,7 +75,7 @@ def export(name: str) -> bool | str:
             model.engine_adapter().export(folder, None, World.join("cpu"))
         except UserError as error:
             return str(error)
-        read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         logits = read(ids[None], use_cache=False).logits[0]
         own = model(PackedBatch.from_sequences([ids]), ["log_probs"])["log_probs"][:-1]
     expected = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
@@ -88,7 +88,7 @@ def export(name: str) -> bool | str:
 
 
 def outputs_and_gradients(
-    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings: Any
+    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings
 ) -> dict[str, Tensor]:
     """Log-probs of one batch and the gradients of its summed loss, on this layout."""
     mode = model.training
@@ -98,7 +98,7 @@ def outputs_and_gradients(
         lambda sgd: LambdaLR(sgd, _constant),
     )
     engine.model.train(mode)
-    found: dict[str, Tensor] = {}
+    found = {}
 
     def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]
@@ -113,7 +113,7 @@ def outputs_and_gradients(
     return found | {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
 
 
-def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
+def on_layout(name: str, layout: Layout, **settings) -> dict[str, Tensor]:
     """Log-probs and gradients of the sequences of the sweep, on this layout."""
     model = build(name)
     return outputs_and_gradients(
@@ -121,7 +121,7 @@ def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
     )
 
 
-def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
+def on_two_ranks(name: str, pool, **sizes: int) -> bool | str:
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     answers = pool.run(_or_reason, name, sizes)
     return compare_ranks(answers, on_layout(name, Layout(World.join("cpu"))), sizes)

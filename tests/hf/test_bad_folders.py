@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 
 
 @pytest.fixture
-def qwen3(tmp_path: Path) -> Path:
+def qwen3(tmp_path):
     """The folder of a tiny Qwen3, in one file."""
     folder_of("qwen3", tmp_path / "in")
     return tmp_path / "in"
@@ -34,7 +33,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return dict(entries(folder / "model.safetensors"))
 
 
-def write_weights(folder: Path, state: dict[str, Tensor]) -> None:
+def write_weights(folder: Path, state: dict[str, Tensor]):
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -42,7 +41,7 @@ def tie(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
 
 
-def test_load_tied_head_is_refused_if_it_differs_from_the_embeddings(qwen3: Path) -> None:
+def test_load_tied_head_is_refused_if_it_differs_from_the_embeddings(qwen3):
     state = weights_in(qwen3)
     config = json.loads((qwen3 / "config.json").read_text())
     (qwen3 / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -56,7 +55,7 @@ def test_load_tied_head_is_refused_if_it_differs_from_the_embeddings(qwen3: Path
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_load_missing_head_is_refused(qwen3: Path) -> None:
+def test_load_missing_head_is_refused(qwen3):
     state = weights_in(qwen3)
     del state["lm_head.weight"]
     write_weights(qwen3, state)
@@ -67,7 +66,7 @@ def test_load_missing_head_is_refused(qwen3: Path) -> None:
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_load_single_file_and_index_reads_the_single_file_as_transformers_does(tmp_path) -> None:
+def test_load_single_file_and_index_reads_the_single_file_as_transformers_does(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = folder_of("qwen3", tmp_path, max_shard_size="50KB")
@@ -76,7 +75,7 @@ def test_load_single_file_and_index_reads_the_single_file_as_transformers_does(t
     assert same(language_model(tmp_path).model.hf.state_dict(), theirs)
 
 
-def test_load_tied_head_that_differs_on_one_rank_is_refused_on_all(on_ranks, qwen3: Path) -> None:
+def test_load_tied_head_that_differs_on_one_rank_is_refused_on_all(on_ranks, qwen3):
     state = tie(weights_in(qwen3))
     state["lm_head.weight"][-1] += 1  # a row of the second rank
     write_weights(qwen3, state)
@@ -84,11 +83,11 @@ def test_load_tied_head_that_differs_on_one_rank_is_refused_on_all(on_ranks, qwe
         assert "they differ" in message
 
 
-def load_tied(layout: Layout, path: Path) -> None:
+def load_tied(layout: Layout, path: Path):
     language_model(path, layout, tie_word_embeddings=True)
 
 
-def test_load_unused_entries_are_logged(qwen3: Path, logged) -> None:
+def test_load_unused_entries_are_logged(qwen3, logged):
     texts = logged(pretrained)
     extra = {f"vision.{i}": torch.zeros(2) for i in range(7)}
     write_weights(qwen3, weights_in(qwen3) | extra)
@@ -102,14 +101,14 @@ def test_load_unused_entries_are_logged(qwen3: Path, logged) -> None:
 
 
 @pytest.mark.parametrize("rule", [True, False])
-def test_initialize_integer_buffers_without_a_value_are_refused(rule: bool) -> None:
+def test_initialize_integer_buffers_without_a_value_are_refused(rule):
     class Counted(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = torch.nn.Linear(2, 2)
             self.register_buffer("order", torch.arange(3), persistent=False)
 
-        def reset_parameters(self) -> None:
+        def reset_parameters(self):
             if rule:
                 self.order.copy_(torch.arange(3))
 
@@ -137,12 +136,12 @@ ONE_KIND = {"num_hidden_layers": 2, "layer_types": ["full_attention"]}
     ],
     ids=str,
 )
-def test_load_bad_config_is_explained(config: dict[str, Any], message: str) -> None:
+def test_load_bad_config_is_explained(config, message):
     with pytest.raises(UserError, match=message):
         language_model(None, **{"model_type": "qwen3", **config})
 
 
-def test_load_bad_folder_is_explained(qwen3: Path, tmp_path: Path, capsys) -> None:
+def test_load_bad_folder_is_explained(qwen3, tmp_path, capsys):
     with pytest.raises(UserError, match="is not a folder"):
         language_model(tmp_path / "nowhere")
     message = r"weight has the shape \(99, 32\) there and \(120, 32\) in the model's config"
@@ -191,13 +190,13 @@ def test_load_bad_folder_is_explained(qwen3: Path, tmp_path: Path, capsys) -> No
     ],
     ids=str,
 )
-def test_build_unsupported_models_are_explained(config: dict[str, Any], message: str) -> None:
+def test_build_unsupported_models_are_explained(config, message):
     with pytest.raises(UserError) as refused:
         language_model(None, **config).infer_batch(counting(4), ["log_probs"])
     assert message in str(refused.value)
 
 
-def test_read_config_overrides_replace_those_of_the_folder(tmp_path: Path) -> None:
+def test_read_config_overrides_replace_those_of_the_folder(tmp_path):
     """Also one key of a nested dict, and one that may differ by layer."""
     config = folder_of("qwen3", tmp_path / "in").config
     config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
@@ -208,7 +207,7 @@ def test_read_config_overrides_replace_those_of_the_folder(tmp_path: Path) -> No
     assert gemma4.to_dict()["head_dim"] == 8
 
 
-def test_read_config_name_that_only_model_code_reads_is_a_setting() -> None:
+def test_read_config_name_that_only_model_code_reads_is_a_setting():
     sizes = {**overrides_of("qwen3_moe"), "head_dim": 16}
     attention = LanguageModel.from_config(read_config(None, sizes)).hf.model.layers[0].self_attn
     assert attention.q_proj.weight.shape == (4 * 16, 32)
@@ -222,7 +221,7 @@ def test_read_config_name_that_only_model_code_reads_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_load_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+def test_load_damaged_file_is_named(tmp_path, name):
     folder_of("qwen3", tmp_path, max_shard_size="50KB")
     for text in ('{"half', "[]", "{}", '{"weight_map": 3, "model_type": "own"}'):
         (tmp_path / name).write_text(text)
@@ -230,7 +229,7 @@ def test_load_damaged_file_is_named(tmp_path: Path, name: str) -> None:
             language_model(tmp_path)
 
 
-def test_load_missing_file_is_named(tmp_path: Path) -> None:
+def test_load_missing_file_is_named(tmp_path):
     folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
     shard = min((tmp_path / "in").glob("model-*.safetensors"))
     shard.unlink()
@@ -243,14 +242,14 @@ def test_load_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_load_quantized_weights_are_refused_whatever_the_config_says(dtype, qwen3: Path) -> None:
+def test_load_quantized_weights_are_refused_whatever_the_config_says(dtype, qwen3):
     state = weights_in(qwen3)
     write_weights(qwen3, state | {"lm_head.weight": state["lm_head.weight"].to(dtype)})
     with pytest.raises(UserError, match=rf"lm_head\.weight is quantized \({dtype}\)"):
         language_model(qwen3)
 
 
-def test_export_hf_refuses_existing_folders_and_unknown_dtypes(qwen3: Path, tmp_path: Path) -> None:
+def test_export_hf_refuses_existing_folders_and_unknown_dtypes(qwen3, tmp_path):
     engine = language_model(qwen3)
     for path in (qwen3, qwen3 / "config.json"):
         with pytest.raises(UserError, match="exists and is not empty"):

@@ -14,7 +14,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media.shared_media import items_by_rank, largest_share
 
 
-def test_items_by_rank_gives_each_item_once_and_balances_rows() -> None:
+def test_items_by_rank_gives_each_item_once_and_balances_rows():
     row_counts = [16, 400, 64, 64, 16, 256, 64, 16]
     items = items_by_rank(row_counts, 2)
     assert sorted(item for of_rank in items for item in of_rank) == list(range(8))
@@ -22,7 +22,7 @@ def test_items_by_rank_gives_each_item_once_and_balances_rows() -> None:
     assert items_by_rank([4], 3) == [[0], [], []]
 
 
-def test_largest_share_of_items_without_a_grid_is_all_of_them() -> None:
+def test_largest_share_of_items_without_a_grid_is_all_of_them():
     values = torch.zeros(32, 3), torch.tensor([8] * 4), torch.zeros(4, dtype=torch.long)
     with_grids = Media(*values, {"image_grid_thw": torch.tensor([[1, 2, 4]] * 4)})
     assert largest_share(with_grids, 4) == largest_share(with_grids, 8) == 0.25
@@ -34,7 +34,7 @@ def encoded_rows(layout: Layout, name: str) -> list[tuple[int, int]]:
     model = build_model(LanguageModel, name)
     image = samples(model, name)[1]
     engine = engine_of(model, layout, optimizer=None)
-    rows: list[int] = []
+    rows = []
     visual = engine.model.base().visual
     visual.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     found = []
@@ -49,7 +49,7 @@ def encoded_rows(layout: Layout, name: str) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"ulysses": 2}], ids=str)
-def test_ranks_of_a_sequence_group_encode_a_part_of_the_images_each(on_ranks, sizes) -> None:
+def test_ranks_of_a_sequence_group_encode_a_part_of_the_images_each(on_ranks, sizes):
     single, *packs = zip(*on_ranks(sizes, encoded_rows, "qwen2_5_vl"), strict=True)
     assert all(rows == total for rows, total in single)  # one image: every rank encodes it
     for (first, total), (second, _) in packs:
@@ -70,9 +70,7 @@ SPLIT_TWICE = ["qwen2_vl", "qwen3_vl_moe", "video_llama_3", "gemma3", "paligemma
     ],
     ids=str,
 )
-def test_shared_encoders_give_the_outputs_and_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], names: list[str]
-) -> None:
+def test_shared_encoders_give_the_outputs_and_gradients_of_one_rank(on_ranks, sizes, names):
     for results in on_ranks(sizes, stepped_all, names):
         for name, result in results.items():
             assert_outputs_and_gradients(result, name)

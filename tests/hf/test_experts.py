@@ -19,7 +19,7 @@ from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.experts.moe_layers import grouped_experts
 
 BATCH = counting(30, 12, 50, modulus=7)
-BASE: dict[str, Any] = {
+BASE = {
     "vocab_size": 99,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {
         "num_local_experts": 8,
@@ -41,7 +41,7 @@ def shape_of(name: str) -> dict[str, Any]:
     return {**BASE, "model_type": name, **SHAPES[name]}
 
 
-def stepped(name: str, **settings: Any) -> tuple[Tensor, Tensors]:
+def stepped(name: str, **settings) -> tuple[Tensor, Tensors]:
     """The loss and the gradients of one step."""
     engine = engine_of(shape_of(name), **settings)
     return train(engine, BATCH).loss_sum, gradients(engine.model)
@@ -52,11 +52,11 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_grouped_gemms_under_autocast_run_in_bf16(name: str, monkeypatch) -> None:
-    dtypes: list[torch.dtype] = []
+def test_grouped_gemms_under_autocast_run_in_bf16(name, monkeypatch):
+    dtypes = []
     plain = torch.nn.functional.grouped_mm
 
-    def watched(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+    def watched(a, b, **more):
         dtypes.extend((a.dtype, b.dtype))
         return plain(a, b, **more)
 
@@ -72,7 +72,7 @@ def test_grouped_gemms_under_autocast_run_in_bf16(name: str, monkeypatch) -> Non
         assert cosine(low[n], grads[n]) > 0.98, n
 
 
-def test_grouped_experts_with_biases_equal_batched_experts() -> None:
+def test_grouped_experts_with_biases_equal_batched_experts():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_local_experts": 4}
     experts = GptOssExperts(AutoConfig.for_model("gpt_oss", **sizes))
@@ -92,7 +92,7 @@ def test_grouped_experts_with_biases_equal_batched_experts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", pytest.param("none", marks=CAMPAIGN)])
-def test_grouped_experts_compiled_equal_uncompiled(mode: str) -> None:
+def test_grouped_experts_compiled_equal_uncompiled(mode):
     loss, grads = stepped("qwen3_moe", precision="bf16")
     how = {"compile": "aot_eager", "activation_checkpointing": mode}
     compiled, its = stepped("qwen3_moe", precision="bf16", **how)
@@ -101,7 +101,7 @@ def test_grouped_experts_compiled_equal_uncompiled(mode: str) -> None:
         assert torch.allclose(its[n], grad, rtol=0.1, atol=0.02 * float(grad.abs().max())), n
 
 
-def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -> None:
+def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch):
     monkeypatch.setitem(SHAPES["qwen3_moe"], "moe_intermediate_size", 12)
     dtypes = list[torch.dtype]()
     plain = moe._grouped_linear
@@ -111,7 +111,7 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
     assert dtypes == [torch.float32] * len(dtypes) != []
 
 
-def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
+def test_code_of_compiled_blocks_imports_no_lazy_module():
     """torch 2.11 breaks the graph there, and runs the layer in pieces."""
     tree = ast.parse(Path(moe_layers.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

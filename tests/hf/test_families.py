@@ -32,7 +32,7 @@ def outputs(model: LanguageModel, batch: PackedBatch) -> Tensors:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_language_model_packed_equals_single(name: str, monkeypatch) -> None:
+def test_language_model_packed_equals_single(name, monkeypatch):
     model = shared_model(LanguageModel, name)
     monkeypatch.setattr(model, "chunk", 10)  # several chunks of logits
     check_packing(model)
@@ -46,7 +46,7 @@ def test_language_model_packed_equals_single(name: str, monkeypatch) -> None:
     assert_close(gradients(model), expected)
 
 
-def test_preflight_unknown_step_before_logits_is_rejected() -> None:
+def test_preflight_unknown_step_before_logits_is_rejected():
     model = LanguageModel.from_config(config_of("gemma2"))
     model.softcap = None
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_preflight_unknown_step_before_logits_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe"])
-def test_value_model_packed_equals_single(name: str) -> None:
+def test_value_model_packed_equals_single(name):
     model = shared_model(ValueModel, name)
     check_packing(model)
     batch = PackedBatch.from_sequences(sequences()[0])
@@ -66,13 +66,13 @@ def test_value_model_packed_equals_single(name: str) -> None:
     assert torch.allclose(values, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_docs_table_of_families_is_up_to_date() -> None:
+def test_docs_table_of_families_is_up_to_date():
     page = (ROOT / "docs" / "models.md").read_text()
     expected = f"<!-- families -->\n{table()}\n<!-- /families -->"
     assert expected in page, "run python tests/hf/families.py"
 
 
-def test_forward_returns_the_named_outputs_and_raises_for_unknown_names() -> None:
+def test_forward_returns_the_named_outputs_and_raises_for_unknown_names():
     model = shared_model(LanguageModel, "llama")
     batch = PackedBatch.from_sequences(sequences()[0])
     assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from test_experts import BATCH, SHAPES, cosine, shape_of, stepped
@@ -45,7 +43,7 @@ def inputs(
     return x_NI.requires_grad_(), weight.to(device).requires_grad_(), ends_E.to(device), d_NO
 
 
-def run(function: Any, sizes: list[int], transposed: bool, device: str = "cpu") -> Any:
+def run(function, sizes: list[int], transposed: bool, device: str = "cpu"):
     x_NI, weight, ends_E, d_NO = inputs(sizes, transposed, device)
     out_NO = function(x_NI, weight, ends_E, transposed)
     assert out_NO.dtype == torch.bfloat16
@@ -69,9 +67,7 @@ def error(found: Tensor, wanted: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
-def test_fp8_grouped_linear_is_close_to_float32_in_every_row(
-    sizes: list[int], transposed: bool
-) -> None:
+def test_fp8_grouped_linear_is_close_to_float32_in_every_row(sizes, transposed):
     found = run(fp8_grouped_linear, sizes, transposed)
     x_NI, weight, ends_E, d_NO = inputs(sizes, transposed)
     wanted_NO = in_float32(x_NI, weight, ends_E, transposed)
@@ -87,10 +83,10 @@ def test_fp8_grouped_linear_is_close_to_float32_in_every_row(
         assert bool(grad.any()) == (size > 0)
 
 
-def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_rows() -> None:
+def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_rows():
     counter = CompileCounterWithBackend("aot_eager")
 
-    def linear(x_NI: Tensor, *more: Any) -> Tensor:
+    def linear(x_NI, *more):
         torch._dynamo.maybe_mark_dynamic(x_NI, 0)
         return compiled(x_NI, *more)
 
@@ -101,13 +97,13 @@ def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_rows
     assert counter.frame_count == 1
 
 
-def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input() -> None:
+def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input():
     kept = []
     for trains in (True, False):
         x_NI, weight, ends_E, d_NO = inputs([5, 0, 3, 9], False)
-        saved: list[tuple[int, ...]] = []
+        saved = []
 
-        def keep(x: Tensor, saved: list[Any] = saved) -> Tensor:
+        def keep(x, saved=saved):
             saved.append(x.shape)
             return x
 
@@ -120,7 +116,7 @@ def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transposed: bool) -> None:
+def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transposed):
     x_NI, weight, ends_E, _ = inputs([5, 0, 3, 9], transposed)
     quantized = fp8.Fp8Weight(*fp8_grouped_mm.quantize_experts(weight.detach(), transposed))
     with torch.no_grad():
@@ -131,9 +127,9 @@ def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transpo
 
 
 @pytest.fixture
-def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gemms(monkeypatch):
     """The number of rows of each grouped GEMM that runs in FP8."""
-    found: list[int] = []
+    found = []
     plain = fp8_grouped_mm.opaque_grouped_mm
     watched = lambda a, *more: (found.append(len(a)), plain(a, *more))[1]  # noqa: E731
     monkeypatch.setattr(fp8_grouped_mm, "opaque_grouped_mm", watched)
@@ -141,15 +137,13 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def said(logged) -> list[str]:
+def said(logged):
     return logged(fp8_layers, "info", "warning")
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_fp8_experts_of_a_model_have_the_gradients_of_bf16(
-    name: str, checkpointing: str, gemms: list[int], said: list[str]
-) -> None:
+def test_fp8_experts_of_a_model_have_the_gradients_of_bf16(name, checkpointing, gemms, said):
     how = {"precision": "bf16", "activation_checkpointing": checkpointing}
     loss, grads = stepped(name, **how)
     assert not gemms
@@ -163,9 +157,7 @@ def test_fp8_experts_of_a_model_have_the_gradients_of_bf16(
         assert cosine(found[key], grads[key]) > 0.97, key
 
 
-def test_fp8_experts_of_other_sizes_stay_in_bf16(
-    gemms: list[int], monkeypatch, said: list[str]
-) -> None:
+def test_fp8_experts_of_other_sizes_stay_in_bf16(gemms, monkeypatch, said):
     monkeypatch.setitem(SHAPES["qwen3_moe"], "moe_intermediate_size", 24)
     stepped("qwen3_moe", precision="bf16", fp8=True)
     assert not gemms
@@ -175,9 +167,7 @@ def test_fp8_experts_of_other_sizes_stay_in_bf16(
     ]
 
 
-def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(
-    gemms: list[int], monkeypatch, said: list[str]
-) -> None:
+def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(gemms, monkeypatch, said):
     monkeypatch.setattr(fp8_layers, "is_supported", lambda _: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
     stepped("qwen3_moe", precision="bf16", fp8=True)
@@ -186,7 +176,7 @@ def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(
     assert message in said[1]
 
 
-def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
+def test_fp8_layers_leave_out_routers_that_are_linear_layers():
     """Other experts would be chosen."""
     gemma = {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2}
     afmoe = {"num_experts": 32, "num_dense_layers": 0}
@@ -205,19 +195,19 @@ def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
         assert found
 
 
-def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch) -> None:
+def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch):
     monkeypatch.setattr(fp8, "fits", lambda _: False)
     message = "fp8_weight_gradients is for linear layers in FP8, and LanguageModel has only"
     with pytest.raises(UserError, match=message):
         stepped("qwen3_moe", precision="bf16", fp8=True, fp8_weight_gradients=True)
 
 
-def test_adapters_of_fp8_experts_stay_in_bf16(gemms: list[int]) -> None:
+def test_adapters_of_fp8_experts_stay_in_bf16(gemms):
     found = []
     for low in (False, True):
         torch.manual_seed(0)
         source = ModelSource(None, shape_of("qwen3_moe"))
-        model: Any = LanguageModelEngine.build_model(source)
+        model = LanguageModelEngine.build_model(source)
         experts = ["experts.gate_up_proj", "experts.down_proj"]
         add_adapters(model, Lora(rank=8, target_parameters=experts))
         train(engine_of(model, precision="bf16", fp8=low), BATCH)
@@ -232,9 +222,7 @@ def test_adapters_of_fp8_experts_stay_in_bf16(gemms: list[int]) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
-def test_fp8_grouped_linear_on_gpu_equals_cpu(
-    sizes: list[int], compiled: bool, transposed: bool
-) -> None:
+def test_fp8_grouped_linear_on_gpu_equals_cpu(sizes, compiled, transposed):
     fp8.check(torch.device("cuda"))
     linear = torch.compile(fp8_grouped_linear, fullgraph=True) if compiled else fp8_grouped_linear
     here, there = run(fp8_grouped_linear, sizes, transposed), run(linear, sizes, transposed, "cuda")

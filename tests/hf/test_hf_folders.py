@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def exported_value_model(path: Path, out: Path) -> ValueModelEngine:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_loaded_folder_is_bit_equal(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     theirs = folder_of(family, tmp_path / "in", max_shard_size="100KB")
@@ -62,7 +61,7 @@ def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "granite"])
-def test_export_hf_of_a_value_model_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_value_model_is_bit_equal(family, tmp_path):
     from transformers import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         AutoModelForSequenceClassification,
@@ -86,7 +85,7 @@ FEW_VISION = ("qwen3_vl", "gemma3", "llava_onevision", "qwen2_audio", "internvl"
     "family",
     [name if name in FEW_VISION else pytest.param(name, marks=CAMPAIGN) for name in VISION],
 )
-def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_model_with_encoders_is_bit_equal(family, tmp_path):
     """Also through transformers' renaming of old entries, and with a value head on the same backbone."""
     torch.manual_seed(1)
     theirs = LanguageModel.from_config(config_of(family)).hf
@@ -108,9 +107,7 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(
-    tied: bool, tmp_path: Path
-) -> None:
+def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(tied, tmp_path):
     engine = language_model(None, **{**overrides_of("qwen3"), "tie_word_embeddings": tied})
     hf = engine.model.hf
     is_tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -124,7 +121,7 @@ SLICED = ("qwen3", "qwen3_moe", "mixtral")
 
 
 @pytest.mark.slow
-def test_load_ranks_read_only_their_slices_and_layouts_start_equal(on_ranks, tmp_path) -> None:
+def test_load_ranks_read_only_their_slices_and_layouts_start_equal(on_ranks, tmp_path):
     for family in SLICED:
         folder_of(family, tmp_path / family, max_shard_size="50KB")
     expected = started(ALONE, tmp_path)
@@ -148,26 +145,26 @@ def read_slices(layout: Layout, path: Path) -> tuple[int, list[dict[str, torch.T
     counted = [0]
     real = WeightFiles.read
 
-    def read(self: WeightFiles, key: str, index: Any = ()) -> torch.Tensor:
+    def read(self: WeightFiles, key: str, index=()) -> torch.Tensor:
         value = real(self, key, index)
         counted[0] += value.numel()
         return value
 
-    WeightFiles.read = read  # type: ignore[method-assign]
+    WeightFiles.read = read
     try:
         states = [engine.model.state_dict() for engine in started(layout, path)]
     finally:
-        WeightFiles.read = real  # type: ignore[method-assign]
+        WeightFiles.read = real
     whole = [{name: full_tensor(value) for name, value in one.items()} for one in states]
     return counted[0], whole if layout.world.is_main else []
 
 
-def test_initialize_another_seed_gives_other_weights() -> None:
+def test_initialize_another_seed_gives_other_weights():
     one, two = (engine_of("qwen3", seed=seed).model.state_dict() for seed in (1, 2))
     assert not any(torch.equal(one[name], two[name]) for name in one if "proj" in name)
 
 
-def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
+def test_export_writes_side_files_and_an_index(tmp_path):
     """Tokenizer, template and generation config are copied; large models have several files with an index."""
     from transformers import GenerationConfig
 
@@ -200,7 +197,7 @@ def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
         engine.export_hf(tmp_path / "out")
 
 
-def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_path) -> None:
+def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
     expected = folder_of("qwen3_moe", tmp_path / "in").state_dict()
@@ -219,7 +216,7 @@ def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_p
     assert same(AutoModelForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
-def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(on_ranks, tmp_path) -> None:
+def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(on_ranks, tmp_path):
     folder_of("qwen3", tmp_path / "in")
     reason = "OSError: [Errno 28] No space left on device"
     for _, error in on_ranks({"shard": 2}, export_on_two_ranks, tmp_path, True):
@@ -232,11 +229,11 @@ def export_on_two_ranks(
 ) -> tuple[list[tuple[str, int, int]], str]:
     """The files that this rank wrote: name, bytes, and how many tensors of its file before were still in memory."""
     engine = language_model(path / "in", layout)
-    written: list[tuple[str, int, int]] = []
-    before: list[weakref.ref[torch.Tensor]] = []
+    written = []
+    before = []
     real = hf_export.write_safetensors
 
-    def write(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    def write(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]):
         alive = sum(reference() is not None for reference in before)
         written.append((file.name, sum(value.nbytes for value in tensors.values()), alive))
         before[:] = [weakref.ref(value) for value in tensors.values()]
@@ -249,7 +246,7 @@ def export_on_two_ranks(
     def on_meta(name: str) -> torch.Tensor:
         return torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
 
-    def export(layout: Layout) -> None:
+    def export(layout: Layout):
         hf_export.export(
             engine.model.export_target(torch.float32),
             path / "out",
@@ -268,9 +265,7 @@ def export_on_two_ranks(
 
 
 @pytest.mark.slow
-def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(
-    ranks4, on_ranks, tmp_path: Path
-) -> None:
+def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks4, on_ranks, tmp_path):
     """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout."""
     from transformers import AutoModelForCausalLM
 
@@ -292,14 +287,14 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(
 
 def state_of(layout: Layout, checkpoint: Path) -> dict[str, torch.Tensor]:
     """All parameters and moments of a checkpoint, loaded by an engine on some layout."""
-    model: Any = LanguageModelEngine.build_model(ModelSource(str(checkpoint / "hf")))
+    model = LanguageModelEngine.build_model(ModelSource(str(checkpoint / "hf")))
     model.source = None  # the weights come from the checkpoint
     engine = engine_of(model, layout, adamw)
     engine.load_checkpoint(checkpoint)
     return whole_state(engine)
 
 
-def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
+def test_merge_of_a_value_model_is_bit_equal(tmp_path):
     engine = engine_of("qwen3", optimizer=adamw, kind=ValueModelEngine)
     engine.save_checkpoint(tmp_path / "saved")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
@@ -311,8 +306,8 @@ def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_file_bytes", [None, MAX_FILE_BYTES])
 def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_read_it(
-    tmp_path: Path, monkeypatch, max_file_bytes: int | None
-) -> None:
+    tmp_path, monkeypatch, max_file_bytes
+):
     from transformers import AutoModel
 
     whole = ExportPlan.files
@@ -328,7 +323,7 @@ def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_rea
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[:, None]}
     inputs |= {"pixel_values": media.values, **media.fields}
     code = (tmp_path / "out" / "README.md").read_text().split("```")[1].removeprefix("python")
-    found: dict[str, Any] = {"folder": str(tmp_path / "out"), "inputs": inputs}
+    found = {"folder": str(tmp_path / "out"), "inputs": inputs}
     with torch.no_grad():
         exec(code, found)
     expected = engine.infer_batch(batch, ["values"])["values"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ MODEL = "org/model"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with FakeHub().serve() as hub:
@@ -28,19 +27,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def qwen3(tmp_path: Path) -> Path:
+def qwen3(tmp_path):
     folder_of("qwen3", tmp_path / "qwen3", max_shard_size="20KB")
     return tmp_path / "qwen3"
 
 
-def disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+def disconnect(monkeypatch: pytest.MonkeyPatch):
     """As without a network: nothing listens at this port."""
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
 
 
-def test_hub_model_accepts_ids_and_leaves_local_paths_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_accepts_ids_and_leaves_local_paths_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "run").mkdir(parents=True)
     assert hub_model("Qwen/Qwen3-VL-2B-Instruct") == HubRepo("Qwen/Qwen3-VL-2B-Instruct")
@@ -62,9 +59,7 @@ def test_hub_model_accepts_ids_and_leaves_local_paths_alone(
     assert [path for path in local if hub_model(path) is not None] == []
 
 
-def test_model_of_the_hub_equals_its_folder_and_is_downloaded_once(
-    hub: FakeHub, qwen3: Path
-) -> None:
+def test_model_of_the_hub_equals_its_folder_and_is_downloaded_once(hub, qwen3):
     commit = hub.add(MODEL, qwen3)
     hub.add(
         MODEL,
@@ -83,7 +78,7 @@ def test_model_of_the_hub_equals_its_folder_and_is_downloaded_once(
     assert hub.requests == []  # a commit in the cache needs no request at all
 
 
-def test_pin_keeps_the_commit_when_the_branch_moves(hub: FakeHub) -> None:
+def test_pin_keeps_the_commit_when_the_branch_moves(hub):
     first = hub.add(MODEL, {"config.json": b'{"model_type": "qwen3"}'})
     pinned = pin(HubRepo(MODEL))
     assert pinned == HubRepo(MODEL, first)
@@ -94,9 +89,7 @@ def test_pin_keeps_the_commit_when_the_branch_moves(hub: FakeHub) -> None:
     assert portable_name(folder) == f"{MODEL}@{first}"
 
 
-def test_cached_model_loads_without_network(
-    hub: FakeHub, qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_model_loads_without_network(hub, qwen3, monkeypatch):
     hub.add(MODEL, qwen3)
     local_folder(MODEL, weights=True)
     disconnect(monkeypatch)
@@ -108,9 +101,7 @@ def test_cached_model_loads_without_network(
     )
 
 
-def test_missing_model_without_network_names_the_download_command(
-    hub: FakeHub, qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_model_without_network_names_the_download_command(hub, qwen3, monkeypatch):
     hub.add(MODEL, qwen3)
     read_config(MODEL, {})
     disconnect(monkeypatch)
@@ -127,7 +118,7 @@ def test_missing_model_without_network_names_the_download_command(
         local_folder("org/other")
 
 
-def test_refused_repositories_name_the_fix(hub: FakeHub) -> None:
+def test_refused_repositories_name_the_fix(hub):
     hub.add(MODEL, {"config.json": b"{}"})
     hub.add("org/gated", {"config.json": b"{}"}, gated=True)
     hub.add("org/pickle", {"config.json": b"{}", "pytorch_model.bin": b"0"})
@@ -161,7 +152,5 @@ def test_refused_repositories_name_the_fix(hub: FakeHub) -> None:
         ("**/train.parquet", "data/more/train.parquet", True),
     ],
 )
-def test_data_files_pattern_reads_stars_sets_and_choices(
-    pattern: str, file: str, fits: bool
-) -> None:
+def test_data_files_pattern_reads_stars_sets_and_choices(pattern, file, fits):
     assert (_glob(pattern).fullmatch(file) is not None) == fits

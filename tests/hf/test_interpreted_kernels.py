@@ -35,9 +35,7 @@ HERE = Path(__file__).parent
         ("mamba2", "by_channel"),
     ],
 )
-def test_interpreted_kernels_give_log_probs_and_gradients_of_the_reference(
-    model: str, decay: str
-) -> None:
+def test_interpreted_kernels_give_log_probs_and_gradients_of_the_reference(model, decay):
     # In a process of its own: Triton decides at import whether to interpret.
     paths = [*map(str, (HERE, HERE.parent, HERE.parents[1])), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, str(HERE / "interpreted_kernels.py"), model, decay]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tiny_engines import Tensors, assert_close, gradients
@@ -22,7 +20,7 @@ def batch_with(share: float) -> PackedBatch:
     return PackedBatch.from_sequences(ids, masks)
 
 
-def computed(model: LanguageModel, names: list[str], temperature: Any) -> tuple[Tensors, Tensors]:
+def computed(model: LanguageModel, names: list[str], temperature) -> tuple[Tensors, Tensors]:
     """Outputs and gradients."""
     model.zero_grad()
     outputs = model(batch_with(0.4), names, temperature=temperature)
@@ -35,14 +33,12 @@ def computed(model: LanguageModel, names: list[str], temperature: Any) -> tuple[
 @pytest.mark.parametrize(
     ("names", "temperature"), [(["loss"], None), (["log_probs", "label_entropy"], 0.7)]
 )
-def test_head_on_labelled_tokens_equals_head_on_all(
-    names: list[str], temperature: float | None, monkeypatch
-) -> None:
+def test_head_on_labelled_tokens_equals_head_on_all(names, temperature, monkeypatch):
     model = shared_model(LanguageModel, "qwen3")
     sizes = []
     head = model._head_outputs
 
-    def spy(hidden: torch.Tensor, *rest: object) -> Tensors:
+    def spy(hidden, *rest):
         sizes.append(len(hidden))
         return head(hidden, *rest)
 
@@ -56,14 +52,14 @@ def test_head_on_labelled_tokens_equals_head_on_all(
         assert_close(found, expected)
 
 
-def test_batch_without_labels_has_a_loss_with_gradient() -> None:
+def test_batch_without_labels_has_a_loss_with_gradient():
     model = shared_model(LanguageModel, "qwen3")
     loss = model(batch_with(0.0), ["loss"])["loss"]
     loss.backward()
     assert loss.item() == 0
 
 
-def test_labels_changed_on_the_device_are_not_read_on_the_host() -> None:
+def test_labels_changed_on_the_device_are_not_read_on_the_host():
     batch = batch_with(0.4)
     moved = batch.to("meta")
     assert moved.host_labels is batch.labels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from mvp_engine.model_engine.fsdp.dummy_sequences import LockstepBatch, append_d
 from mvp_engine.ops import attention as attention_ops
 
 
-def images_in_text(config: Any, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, Tensor]]:
+def images_in_text(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, Tensor]]:
     """Images of these grid sizes among text: as a packed batch, and as inputs of transformers' forward."""
     g = torch.Generator().manual_seed(0)
     grid = torch.tensor(grids)
@@ -44,7 +43,7 @@ def images_in_text(config: Any, grids: list[list[int]]) -> tuple[PackedBatch, di
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
-def test_language_model_with_image_grids_equals_transformers(name: str) -> None:
+def test_language_model_with_image_grids_equals_transformers(name):
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
@@ -68,7 +67,7 @@ def test_language_model_with_image_grids_equals_transformers(name: str) -> None:
     assert not torch.allclose(changed, expected, atol=1e-3)
 
 
-def test_patch_conv3d_equals_conv3d_with_gradients() -> None:
+def test_patch_conv3d_equals_conv3d_with_gradients():
     plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
     wrapped = nn.Sequential(copy.deepcopy(plain))
     vision.apply_sync_free_vision(wrapped)
@@ -87,7 +86,7 @@ def test_patch_conv3d_equals_conv3d_with_gradients() -> None:
     assert type(overlapping[0]) is nn.Conv3d
 
 
-def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
+def test_grid_plans_past_the_limit_are_dropped(monkeypatch):
     config = config_of("qwen3_vl")
     model = build_model(LanguageModel, "qwen3_vl")
     encoder = model.hf.model.visual
@@ -97,7 +96,7 @@ def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
     assert len(vision._PLANS[encoder]) == 1
 
 
-def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> None:
+def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients():
     g = torch.Generator().manual_seed(0)
     mask = torch.rand(1, 30, 1, generator=g) > 0.6
     embeds = torch.randn(1, 30, 8, generator=g)
@@ -116,7 +115,7 @@ def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> N
     assert type(embeds[..., :1].expand_as(with_host_copy)) is Tensor
 
 
-def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
+def test_placeholder_mask_token_count_mismatch_raises_on_host():
     config = config_of("qwen3_vl")
     model = shared_model(LanguageModel, "qwen3_vl")
     batch, _ = images_in_text(config, [[1, 4, 4], [1, 4, 8]])
@@ -130,7 +129,7 @@ def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 5, 6])
-def test_insert_features_wrong_number_of_audio_tokens_raises(count: int) -> None:
+def test_insert_features_wrong_number_of_audio_tokens_raises(count):
     """transformers does not compare the two for audio."""
     model = shared_model(LanguageModel, "qwen2_5_omni_thinker")
     fields = {"feature_attention_mask": (torch.arange(32) < 20).long()[None]}
@@ -144,9 +143,9 @@ def test_insert_features_wrong_number_of_audio_tokens_raises(count: int) -> None
         model(batch, ["log_probs"])
 
 
-def test_placeholder_mask_over_token_ids_stays_a_plain_mask() -> None:
+def test_placeholder_mask_over_token_ids_stays_a_plain_mask():
     class Codes(nn.Module):  # like models that turn images into token ids
-        def get_placeholder_mask(self, input_ids: Tensor, image_ids: Tensor) -> Tensor:
+        def get_placeholder_mask(self, input_ids, image_ids):
             assert int((input_ids == 9).sum()) == len(image_ids)
             return input_ids == 9
 
@@ -158,8 +157,8 @@ def test_placeholder_mask_over_token_ids_stays_a_plain_mask() -> None:
     assert ids.masked_scatter(mask, image_ids).tolist() == [[1, 5, 6, 2]]
 
 
-def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
-    def moved() -> tuple[Tensor, PackedBatch]:
+def test_host_input_ids_changed_after_the_copy_are_not_used():
+    def moved():
         ids = torch.arange(6)
         return ids, PackedBatch.from_sequences([ids]).to("meta")  # as to a GPU
 
@@ -176,12 +175,12 @@ def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
     assert batch.host_input_ids is None
 
 
-def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
+def test_placeholder_mask_in_compiled_model_uses_transformers_method():
     class Net(nn.Module):
-        def get_placeholder_mask(self, input_ids: Tensor, inputs_embeds: Tensor) -> Tensor:
+        def get_placeholder_mask(self, input_ids, inputs_embeds):
             return (input_ids == 9)[..., None].expand_as(inputs_embeds)
 
-        def forward(self, ids: Tensor, embeds: Tensor, features: Tensor) -> Tensor:
+        def forward(self, ids, embeds, features):
             mask = self.get_placeholder_mask(ids, embeds)
             return embeds.masked_scatter(mask, features) + mask[..., :1]
 
@@ -193,14 +192,14 @@ def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*given), expected)
 
 
-def test_placeholder_mask_of_deepcopy_is_bound_to_the_copy() -> None:
+def test_placeholder_mask_of_deepcopy_is_bound_to_the_copy():
     model = shared_model(LanguageModel, "qwen3_vl")
     twin = copy.deepcopy(model)
     assert twin.base().__dict__["get_placeholder_mask"].args[0] is twin.base()
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_host_token_ids_give_bit_equal_outputs_and_gradients(name: str, monkeypatch) -> None:
+def test_host_token_ids_give_bit_equal_outputs_and_gradients(name, monkeypatch):
     model = shared_model(LanguageModel, name)
     batch = PackedBatch.concat(samples(model, name))
     (log_probs,), grads = run(model, batch, ["log_probs"])
@@ -212,10 +211,10 @@ def test_host_token_ids_give_bit_equal_outputs_and_gradients(name: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llava"])
-def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name: str) -> None:
+def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name):
     """The meta device stands for a GPU: it has no values, so reading one is an error."""
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    def kernel(q, k, v, *_):
         grouped = len(q) != len(k)
         attend = nn.functional.scaled_dot_product_attention
         return attend(q[None], k[None], v[None], enable_gqa=grouped)[0]

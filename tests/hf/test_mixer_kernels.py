@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str 
     return out if activation is None else F.silu(out)
 
 
-def by_part(x: Tensor, sizes: list[int], *options: Any) -> Tensor:
+def by_part(x: Tensor, sizes: list[int], *options) -> Tensor:
     return torch.cat([convolution(part, *options) for part in x.split(sizes, dim=-1)], dim=-1)
 
 
@@ -101,7 +100,7 @@ def mamba_package(
     C: Tensor,
     chunk_size: int,
     seq_idx: Tensor,
-    **options: Any,
+    **options,
 ) -> Tensor:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
@@ -129,15 +128,13 @@ PACKAGES = {"short convolution": package_convolution, "Mamba 2 scan": mamba_pack
         ("lfm2_moe", PACKAGES, False),
     ],
 )
-def test_kernels_give_what_the_reference_gives(
-    name: str, doubles: dict[str, Any], by_channel: bool, monkeypatch
-) -> None:
+def test_kernels_give_what_the_reference_gives(name, doubles, by_channel, monkeypatch):
     model = mixer_model(name)
     batch = PackedBatch.from_sequences(sequences())
     expected = model(batch, ["log_probs"])["log_probs"]
     called = set()
 
-    def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
+    def kernel_for(operation, tensor):
         called.add(operation)
         if operation not in doubles:
             return None
@@ -153,7 +150,7 @@ def test_kernels_give_what_the_reference_gives(
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_load_without_packages_returns_none_and_describe_says_what_to_install() -> None:
+def test_load_without_packages_returns_none_and_describe_says_what_to_install():
     assert kernels.load("gated delta rule") is None  # the tests run without it
     assert kernels.kernel_for("gated delta rule", torch.zeros(1)) is None
     assert "mvp-engine[linear]" in kernels.describe("gated delta rule", torch.device("cuda"))
@@ -169,8 +166,8 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install() 
     ],
 )
 def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
-    capability: tuple[int, int], triton: str, expected: bool, monkeypatch
-) -> None:
+    capability, triton, expected, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(kernels, "_version", lambda package: triton)
@@ -188,7 +185,7 @@ def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
 
 def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(
     monkeypatch,
-) -> None:
+):
     from transformers import CONFIG_MAPPING, AutoConfig, Mamba2Config
 
     class Theirs(Mamba2Config):
@@ -202,10 +199,10 @@ def test_read_config_of_a_type_that_another_package_registered_is_that_of_transf
 
 
 @pytest.mark.parametrize("operation", KERNELS)
-def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation: str, monkeypatch) -> None:
+def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation, monkeypatch):
     assert mixer_error(operation, "cpu") < 2e-2
 
-    def leaks(function: Any, packing: Packing, original: Any, args: Any, kwargs: Any) -> Any:
+    def leaks(function, packing, original, args, kwargs):
         is_half = args[0].dtype == torch.bfloat16
         one = Packing([packing.num_tokens], packing.cu_seqlens[[0, -1]]) if is_half else packing
         return run(function, one, original, args, kwargs)
@@ -215,7 +212,7 @@ def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation: str, m
     assert mixer_error(operation, "cpu") > 2e-2
 
 
-def test_copy_of_a_model_has_boundaries_of_its_own() -> None:
+def test_copy_of_a_model_has_boundaries_of_its_own():
     model = mixer_model("qwen3_5_text")
     other = copy.deepcopy(model)
     batch = PackedBatch.from_sequences(sequences())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -45,7 +42,7 @@ def gradients(model: LanguageModel, loss: torch.Tensor) -> Tensors:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_mixers_packed_equals_alone_and_transformers(name: str) -> None:
+def test_mixers_packed_equals_alone_and_transformers(name):
     model = mixer_model(name)
     assert model.mixers.modules
     ids = sequences()
@@ -60,11 +57,11 @@ def test_mixers_packed_equals_alone_and_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe", "mamba2", "mamba"])
-def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) -> None:
+def test_mixers_state_that_is_not_reset_fails_preflight(name, monkeypatch):
     model = mixer_model(name)
     preflight.check_packing(model)
 
-    def one_sequence(batch: PackedBatch, *rest: Any) -> Packing:
+    def one_sequence(batch, *rest):
         return Packing([batch.num_tokens], batch.cu_seqlens[[0, -1]], *rest)
 
     monkeypatch.setattr(Packing, "of", one_sequence)
@@ -72,7 +69,7 @@ def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) 
         preflight.probe(model)
 
 
-def test_mixers_of_value_model_packed_equals_alone() -> None:
+def test_mixers_of_value_model_packed_equals_alone():
     model = mixer_model("qwen3_5_text", ValueModel)
     ids = sequences()
     values = model(PackedBatch.from_sequences(ids), ["values"])["values"]
@@ -80,7 +77,7 @@ def test_mixers_of_value_model_packed_equals_alone() -> None:
     assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_model_without_mixers_is_unchanged() -> None:
+def test_model_without_mixers_is_unchanged():
     from families import config_of
 
     model = LanguageModel.from_config(config_of("llama"))
@@ -89,9 +86,7 @@ def test_model_without_mixers_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe", "falcon_h1"])
-def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(
-    name: str, tmp_path: Path
-) -> None:
+def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name, tmp_path):
     model = mixer_model(name)
     model.hf.save_pretrained(tmp_path / "base")
     engine = engine_of(LanguageModel.on_meta(tmp_path / "base"), optimizer=None)
@@ -103,9 +98,7 @@ def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(
 
 
 @pytest.mark.parametrize("name", VISION_MIXERS)
-def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(
-    name: str, monkeypatch
-) -> None:
+def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(name, monkeypatch):
     monkeypatch.setitem(tiny_models.VISION, name, ("", {}, "patches frame"))
     model = mixer_model(name)
     ones = tiny_models.samples(model, name)

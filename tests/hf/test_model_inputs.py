@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from families import config_of, overrides_of
@@ -25,7 +23,7 @@ def batch_with(field: str, value: int) -> PackedBatch:
 @pytest.mark.parametrize(
     ("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)]
 )
-def test_check_token_outside_of_vocabulary_raises_with_its_place(field: str, value: int) -> None:
+def test_check_token_outside_of_vocabulary_raises_with_its_place(field, value):
     engine = language_model(None, **overrides_of("qwen3"))
     place = f"{value} at position 2 of sequence 1"
     message = f"{field}: {place} is outside of the model's vocabulary of 99 tok"
@@ -36,8 +34,8 @@ def test_check_token_outside_of_vocabulary_raises_with_its_place(field: str, val
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_hidden_sequence_past_the_rope_limit_raises(kind: str) -> None:
-    rope: dict[str, Any] = {
+def test_hidden_sequence_past_the_rope_limit_raises(kind):
+    rope = {
         "rope_type": kind,
         "rope_theta": 10000.0,
         "original_max_position_embeddings": 16,

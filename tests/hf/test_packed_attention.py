@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tiny_engines import no_host_sync
@@ -24,7 +22,7 @@ def inputs(
     return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
+def attend(tensors: list[Tensor], **options) -> tuple[Tensor, list[Tensor]]:
     """The output, and the gradients of q, k and v."""
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
     options |= boundaries(cu_seqlens, max(LENGTHS))
@@ -37,7 +35,7 @@ def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str
 )
-def test_packed_attention_changed_sequence_changes_no_other_sequence(options: Any) -> None:
+def test_packed_attention_changed_sequence_changes_no_other_sequence(options):
     changed = inputs()
     with torch.no_grad():
         for tensor in changed:
@@ -47,13 +45,13 @@ def test_packed_attention_changed_sequence_changes_no_other_sequence(options: An
     assert same.tolist() == [True] * 6 + [False] * 40 + [True] * 17
 
 
-def test_packed_attention_window_of_longest_sequence_equals_full_attention() -> None:
+def test_packed_attention_window_of_longest_sequence_equals_full_attention():
     full = attend(inputs())[0]
     assert torch.equal(full, attend(inputs(), sliding_window=40)[0])
     assert not torch.equal(full, attend(inputs(), sliding_window=39)[0])
 
 
-def test_packed_attention_unsupported_argument_raises_its_name() -> None:
+def test_packed_attention_unsupported_argument_raises_its_name():
     tensors = inputs()
     with pytest.raises(NotImplementedError, match="Identity passes bias_of_love to attention"):
         attend(tensors, bias_of_love=1)
@@ -63,12 +61,12 @@ def test_packed_attention_unsupported_argument_raises_its_name() -> None:
         packed_attention(nn.Identity(), *tensors, torch.ones(1))
 
 
-def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
+def test_packed_mask_of_transformers_is_applied_or_refused_by_name():
     from transformers import LlamaConfig
     from transformers import masking_utils as masks
 
     config = LlamaConfig(attn_implementation=attention.register(), attention_chunk_size=4)
-    options: dict[str, Any] = {
+    options = {
         "config": config,
         "inputs_embeds": torch.zeros(1, 63, 8),
         "past_key_values": None,
@@ -79,7 +77,7 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
     tensors = inputs()
     where = boundaries(torch.tensor([0, 5, 6, 46, 63], dtype=torch.int32), 40)
 
-    def out() -> Tensor:
+    def out():
         return packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
 
     before = out()
@@ -95,7 +93,7 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
+def test_encoder_attention_rows_masks_and_boundaries_agree(device):
     dtype, tolerance = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 2e-2)
     packed = [x.detach() for x in inputs(device, dtype, kv_heads=8)]
     rows = [x[0].reshape(8, 9, 7, 32).transpose(0, 1) for x in packed]  # nine items of seven tokens
@@ -111,7 +109,7 @@ def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
     assert torch.allclose(masked[:, :5], shortened, atol=tolerance)
 
 
-def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
+def test_encoder_attention_unsupported_argument_raises_its_name():
     tensors = inputs(kv_heads=8)
     cu_seqlens = torch.tensor([0, 30], dtype=torch.int32)
     batch = [x.expand(2, -1, -1, -1) for x in tensors]
@@ -130,7 +128,7 @@ def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
     "options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str
 )
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: Any, kv_heads: int) -> None:
+def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options, kv_heads):
     fast = attend(inputs("cuda", torch.bfloat16, kv_heads=kv_heads), **options)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
     plain = attend(inputs("cuda", torch.float32, kv_heads=kv_heads), **options)
@@ -139,7 +137,7 @@ def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: Any, kv_hea
 
 
 @pytest.mark.gpu
-def test_varlen_kernel_on_gpu_makes_no_host_sync() -> None:
+def test_varlen_kernel_on_gpu_makes_no_host_sync():
     tensors = inputs("cuda", torch.bfloat16)
     attend(tensors)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()

@@ -26,7 +26,7 @@ VISUAL = {"vision": "visual.*", "projector": "visual.merger.*"}
 TOWER = {"vision": "vision_tower.*", "projector": "multi_modal_projector.*"}
 NEWLINE = {**TOWER, "projector": "multi_modal_projector.* image_newline"}
 IDEFICS = {"vision": "vision_model.*", "projector": "connector.*"}
-EXPECTED: dict[str, dict[str, str]] = {
+EXPECTED = {
     "qwen2_vl": VISUAL,
     "qwen2_5_vl": VISUAL,
     "qwen3_vl": {**VISUAL, "projector": "visual.merger.* visual.deepstack_merger_list.*"},
@@ -50,7 +50,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VISION])
-def test_parts_of_family_cover_each_parameter_once(family: str) -> None:
+def test_parts_of_family_cover_each_parameter_once(family):
     models = [shared_model(kind, family) for kind in (LanguageModel, ValueModel)]
     patterns = EXPECTED.get(family, TOWER if family in VISION else {})
     for model in models:
@@ -85,7 +85,7 @@ def decayed_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("frozen", [("vision",), ("vision", "llm"), ("projector", "hf.lm_head.*")])
-def test_freeze_part_gets_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None:
+def test_freeze_part_gets_no_gradient_and_no_update(frozen):
     engine, before = trained({"freeze": frozen})
     parts = parts_of(engine.model)
     for name, param in engine.model.named_parameters():
@@ -108,14 +108,14 @@ def weights_of_frozen(layout: Layout, frozen: tuple[str, ...]) -> Tensors:
 
 
 @pytest.mark.slow
-def test_freeze_part_on_shards_equals_one_rank(on_ranks) -> None:
+def test_freeze_part_on_shards_equals_one_rank(on_ranks):
     frozen = ("vision", "llm")
     expected = weights_of_frozen(ALONE, frozen)
     for found in on_ranks({"shard": 2}, weights_of_frozen, frozen):
         assert_close(found, expected)
 
 
-def test_optimizer_lr_by_part_sets_learning_rates() -> None:
+def test_optimizer_lr_by_part_sets_learning_rates():
     model = shared_model(LanguageModel, "qwen3_vl")
     by_part = {"*.visual.pos*": 4, "vision": 2, "projector": 3}
     optim = compose(MAGIC).config.optim
@@ -128,7 +128,7 @@ def test_optimizer_lr_by_part_sets_learning_rates() -> None:
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks() -> None:
+def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks():
     plain, _ = trained({})
     backends = {"llm": "eager", "vision": "auto"}  # auto does not compile on a CPU
     modes = {"vision": "full", "projector": "selective"}
@@ -157,12 +157,12 @@ def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks()
     ],
     ids=str,
 )
-def test_settings_part_that_the_model_lacks_is_rejected(settings: Any, message: str) -> None:
+def test_settings_part_that_the_model_lacks_is_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         trained(settings)
 
 
-def test_settings_part_of_a_plain_module_is_rejected() -> None:
+def test_settings_part_of_a_plain_module_is_rejected():
     model = torch.nn.Linear(2, 2)
     message = r"model.compile: Linear has no part llm; only Hugging Face models have parts"
     with pytest.raises(UserError, match=message):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from families import SMALL, config_of, overrides_of, parallel
@@ -17,7 +15,7 @@ from mvp_engine.hf.model import preflight
 from mvp_engine.model_engine import FSDPEngine
 
 
-def start(layout: Layout, model: Any, precision: str = "fp32") -> Any:
+def start(layout: Layout, model, precision: str = "fp32"):
     """The model of an engine that started."""
     kind = {"kind": FSDPEngine} if isinstance(model, LanguageModel) else {}
     return engine_of(model, layout, optimizer=None, precision=precision, **kind).model
@@ -25,22 +23,20 @@ def start(layout: Layout, model: Any, precision: str = "fp32") -> Any:
 
 @pytest.mark.parametrize("family", ["bloom", "jamba"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(
-    family: str, precision: str, monkeypatch
-) -> None:
+def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(family, precision, monkeypatch):
     monkeypatch.setattr(states, "is_mixer", lambda module: False)
     model = start(ALONE, family, precision)
     assert model.padded_rows
     assert not model.can_cache
 
 
-def test_engine_start_supported_family_in_bf16_passes_preflight() -> None:
+def test_engine_start_supported_family_in_bf16_passes_preflight():
     for family in ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "mamba", "jamba", "minimax"):
         start(ALONE, family, "bf16")
 
 
 @pytest.mark.slow
-def test_engine_start_on_two_ranks_rejects_unsupported_family_only(on_ranks) -> None:
+def test_engine_start_on_two_ranks_rejects_unsupported_family_only(on_ranks):
     for of_rank in on_ranks({"shard": 2}, start_on_layouts):
         for layout, (unsupported, *supported) in of_rank.items():
             if layout == "ulysses":
@@ -64,7 +60,7 @@ def start_on_layouts(first: Layout) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def test_engine_start_model_instance_is_probed() -> None:
+def test_engine_start_model_instance_is_probed():
     torch.manual_seed(0)
     model = LanguageModel.from_config(config_of("granite"))
     model.scale = 1.0
@@ -75,7 +71,7 @@ def test_engine_start_model_instance_is_probed() -> None:
         start(ALONE, model)
 
 
-def test_engine_start_non_finite_weights_are_reported() -> None:
+def test_engine_start_non_finite_weights_are_reported():
     model = LanguageModel.from_config(config_of("llama"))
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[3] = float("nan")
@@ -84,7 +80,7 @@ def test_engine_start_non_finite_weights_are_reported() -> None:
         start(ALONE, model)
 
 
-def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blame_packing() -> None:
+def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blame_packing():
     shape = {**overrides_of("qwen3"), "num_attention_heads": 4, "num_key_value_heads": 3}
     text = message_of(ALONE, start, shape)
     own = "transformers' own Qwen3ForCausalLM.forward fails with this config, without any packing"
@@ -94,7 +90,7 @@ def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blam
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch, precision) -> None:
+def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch, precision):
     monkeypatch.setattr(states, "is_mixer", lambda module: False)
     shape = {name: value for name, value in SMALL.items() if name != "head_dim"}
     shape |= {"model_type": "lfm2", "num_hidden_layers": 3}
@@ -103,13 +99,13 @@ def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch, pr
     assert "two sequences in one batch change each other" in model.padded_rows
 
 
-def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(on_ranks) -> None:
+def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(on_ranks):
     """Otherwise the other rank would leave the probe and the collectives would hang."""
     assert on_ranks({"shard": 2}, trials_with_a_failure_on_rank_1) == [2, 2]
 
 
 def trials_with_a_failure_on_rank_1(layout: Layout) -> int:
-    calls: list[torch.Tensor] = []
+    calls = []
     original = preflight._difference
 
     def difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -19,24 +19,24 @@ from mvp_engine.hf.experts import fp8_grouped_mm
 from mvp_engine.ops import fp8
 
 
-def start(layout: Layout = ALONE, **settings: Any) -> tuple[Any, list[PackedBatch]]:
+def start(layout: Layout = ALONE, **settings) -> tuple[Any, list[PackedBatch]]:
     """An engine on a tiny Qwen3-VL, and rows: without media, with one image, with an image and a video."""
     model = build_model(LanguageModel, "qwen3_vl")
     engine = engine_of(model, layout, lambda model: sgd(model, 1e-3), **settings)
     return engine, samples(shared_model(LanguageModel, "qwen3_vl"), "qwen3_vl")
 
 
-def mix_patches(_: Any, inputs: Any, output: Tensor) -> Tensor:
+def mix_patches(_, inputs, output: Tensor) -> Tensor:
     """A forward hook: every patch sees all patches of the micro-batch, as an encoder without boundaries would."""
     return output + output.mean(0)
 
 
-def fail_on_images(*_: Any) -> None:
+def fail_on_images(*_):
     raise IndexError("tuple index out of range")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_first_step_encoder_that_mixes_images_of_rows_is_rejected(precision: str) -> None:
+def test_first_step_encoder_that_mixes_images_of_rows_is_rejected(precision):
     engine, (text, image, both) = start(precision=precision)
     engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
     step(engine, text, text)
@@ -45,7 +45,7 @@ def test_first_step_encoder_that_mixes_images_of_rows_is_rejected(precision: str
         step(engine, PackedBatch.concat([image, both]), text)
 
 
-def test_first_step_encoder_that_fails_is_rejected_with_the_reason() -> None:
+def test_first_step_encoder_that_fails_is_rejected_with_the_reason():
     engine, (text, image, _) = start()
     engine.model.hf.model.visual.register_forward_pre_hook(fail_on_images)
     step(engine, text)
@@ -54,7 +54,7 @@ def test_first_step_encoder_that_fails_is_rejected_with_the_reason() -> None:
         step(engine, text, image)
 
 
-def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypatch) -> None:
+def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypatch):
     engine, (_, image, _) = start()
     plain = engine.model.hidden
     wrong = lambda *given, **options: 1.01 * plain(*given, **options)  # noqa: E731
@@ -64,9 +64,9 @@ def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypat
         step(engine, image)
 
 
-def test_media_preflight_runs_once_for_each_kind_of_media() -> None:
+def test_media_preflight_runs_once_for_each_kind_of_media():
     engine, (text, image, both) = start()
-    calls: list[int] = []
+    calls = []
     engine.model.hf.model.visual.register_forward_hook(lambda *_: calls.append(1))
     step(engine, text)
     assert not calls
@@ -80,11 +80,11 @@ def test_media_preflight_runs_once_for_each_kind_of_media() -> None:
     assert len(calls) == both_kinds + 3
 
 
-def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch):
     """In a deep model FP8 rounds to other values with every change of a last bit, as noise does here."""
     plain, calls = fp8.quantize, []
 
-    def noisy(rows: Tensor) -> Any:
+    def noisy(rows):
         calls.append(len(rows))
         return plain(rows * (1 + torch.rand_like(rows)))
 
@@ -101,7 +101,7 @@ def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch: pytest.Monkey
     assert len(calls) > before > 0
 
 
-def step_with_an_image_on_rank_1(layout: Layout) -> None:
+def step_with_an_image_on_rank_1(layout: Layout):
     """Every rank has to run the encoder, and all have to stop."""
     engine, (text, image, _) = start(layout)
     mine = image if layout.world.rank else text
@@ -111,7 +111,7 @@ def step_with_an_image_on_rank_1(layout: Layout) -> None:
     step(engine, mine)
 
 
-def test_first_step_of_sharded_ranks_compares_the_image_of_one_rank_on_all(on_ranks) -> None:
+def test_first_step_of_sharded_ranks_compares_the_image_of_one_rank_on_all(on_ranks):
     message = "cannot be trained on packed sequences with pixel_values: the media of one row change"
     for error in on_ranks({"shard": 2}, message_of, step_with_an_image_on_rank_1):
         assert message in error

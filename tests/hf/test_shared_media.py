@@ -49,7 +49,7 @@ def group(model: LanguageModel, name: str) -> list[PackedBatch]:
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_shared_media_equal_repeated_media_with_gradients(name: str) -> None:
+def test_shared_media_equal_repeated_media_with_gradients(name):
     model = shared_model(LanguageModel, name)
     rows = group(model, name)
     shared = PackedBatch.concat(rows)
@@ -69,7 +69,7 @@ def test_shared_media_equal_repeated_media_with_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
-def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: str) -> None:
+def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name):
     model = shared_model(LanguageModel, name)
     shared = PackedBatch.concat(group(model, name))
     (expected,), _ = run(model, shared, ["log_probs"])
@@ -109,14 +109,14 @@ def trained(layout: Layout, name: str, is_shared: bool) -> Tensors:
     ("name", "sizes"),
     [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})],
 )
-def test_shared_media_on_ranks_equal_repeated_media_on_one(on_ranks, name: str, sizes) -> None:
+def test_shared_media_on_ranks_equal_repeated_media_on_one(on_ranks, name, sizes):
     """On two shards, one rank has a text and a dummy with images while the other has a group of answers."""
     expected = trained(ALONE, name, is_shared=False)
     for found in on_ranks(sizes, trained, name, True):
         assert_close(found, expected)
 
 
-def test_shared_media_flops_count_the_encoder_once() -> None:
+def test_shared_media_flops_count_the_encoder_once():
     for name in ("qwen3_vl", "llava"):  # by grids, and by rows and placeholder tokens
         model = shared_model(LanguageModel, name)
         text, one, _ = samples(model, name)
@@ -129,7 +129,7 @@ def test_shared_media_flops_count_the_encoder_once() -> None:
         assert encoder > 0
 
 
-def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch) -> None:
+def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch):
     model = shared_model(LanguageModel, "llava")
     shared = PackedBatch.concat(group(model, "llava"))
     kind = type(model.base())
@@ -157,7 +157,7 @@ class Unmasked(nn.Module):
         )
 
 
-def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
+def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time():
     model = Unmasked()
     shared_media.apply_shared_features(model)
     sounds = [torch.randn(frames, 3) for frames in (4, 7, 5)]
@@ -180,10 +180,10 @@ class TilesAsFrames(nn.Module):
     def get_image_features(self, pixel_values: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(pooler_output=pixel_values.flatten(0, 1).flatten(2).transpose(1, 2))
 
-    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor) -> None: ...
+    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor): ...
 
 
-def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos() -> None:
+def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos():
     base = TilesAsFrames()
     shared_media.apply_shared_features(base)
     values = torch.arange(5 * 3 * 4.0).view(5, 3, 2, 2)
@@ -195,7 +195,7 @@ def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos() -
 
 
 @pytest.mark.parametrize("has_newlines", [False, True])
-def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines: bool) -> None:
+def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines):
     """Their number of features is not a multiple of their number of patches."""
     base = TilesAsFrames()
     if has_newlines:
@@ -203,6 +203,6 @@ def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines: boo
     shared_media.apply_shared_features(base)
     grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
     media = Media(torch.zeros(8, 3), torch.tensor([4, 4]), torch.tensor([0, 1]), grid)
-    shard = UlyssesShard(None, 0, (5, 5))  # type: ignore[arg-type]
+    shard = UlyssesShard(None, 0, (5, 5))
     shared_media.encoder_inputs(base, "pixel_values", media, shard)
     assert (media.values in shared_media._SHARES) is not has_newlines

@@ -24,7 +24,7 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("name", [*LATENT, *SPARSE])
-def test_latent_and_sparse_attention_packed_equals_transformers(name: str) -> None:
+def test_latent_and_sparse_attention_packed_equals_transformers(name):
     if name not in causal_types():
         pytest.skip("this transformers does not have it")
     model = build(name)
@@ -34,7 +34,7 @@ def test_latent_and_sparse_attention_packed_equals_transformers(name: str) -> No
     assert max(differences(model).values()) <= EXACT
 
 
-def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch):
     """The boundary test: without boundaries the indexer picks tokens of other sequences."""
     model = build("deepseek_v32")
 
@@ -47,7 +47,7 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
+def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name):
     found = on_layout(name, ALONE, activation_checkpointing="full")
     assert worst_difference(found, on_layout(name, ALONE)) <= 1e-6
 
@@ -62,8 +62,6 @@ def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients
     ],
     ids=str,
 )
-def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(
-    ranks2, layout: dict[str, int]
-) -> None:
+def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(ranks2, layout):
     for name in ("deepseek_v32", "deepseek_v4"):
         assert on_two_ranks(name, ranks2, **layout) is True, name

@@ -12,7 +12,7 @@ from tiny_engines import ALONE, Tensors, assert_close, message_of
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 
-GEMMA4: dict[str, Any] = {**SMALL, "model_type": "gemma4_text", "vocab_size_per_layer_input": 99}
+GEMMA4 = {**SMALL, "model_type": "gemma4_text", "vocab_size_per_layer_input": 99}
 GEMMA4 |= {"hidden_size_per_layer_input": 8, "sliding_window": 3}
 
 
@@ -21,20 +21,20 @@ def gradients_of(layout: Layout, config: dict[str, Any]) -> Tensors:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(on_ranks) -> None:
+def test_tensor_parallel_layers_with_different_head_sizes_equal_one_rank(on_ranks):
     expected = gradients(GEMMA4, ALONE)
     for found in on_ranks({"tensor": 2}, gradients_of, GEMMA4):
         assert_close(found, expected, 3e-4, floor=0.0)  # its many norms amplify rounding
 
 
-def test_tensor_parallel_norm_with_weights_per_head_is_rejected(on_ranks) -> None:
+def test_tensor_parallel_norm_with_weights_per_head_is_rejected(on_ranks):
     cohere = overrides_of("cohere") | {"use_qk_norm": True}
     expected = "layers.0.self_attn.q_norm has a weight for each head, and transformers' plan for"
     for message in on_ranks({"tensor": 2}, message_of, gradients_of, cohere):
         assert expected in message
 
 
-def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error() -> None:
+def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error():
     from model_sweep import tiny_config
 
     from mvp_engine.hf.model.tp_plan import _check

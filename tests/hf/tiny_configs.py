@@ -15,7 +15,7 @@ LAYERS = 4
 LONGEST = 64  # positions
 
 # A pattern of the whole field name, and the value of every field with such a name. The first match counts.
-RULES: list[tuple[str, Any]] = [
+RULES = [
     ("((pronunciation|shape)_)?vocab_size(_per_layer_input)?", 99),
     ("(pronunciation|shape)_embed_dim", 8),
     ("pad_token_id", 0),
@@ -101,7 +101,7 @@ NO_LAYER_INPUTS = {
 NEEDED = {"gemma4_assistant": {"text_config": NO_LAYER_INPUTS}}
 
 # Values that have to fit to each other, or that the default config does not use, by model type.
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
@@ -153,7 +153,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(name: str, **more: Any) -> Any:
+def tiny_config(name: str, **more):
     """A small config of this model type, with every kind of layer that the default config has."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -163,10 +163,10 @@ def tiny_config(name: str, **more: Any) -> Any:
     )
 
 
-def small_values(default: Any) -> dict[str, Any]:
+def small_values(default) -> dict[str, Any]:
     """The settings that make a config small, those of its sub-configs included."""
     values = default.to_dict()
-    small: dict[str, Any] = {}
+    small = {}
     for field in dataclasses.fields(default):
         value = values.get(default.attribute_map.get(field.name, field.name))
         size = _size(field.name)

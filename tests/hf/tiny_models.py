@@ -38,7 +38,7 @@ def build_model(kind: type[M], name: str) -> M:
 
 def shared_model(kind: type[M], name: str) -> M:
     """The instance of `build_model(kind, name)` that this test run shares, without gradients. Do not change it."""
-    model: Any = _shared_model(kind, name)
+    model = _shared_model(kind, name)
     model.zero_grad()
     return model
 
@@ -94,7 +94,7 @@ def sample(
     ids = torch.cat(row)
     types = (ids - 89).clamp(min=0)
     token_fields = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
-    fields: dict[str, Any] = {"token_fields": token_fields, "media": media}
+    fields = {"token_fields": token_fields, "media": media}
     return PackedBatch.from_sequences(
         [ids], position_ids=[positions_of(model, ids, media)], **fields
     )
@@ -116,7 +116,7 @@ def concat_media(first: Media, second: Media) -> Media:
 
 def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
     """The number of feature vectors that the encoder returns for an item."""
-    base: Any = model.base()
+    base = model.base()
     if form == "audio":
         frames = (int(one.fields["feature_attention_mask"].sum()) - 1) // 2 + 1
         return (frames - 2) // 2 + 1
@@ -129,7 +129,7 @@ def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
 
 def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Tensor:
     """The position ids that the model itself would compute."""
-    base: Any = model.base()
+    base = model.base()
     if not hasattr(base, "get_rope_index"):
         return torch.arange(len(ids))
     known = inspect.signature(base.get_rope_index).parameters
@@ -162,7 +162,7 @@ def run(
     return [out[name].detach() for name in names], grads
 
 
-def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]) -> None:
+def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]):
     """Outputs and gradients of packed sequences equal those of the sequences one by one."""
     alone = [run(model, one, names) for one in ones]
     packed, grads = run(model, PackedBatch.concat(ones), names)
@@ -186,7 +186,7 @@ def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tens
 def processor_inputs(model: LanguageModel, one: PackedBatch) -> dict[str, Any]:
     """One sequence as the inputs that the model's processor would return."""
     accepted = inspect.signature(model.hf.forward).parameters
-    inputs: dict[str, Any] = {"input_ids": one.input_ids[None]}
+    inputs = {"input_ids": one.input_ids[None]}
     inputs |= {name: value[None] for name, value in one.token_fields.items() if name in accepted}
     for kind, media in one.media.items():
         if len(media.row_counts):

@@ -29,7 +29,7 @@ BESIDE = [False, True, False, False, False, False, True, False]
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 6)
         self.beside = nn.Linear(4, 6)  # of the same group as the first, and not used by all
@@ -42,7 +42,7 @@ class Stack(nn.Module):
         return out
 
 
-def stack_engine(layout: Layout, **how: Any) -> FSDPEngine:
+def stack_engine(layout: Layout, **how) -> FSDPEngine:
     torch.manual_seed(0)
     return engine_of(Stack(), layout, lambda model: sgd(model, 0.1), FSDPEngine, **how)
 
@@ -60,7 +60,7 @@ def stepped(layout: Layout) -> tuple[Tensors, list[int]]:
     engine = stack_engine(layout, clip_grad_norm=None)
     held = []
 
-    def forward(batch: Any) -> tuple[Tensor, int]:
+    def forward(batch) -> tuple[Tensor, int]:
         params = [param for group in groups_of(engine) for param in group.fsdp_params]
         whole = [param for param in params if hasattr(param, "_unsharded_param")]
         grads = [param.unsharded_accumulated_grad for param in whole]
@@ -78,9 +78,7 @@ def stepped(layout: Layout) -> tuple[Tensors, list[int]]:
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 can"
 )
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 2, "replicate": 2}], ids=str)
-def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(
-    on_ranks, sizes: dict[str, int]
-) -> None:
+def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(on_ranks, sizes):
     expected, _ = stepped(ALONE)
     assert "blocks.3.weight" not in expected
     results = on_ranks(sizes, stepped)
@@ -94,7 +92,7 @@ def gathers(layout: Layout) -> tuple[Tensors, Tensors, list[int]]:
     engine = stack_engine(layout, precision="bf16")
     batches = [(row, (0, 1, 2, 3), True) for row in rows(3, seed=layout.world.rank)]
 
-    def forward(batch: Any) -> tuple[Tensor, int]:
+    def forward(batch) -> tuple[Tensor, int]:
         return engine.model(*batch).float().square().sum(), len(batch[0])
 
     engine.train_batch(batches, forward)
@@ -111,7 +109,7 @@ def gathers(layout: Layout) -> tuple[Tensors, Tensors, list[int]]:
 
 def test_without_resharding_parameters_are_gathered_once_a_step_and_nothing_else_changes(
     on_ranks,
-) -> None:
+):
     resharded = on_ranks({"shard": 2}, gathers)
     kept = on_ranks({"shard": 2, "reshard": False}, gathers)
     for (grads, state, many), (same_grads, same_state, once) in zip(resharded, kept, strict=True):

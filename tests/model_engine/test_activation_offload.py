@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -38,13 +37,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks that run twice in a forward, as those of an encoder; `change` is called with the input of each."""
 
-    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS, runs: int = 2) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS, runs: int = 2):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(width, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
         self.runs = runs
-        self.change: Any = None
+        self.change = None
         self.by_name = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ class Inputs(HostInputs):
 
     made: list[Inputs] = []  # noqa: RUF012
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module):
         super().__init__(model)
         self.made.append(self)
         self.allocated = 0
@@ -84,13 +83,13 @@ class Inputs(HostInputs):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(activation_offload, "SMALL", 64)
     monkeypatch.setattr(parallelize, "HostInputs", Inputs)
     monkeypatch.setattr(Inputs, "made", [])
 
 
-def net_engine(mode: Any, net: Net | None = None, device: str = "cpu", **how: Any) -> Any:
+def net_engine(mode, net: Net | None = None, device: str = "cpu", **how):
     layout = Layout(World(0, 1, 0, 1, torch.device(device)))
     settings = {"kind": FSDPEngine, "activation_checkpointing": mode, **how}
     return engine_of(net or Net(), layout, lambda model: sgd(model, 1e-3), **settings)
@@ -100,11 +99,11 @@ def rows_of(size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def train(engine: Any, *batches: Tensor) -> None:
+def train(engine, *batches: Tensor):
     engine.train_batch(list(batches), lambda x: (engine.model(x), len(x)))
 
 
-def trained(mode: str, rows: list[list[int]], **how: Any) -> list[Tensor]:
+def trained(mode: str, rows: list[list[int]], **how) -> list[Tensor]:
     """The weights after steps with micro-batches of so many rows."""
     engine = net_engine(mode, **how)
     for step, sizes in enumerate(rows):
@@ -116,11 +115,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
-def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch) -> None:
+def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
     streams = use_lazy_streams(monkeypatch)  # copies run as late as they may
-    freed_early: list[bool] = []
+    freed_early = []
 
-    def free(self: Any) -> None:
+    def free(self):
         copied = self.is_copied
         real_free(self)
         freed_early.append(copied.stream.done < copied.place)
@@ -145,24 +144,24 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch) -> Non
     assert len(Inputs.made[-1].free) == calls
 
 
-def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch) -> None:
+def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch):
     class Counted(activation_offload._Input):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args):
             super().__init__(*args)
             alive.add(self)
 
-        def use(self) -> Tensor:
+        def use(self):
             prefetched.append(self.on_device is not None)
             found = super().use()
             count(found)
             return found
 
-    def count(_: Tensor) -> None:
+    def count(_):
         held.append(sum(one.on_device is not None for one in alive))
 
-    alive: weakref.WeakSet[Counted] = weakref.WeakSet()
-    held: list[int] = []
-    prefetched: list[bool] = []
+    alive = weakref.WeakSet()
+    held = []
+    prefetched = []
     monkeypatch.setattr(activation_offload, "_Input", Counted)
     engine = net_engine("offload")
     engine.model.change = count
@@ -175,8 +174,8 @@ def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypa
 @pytest.mark.parametrize(
     ("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)]
 )
-def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_name: bool) -> None:
-    inputs: list[StorageWeakRef] = []
+def test_offload_after_forward_has_two_inputs_in_memory(backend, by_name):
+    inputs = []
     net = net_engine("offload", compile=backend).model
     net.by_name = by_name
     net.change = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))
@@ -185,13 +184,13 @@ def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_
     loss.backward()
 
 
-def test_offload_of_compiled_blocks_is_bit_equal_to_full() -> None:
+def test_offload_of_compiled_blocks_is_bit_equal_to_full():
     full = trained("full", [[31, 32], [9]], compile="aot_eager")
     assert same(full, trained("offload", [[31, 32], [9]], compile="aot_eager"))
     assert Inputs.made[1].allocated == 2 * BLOCKS - 1
 
 
-def test_offload_input_passed_by_name_and_evaluation_without_gradients() -> None:
+def test_offload_input_passed_by_name_and_evaluation_without_gradients():
     engine = net_engine("offload")
     engine.model.by_name = True
     with engine.eval_mode():
@@ -229,8 +228,8 @@ def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("loss_of", ["sum", "each", "twice"])
 def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full(
-    loss_of: str, monkeypatch
-) -> None:
+    loss_of, monkeypatch
+):
     full = several_forwards("full", loss_of)
     streams = use_lazy_streams(monkeypatch)
     assert same(full, several_forwards("offload", loss_of))
@@ -238,7 +237,7 @@ def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full
     assert not streams[0].queue
 
 
-def test_offload_buffers_are_the_smallest_that_fit() -> None:
+def test_offload_buffers_are_the_smallest_that_fit():
     inputs = Inputs(nn.Module())
     device = torch.device("cpu")
     buffers = {size: inputs.take(size, device) for size in (3072, 1024, 2048)}
@@ -248,7 +247,7 @@ def test_offload_buffers_are_the_smallest_that_fit() -> None:
     assert inputs.host_bytes == 6144
 
 
-def test_offload_without_host_memory_is_an_error(monkeypatch) -> None:
+def test_offload_without_host_memory_is_an_error(monkeypatch):
     on_meta = lambda shape, *_: torch.empty(shape, device="meta")  # noqa: E731
     monkeypatch.setattr(activation_offload, "available_host_memory", lambda: 5 * 2**30)
     monkeypatch.setattr(activation_offload, "pinned_zeros", on_meta)
@@ -261,7 +260,7 @@ def test_offload_without_host_memory_is_an_error(monkeypatch) -> None:
         inputs.take(2**31, device)
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch) -> None:
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch):
     expected = trained("full", [[32]])
     streams = use_lazy_streams(monkeypatch)
     engine = net_engine("offload")
@@ -269,7 +268,7 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
     batch = rows_of(32)
     calls = 0
 
-    def fail(x: Tensor) -> None:
+    def fail(x):
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -290,11 +289,11 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
     assert Inputs.made[-1].allocated == 2 * BLOCKS - 1
 
 
-def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch) -> None:
-    copies: list[Any] = []
+def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch):
+    copies = []
     real = activation_offload._Input.copy_to_device
 
-    def copy(self: Any) -> None:
+    def copy(self):
         copies.extend([self] * (self.on_device is None))
         real(self)
 
@@ -311,7 +310,7 @@ def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypat
     assert len(copies) == 2 + 3  # that of the last block never left
 
 
-def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> None:
+def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart():
     """As of blocks with a text and an image stream, which are slices of one tensor."""
     weight = torch.ones(WIDTH, requires_grad=True)
     block = lambda x, y: (x * y * weight).clone()  # noqa: E731
@@ -326,7 +325,7 @@ def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> 
     assert same(*found)
 
 
-def test_offload_input_changed_in_place_raises() -> None:
+def test_offload_input_changed_in_place_raises():
     engine = net_engine("offload")
     engine.model.change = lambda x: x.detach().add_(1)
     message = "input of a block was changed in place after the block had read it"
@@ -334,7 +333,7 @@ def test_offload_input_changed_in_place_raises() -> None:
         train(engine, torch.ones(32, WIDTH))
 
 
-def test_offload_of_parts_is_bit_equal_to_full(monkeypatch) -> None:
+def test_offload_of_parts_is_bit_equal_to_full(monkeypatch):
     use_lazy_streams(monkeypatch)
     found = []
     for mode in ("full", {"vision": "offload", "llm": "offload"}):
@@ -353,13 +352,13 @@ def test_offload_of_parts_is_bit_equal_to_full(monkeypatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_offload_on_gpu_is_bit_equal_to_full_with_less_memory_and_no_host_sync(
-    backend: str | None, monkeypatch
-) -> None:
+    backend, monkeypatch
+):
     monkeypatch.setattr(activation_offload, "SMALL", 2**20)
     blocks, rows, width = 12, 16384, 1024
     size = 4 * rows * width
-    peaks: list[int] = []
-    results: list[list[Tensor]] = []
+    peaks = []
+    results = []
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(rows, width, generator=g).pin_memory() for _ in range(2)]
     for mode in ("full", "offload"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,23 +33,23 @@ data_parallel_rank data_parallel_size data_parallel_group is_mp_src_rank_with_ou
 
 
 @pytest.fixture
-def follow(monkeypatch) -> Any:
+def follow(monkeypatch):
     """Run a section's code of the page; what it registers is forgotten afterwards."""
     monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", dict(_REGISTRY))
 
-    def run(section: str) -> dict[str, Any]:
+    def run(section):
         text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
         [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-        names: dict[str, Any] = {"__name__": "example"}
+        names = {"__name__": "example"}
         exec(compile(code, str(PAGE), "exec"), names)
         return names
 
     return run
 
 
-def test_docs_example_of_a_model_type_runs(follow, tmp_path: Path) -> None:
+def test_docs_example_of_a_model_type_runs(follow, tmp_path):
     names = follow("Adding a model type")
-    kind: Any = engine_class("token_classifier")
+    kind = engine_class("token_classifier")
     assert kind is names["TokenClassifierEngine"]
     engine = engine_of("qwen3", kind=kind, optimizer=adam, seed=3)
     logits = engine.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"]
@@ -67,7 +65,7 @@ def test_docs_example_of_a_model_type_runs(follow, tmp_path: Path) -> None:
         assert torch.equal(outputs["class_logits"], logits)
 
 
-def test_docs_example_of_a_backend_runs(follow, train, tmp_path: Path) -> None:
+def test_docs_example_of_a_backend_runs(follow, train, tmp_path):
     follow("Adding a backend")
     words = ["lm.weights=true", "loop.eval_interval=3", "optim.schedule=constant"]
     words += ["loop.total_steps=6"]
@@ -89,9 +87,9 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
-def test_model_engine_api_is_complete_and_on_its_page() -> None:
+def test_model_engine_api_is_complete_and_on_its_page():
     class Half(ModelEngine):
-        def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
+        def initialize(self, optimizer=None, scheduler=None):
             pass
 
     with pytest.raises(TypeError, match="abstract method"):
@@ -102,7 +100,7 @@ def test_model_engine_api_is_complete_and_on_its_page() -> None:
         assert f"`{name}`" in page or name in ("optimizer_zero_grad", "lr_scheduler_step")
 
 
-def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None:
+def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
     message = r"model\.type=langage_model on model\.backend=fsdp is not registered"
     with pytest.raises(UserError, match=message):
         engine_class("langage_model")
@@ -128,17 +126,17 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None
     ],
     ids=str,
 )
-def test_activation_checkpointing_and_compile_give_equal_gradients(family: str, how: Any) -> None:
+def test_activation_checkpointing_and_compile_give_equal_gradients(family, how):
     assert_close(gradients(family, ALONE, **how), gradients(family, ALONE), floor=0.1)
 
 
-def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients() -> None:
+def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients():
     """For images and for videos, say; autocast would cast their weights only once."""
 
-    def gradients_of_two_forwards(mode: str) -> dict[str, torch.Tensor]:
+    def gradients_of_two_forwards(mode):
         engine = engine_of("qwen3", activation_checkpointing=mode, precision="bf16")
 
-        def twice(given: Any) -> tuple[torch.Tensor, int]:
+        def twice(given):
             loss = engine.model(given, ["loss"])["loss"]
             return loss + engine.model(given, ["entropy"])["entropy"].sum(), 1
 
@@ -151,12 +149,12 @@ def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients() 
     assert_close(gradients_of_two_forwards("selective"), expected, 0.01, floor=0.0)
 
 
-def test_activation_checkpointing_saves_fewer_activations() -> None:
+def test_activation_checkpointing_saves_fewer_activations():
     kept = {"none": 0, "full": 0}
     for mode in kept:
         engine = engine_of("qwen3", activation_checkpointing=mode)
 
-        def keep(tensor: torch.Tensor, mode: str = mode) -> torch.Tensor:
+        def keep(tensor, mode=mode):
             kept[mode] += tensor.numel()
             return tensor
 
@@ -177,7 +175,7 @@ NORMS = {
 }
 
 
-def without_norms_in_the_plan(layout: Layout) -> None:
+def without_norms_in_the_plan(layout: Layout):
     head_norms = tp_plan._head_norms
     tp_plan._head_norms = lambda *_: set()
     try:
@@ -186,11 +184,11 @@ def without_norms_in_the_plan(layout: Layout) -> None:
         tp_plan._head_norms = head_norms
 
 
-def with_norms(layout: Layout) -> Any:
+def with_norms(layout: Layout):
     return gradients(NORMS, layout)
 
 
-def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_ranks) -> None:
+def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_ranks):
     """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
     expected = gradients(NORMS, ALONE)
     for found in on_ranks({"tensor": 2}, with_norms):
@@ -209,7 +207,7 @@ def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_rank
     ],
     ids=str,
 )
-def test_unsupported_layouts_are_refused_at_start(ranks4, sizes, family: str, message) -> None:
+def test_unsupported_layouts_are_refused_at_start(ranks4, sizes, family, message):
     for said in ranks4.run(refused, sizes, family):
         assert message in said
 

@@ -47,7 +47,7 @@ MEMBERS = [[2, 1], [1, 0, 1], [2, 2, 0, 1], [1]]
 LENGTHS = [(7, 3, 11), (5, 9), (13, 2, 4, 6), (17,)]
 
 
-def stepped(layout: Layout, name: str, **how: Any) -> Found:
+def stepped(layout: Layout, name: str, **how) -> Found:
     """Log-probs of each pack, which all data ranks have; gradients of a step on all; graphs compiled after each.
 
     The packs have different lengths, and different numbers of sequences and images.
@@ -101,7 +101,7 @@ def expected(name: str) -> Found:
     return stepped(ALONE, name)
 
 
-def assert_as_expected(found: Found, name: str, how: Any = "") -> None:
+def assert_as_expected(found: Found, name: str, how=""):
     outs, grads, _ = expected(name)
     assert all(close(ours, theirs) for ours, theirs in zip(found[0], outs, strict=True)), how
     assert_close(found[1], grads, what=how)
@@ -128,9 +128,7 @@ SOME = [compiled_with("selective")]
     ],
     ids=str,
 )
-def test_compiled_checkpointed_layouts_equal_one_eager_rank(
-    on_ranks, name: str, sizes: dict[str, int], ways: list[dict[str, Any]]
-) -> None:
+def test_compiled_checkpointed_layouts_equal_one_eager_rank(on_ranks, name, sizes, ways):
     for results in on_ranks(sizes, stepped_in_ways, name, ways):
         for how, found in zip(ways, results, strict=True):
             assert_as_expected(found, name, how)
@@ -141,17 +139,17 @@ def test_compiled_checkpointed_layouts_equal_one_eager_rank(
             assert graphs[0] >= KINDS[name], how
 
 
-def compiled_with_tensor_parallel(layout: Layout, found: list[Found]) -> None:
+def compiled_with_tensor_parallel(layout: Layout, found: list[Found]):
     with one_graph:
         found.append(stepped(layout, "qwen3", compile="aot_eager"))
 
 
 def message_and_result(layout: Layout) -> tuple[str, list[Found]]:
-    found: list[Found] = []
+    found = []
     return message_of(layout, compiled_with_tensor_parallel, found), found
 
 
-def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks) -> None:
+def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks):
     """torch 2.13 fails in its tracing, once the number of tokens is a variable."""
     for message, found in on_ranks({"tensor": 2}, message_and_result):
         if torch.__version__ >= "2.13":
@@ -162,12 +160,12 @@ def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks) -> 
 
 @pytest.mark.parametrize(("version", "backend"), [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
 def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
-    monkeypatch, logged, version: str, backend: str | None
-) -> None:
+    monkeypatch, logged, version, backend
+):
     texts = logged(compile)
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     world = SimpleNamespace(device=torch.device("cuda"))
-    layout: Any = SimpleNamespace(world=world, tensor_mesh="a mesh")
+    layout = SimpleNamespace(world=world, tensor_mesh="a mesh")
     model = build_model(LanguageModel, "qwen3")
     backends = compile.compile_backends(model, "auto", layout, by_default=True)
     assert set(backends.values()) == {backend}
@@ -185,9 +183,7 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
         pytest.param("full", None, marks=CAMPAIGN),
     ],
 )
-def test_compile_with_attention_per_sequence_runs_or_warns_once(
-    logged, mode: str, warning: str | None
-) -> None:
+def test_compile_with_attention_per_sequence_runs_or_warns_once(logged, mode, warning):
     texts = logged(parallelize)
     parallelize._warn_of_attention.cache_clear()
     found = stepped(ALONE, "qwen3", **compiled_with(mode))
@@ -215,14 +211,14 @@ def layer(q: Tensor, k: Tensor, v: Tensor, shard: UlyssesShard | None = None) ->
 
 def on_part(layout: Layout) -> tuple[Any, ...]:
     """What each graph, forward and backward, exchanges; output and gradients; and the output in inference."""
-    sent: list[list[str]] = []
+    sent = []
 
-    def keep(graph: Any, examples: Any) -> Any:
+    def keep(graph, examples):
         targets = [str(node.target) for node in graph.graph.nodes]
         sent.append([target for target in targets if "all_to_all" in target])
         return make_boxed_func(graph)
 
-    shard = UlyssesShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
+    shard = UlyssesShard.of(torch.distributed.group.WORLD, 7)
     own = [shard.cut(x, dim=1).clone().requires_grad_() for x in WHOLE]
     with one_graph:
         out = torch.compile(layer, backend=aot_autograd(fw_compiler=keep))(*own, shard)
@@ -232,7 +228,7 @@ def on_part(layout: Layout) -> tuple[Any, ...]:
     return sent, out.detach(), grads, again
 
 
-def test_ulysses_layer_has_one_functional_all_to_all_each_way(on_ranks) -> None:
+def test_ulysses_layer_has_one_functional_all_to_all_each_way(on_ranks):
     """Two at a time, or operators of our own, came in another order on one rank than on the other. Tokens do not divide
     here, both ranks need the one key/value head, and values have a head size of their own."""
     inputs = [x.clone().requires_grad_() for x in WHOLE]
@@ -247,7 +243,7 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(on_ranks) -> None:
         assert close(torch.cat(parts, dim=1), grad)
 
 
-def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged) -> None:
+def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged):
     texts = logged(compile)
     fresh_graphs()
     torch._dynamo.utils.clear_compilation_metrics()  # other tests reset the numbers of graphs
@@ -264,7 +260,7 @@ def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged) -> 
     assert watch.recompiles == 1
 
 
-def test_graph_breaks_are_a_warning_with_their_reason(logged) -> None:
+def test_graph_breaks_are_a_warning_with_their_reason(logged):
     texts = logged(compile)
     fresh_graphs()
     meant = torch.compiler.disable(lambda x: x.tolist())
@@ -277,9 +273,7 @@ def test_graph_breaks_are_a_warning_with_their_reason(logged) -> None:
     assert "tolist" in texts[-1]
 
 
-def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(
-    monkeypatch, tmp_path
-) -> None:
+def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the environment")
     compile.use_cache(None)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "of the environment"
@@ -307,7 +301,7 @@ def double_views(block: nn.Module, *sizes: int) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_block_that_gets_a_view_has_one_graph() -> None:
+def test_block_that_gets_a_view_has_one_graph():
     graphs = []
     for change in (lambda _: None, compile.copy_views):
         fresh_graphs()
@@ -318,7 +312,7 @@ def test_block_that_gets_a_view_has_one_graph() -> None:
     assert graphs == [2, 1]
 
 
-def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> None:
+def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes():
     fresh_graphs()
     block = Doubled()
     parallelize._compile(block, "eager", Settings(compile_dynamic=True))
@@ -329,7 +323,7 @@ def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> 
 @pytest.mark.parametrize(
     ("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")]
 )
-def test_graphs_of_blocks_are_kept_on_disk(name: str, mode: str) -> None:
+def test_graphs_of_blocks_are_kept_on_disk(name, mode):
     """Those with autograd functions (experts), and those whose checkpointing has a policy."""
     with one_graph:
         stepped(ALONE, name, compile="inductor", activation_checkpointing=mode)

@@ -53,7 +53,7 @@ def expected(name: str) -> Found:
     return stepped(name, ALONE)
 
 
-def assert_outputs_and_gradients(result: Found, name: str) -> None:
+def assert_outputs_and_gradients(result: Found, name: str):
     """Those of one rank. Biases of keys have gradients that are rounding alone."""
     outs, grads = expected(name)
     for found, wanted in zip(result[0], outs, strict=True):
@@ -67,7 +67,7 @@ def assert_outputs_and_gradients(result: Found, name: str) -> None:
 FEW = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_vl"]
 EXPERTS = ["qwen3_moe", "gpt_oss"]
 BOTH = {"context": 2, "ulysses": 2}
-LONG: list[tuple[dict[str, int], list[str]]] = [
+LONG = [
     ({"context": 4}, FEW),
     (BOTH, ["qwen3", "gemma3_text"]),
     ({"context": 2, "shard": 2}, FEW),
@@ -89,9 +89,7 @@ LONG: list[tuple[dict[str, int], list[str]]] = [
     ],
     ids=str,
 )
-def test_context_gives_the_outputs_and_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], names: list[str]
-) -> None:
+def test_context_gives_the_outputs_and_gradients_of_one_rank(on_ranks, sizes, names):
     for results in on_ranks(sizes, stepped_all, names):
         for name, result in results.items():
             assert_outputs_and_gradients(result, name)

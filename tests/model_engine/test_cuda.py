@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import MAGIC, TINY, losses, read_metrics
@@ -23,12 +21,12 @@ def gpu() -> World:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_step_on_gpu_has_no_host_sync(precision: str) -> None:
+def test_step_on_gpu_has_no_host_sync(precision):
     part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
 
-    def step() -> None:
+    def step():
         store.begin_step()
         numbers = part.train_batch(data, forward(part.model))
         store.add("loss", numbers.loss_sum, numbers.weight)
@@ -43,7 +41,7 @@ def test_step_on_gpu_has_no_host_sync(precision: str) -> None:
     assert [o.reason for o in part.step_status() if not o.overflow] == [None] * 4
 
 
-def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule() -> None:
+def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule():
     part = engine(gpu())
     train_step(part, batches(3))
     part.step_status()
@@ -59,7 +57,7 @@ def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule() -> None:
     assert part.scheduler.last_epoch == 2
 
 
-def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
+def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path):
     words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]"]
     words += ["data.micro_batch_size=32", "data.global_batch_size=64"]
     words += ["loop.eval_interval=null", "loop.precision=fp32"]
@@ -69,7 +67,7 @@ def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path: Path, precision: str) -> None:
+def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path, precision):
     words = [
         "loop.total_steps=60",
         "log.interval=20",
@@ -81,7 +79,7 @@ def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path: Path, precision:
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
 
 
-def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path: Path) -> None:
+def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path):
     words = ["tiny.dropout=0.3", "tiny.noise=0.1", "log.interval=3", "deterministic=true"]
     try:
         assert train(*words, dir=tmp_path / "straight") == 0
@@ -93,7 +91,7 @@ def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path):
     words = ["log.interval=1", "log.backends=[jsonl]", "loop.precision=fp32"]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     assert ranks2.launch(
@@ -106,7 +104,7 @@ EXACT = ["loop.precision=fp32", "model.compile=null"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path: Path, precision) -> None:
+def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path, precision):
     assert train("device=cpu", config=LM, dir=tmp_path / "cpu") == 0
     assert train("device=cuda", f"loop.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
     tolerance = 1e-3 if precision == "fp32" else 2e-2
@@ -117,8 +115,8 @@ def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path: Path, pre
     ("layout", "micro_batch"), [("shard", 2), ("ulysses", 2), ("pipeline", 2), ("tensor", 8)]
 )
 def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
-    train, ranks2, tmp_path: Path, layout: str, micro_batch: int
-) -> None:
+    train, ranks2, tmp_path, layout, micro_batch
+):
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
     words = [*EXACT, f"parallel.{layout}=2", f"data.micro_batch_size={micro_batch}"]
     assert ranks2.launch(LM, *words, f"project.dir={tmp_path / 'two'}") == [0, 0]

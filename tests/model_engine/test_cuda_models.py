@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -42,11 +41,11 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
 
 
-def language_model(shape: Any, **how: Any) -> Any:
+def language_model(shape, **how):
     return engine_of(shape, gpu(), fused_adamw, **how)
 
 
-def loss_of(engine: Any) -> Any:
+def loss_of(engine):
     return scores_of(engine, entropy=0.0)
 
 
@@ -69,7 +68,7 @@ def packs_with_media(model: LanguageModel, forms: list[str]) -> list[PackedBatch
     return [PackedBatch.concat(rows).pin_memory() for rows in members]
 
 
-def gradients(part: Any, micro_batches: list[PackedBatch]) -> Tensors:
+def gradients(part, micro_batches: list[PackedBatch]) -> Tensors:
     part.optimizer_zero_grad()
     part.forward_backward_batch(micro_batches, loss_of(part))
     return gradients_of(part.model)
@@ -83,9 +82,7 @@ def lowest_cosine(a: Tensors, b: Tensors) -> float:
 @pytest.mark.parametrize("compile", [None, "inductor"])
 @pytest.mark.parametrize("balance", ["none", "loss"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_step_of_experts_on_one_rank_has_no_host_sync(
-    name: str, balance: Any, compile: str | None
-) -> None:
+def test_step_of_experts_on_one_rank_has_no_host_sync(name, balance, compile):
     """Grouped GEMMs on offsets that stay on the device; counts for the balance of experts stay there, too."""
     shape = {**overrides_of(name), "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     if name == "qwen3_moe":
@@ -101,7 +98,7 @@ def test_step_of_experts_on_one_rank_has_no_host_sync(
         part.train_batch(batches, loss_of(part))
 
 
-def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32() -> None:
+def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32():
     """Stated for bf16: packed is no further from fp32 than transformers' own forward on each sequence alone (within a
     fifth), log-probs of about -10 are within 0.04 on average and 0.2 at worst, and no gradient's direction is off."""
     shape = {
@@ -118,8 +115,8 @@ def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32() -> None:
     exact, low = language_model(shape), language_model(shape, precision="bf16")
     assert sum(param.numel() for param in exact.model.parameters()) > 1e9
     alone = [batch.select([i]) for i in range(batch.num_sequences)]
-    outputs: Tensors = {}
-    grads: dict[str, Tensors] = {}
+    outputs = {}
+    grads = {}
     parts = [("fp32", exact, [batch]), ("packed", low, [batch]), ("alone", low, alone)]
     for name, part, rows in parts:
         log_probs = [part.infer_batch(row, ["log_probs"])["log_probs"] for row in rows]
@@ -137,7 +134,7 @@ def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32() -> None:
     assert lowest_cosine(grads["packed"], grads["alone"]) > 0.99
 
 
-def norms_of(part: Any, batch: PackedBatch) -> list[float]:
+def norms_of(part, batch: PackedBatch) -> list[float]:
     """Gradient norms of three steps."""
     norms = []
     for _ in range(3):
@@ -148,7 +145,7 @@ def norms_of(part: Any, batch: PackedBatch) -> list[float]:
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_offload_frees_gpu_memory_and_keeps_the_state(offload: str) -> None:
+def test_offload_frees_gpu_memory_and_keeps_the_state(offload):
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8000}
     shape = {**overrides_of("qwen3"), **sizes}
     batch = mix(8000, [100, 50, 7])
@@ -173,7 +170,7 @@ def test_offload_frees_gpu_memory_and_keeps_the_state(offload: str) -> None:
     assert seen[offload][2] < (0.5 if offload == "optimizer" else 0.1) * seen["none"][2]
 
 
-def test_offload_on_sharded_ranks_keeps_the_state(ranks2) -> None:
+def test_offload_on_sharded_ranks_keeps_the_state(ranks2):
     for kept, offloaded in ranks2.run(sharded_and_offloaded):
         assert kept == pytest.approx(offloaded, rel=1e-6)
 
@@ -188,7 +185,7 @@ def sharded_and_offloaded() -> list[list[float]]:
     return seen
 
 
-def test_compiled_blocks_are_close_to_eager_ones() -> None:
+def test_compiled_blocks_are_close_to_eager_ones():
     shape = {**overrides_of("qwen3"), "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
     batch = mix(99, [100, 50, 7, 200])
     eager = gradients(language_model(shape, seed=4, precision="bf16"), [batch])
@@ -202,7 +199,7 @@ def test_compiled_blocks_are_close_to_eager_ones() -> None:
         assert lowest_cosine(eager, found) > 0.995, how
 
 
-def test_compiled_ranks_are_close_to_one_eager_rank(ranks2) -> None:
+def test_compiled_ranks_are_close_to_one_eager_rank(ranks2):
     """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step. On a CPU
     they are held to 1e-5 (test_compiled.py); this is for the kernels of bf16."""
     alone = steps(gpu(), seed=4, precision="bf16")
@@ -222,7 +219,7 @@ def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[fl
     return seen
 
 
-def steps(layout: Layout, **how: Any) -> tuple[list[float], list[float]]:
+def steps(layout: Layout, **how) -> tuple[list[float], list[float]]:
     """Losses and norms of gradients; two micro-batches in each step, of which data ranks have their share."""
     shape = {**overrides_of("qwen3"), "head_dim": 32, "hidden_size": 128, "vocab_size": 512}
     part = engine_of(shape, layout, lambda model: sgd(model, 0.1), **how)
@@ -236,7 +233,7 @@ def steps(layout: Layout, **how: Any) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def compiles_few_times_and_never_waits(part: Any, batches: list[PackedBatch], graphs: int) -> None:
+def compiles_few_times_and_never_waits(part, batches: list[PackedBatch], graphs: int):
     torch._dynamo.utils.counters.clear()
     for batch in batches * 2:
         train_step(part, batch)
@@ -249,14 +246,14 @@ def compiles_few_times_and_never_waits(part: Any, batches: list[PackedBatch], gr
 LOW = {"precision": "bf16", "clip_grad_norm": 1.0}
 
 
-def test_packs_of_all_sizes_compile_few_graphs_without_host_sync() -> None:
+def test_packs_of_all_sizes_compile_few_graphs_without_host_sync():
     shape = {**overrides_of("qwen3"), "head_dim": 32, "vocab_size": 512}
     part = language_model(shape, compile="inductor", **LOW)
     compiles_few_times_and_never_waits(part, packs(), graphs=3)
 
 
 @pytest.mark.parametrize("other", ["patches", "frame"])
-def test_packs_with_images_compile_few_graphs_without_host_sync(other: str) -> None:
+def test_packs_with_images_compile_few_graphs_without_host_sync(other):
     """Encoder and text layers, images of two sizes, or images and videos in one pack."""
     model = build_model(LanguageModel, "qwen3_vl")
     batches = packs_with_media(model, ["patches", other])
@@ -268,8 +265,8 @@ def test_packs_with_images_compile_few_graphs_without_host_sync(other: str) -> N
     ("name", "compile", "graphs"), [("gemma2", "inductor", 24), ("gpt_oss", None, 2)]
 )
 def test_soft_caps_and_sinks_compile_few_graphs_without_host_sync(
-    monkeypatch, name: str, compile: str | None, graphs: int
-) -> None:
+    monkeypatch, name, compile, graphs
+):
     """FlexAttention in both kinds of layers, with and without a window."""
     sizes = {"head_dim": 32, "vocab_size": 512, "sliding_window": 64, "num_hidden_layers": 2}
     part = language_model({**overrides_of(name), **sizes}, compile=compile, **LOW)
@@ -278,7 +275,7 @@ def test_soft_caps_and_sinks_compile_few_graphs_without_host_sync(
     compiles_few_times_and_never_waits(part, packs(), graphs)
 
 
-def test_bidirectional_image_attention_has_no_host_sync(monkeypatch) -> None:
+def test_bidirectional_image_attention_has_no_host_sync(monkeypatch):
     monkeypatch.setitem(VISION["gemma3"][1]["text_config"], "head_dim", 32)
     model = build_model(LanguageModel, "gemma3")
     batches = packs_with_media(model, ["tiles", "tiles"])
@@ -295,7 +292,7 @@ def test_bidirectional_image_attention_has_no_host_sync(monkeypatch) -> None:
         ("gpt_oss", ["none", "full"], {"num_local_experts": 2, "num_experts_per_tok": 2}),
     ],
 )
-def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name: str, modes: list[str], more) -> None:
+def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name, modes, more):
     sizes = {"head_dim": 32, "hidden_size": 256, "vocab_size": 512, "sliding_window": 64}
     shape = {**overrides_of(name), **sizes, **more, "num_hidden_layers": 2}
     batch = mix(512, [100, 50, 7, 200])
@@ -307,7 +304,7 @@ def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name: str, modes: list[st
         assert lowest_cosine(exact, found) > 0.98, mode
 
 
-def test_lockstep_batch_changed_on_the_gpu_is_joined_there() -> None:
+def test_lockstep_batch_changed_on_the_gpu_is_joined_there():
     moved = append_dummies(counting(6, 4), [counting(5)]).to("cuda")
     chosen = moved.select([1])
     assert chosen.join().num_tokens == 9

@@ -36,19 +36,17 @@ def language_model(seed: int, layout: Layout = ALONE, train: bool = True) -> Lan
     return engine_of(model, layout, adam if train else None, seed=seed)
 
 
-def step(engine: ModelEngine) -> None:
+def step(engine: ModelEngine):
     engine.train_batch([BATCH], scores_of(engine, entropy=0.0))
 
 
-def assert_loads(path: Path, state: dict[str, Any]) -> None:
+def assert_loads(path: Path, state: dict[str, Any]):
     engine = language_model(2, train=False)
     engine.load_checkpoint(path)
     assert same(engine.model.state_dict(), state)
 
 
-def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path, monkeypatch):
     engine = language_model(1)
     monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
@@ -67,7 +65,7 @@ def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
 
 
-def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -79,16 +77,14 @@ def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("then", ["load", "save", "merge"])
-def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(
-    tmp_path: Path, monkeypatch, then: str
-) -> None:
+def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path, monkeypatch, then):
     """Whatever the last thing was that happened, there is a whole one under its name for the next who looks."""
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     step(engine)
-    real: Any = os.replace
+    real = os.replace
 
-    def killed(source: Path, target: Path) -> None:
+    def killed(source, target):
         if Path(target) == tmp_path / "saved":
             raise KeyboardInterrupt
         real(source, target)
@@ -107,12 +103,12 @@ def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(
     assert_loads(tmp_path / "saved", engine.model.state_dict())
 
 
-def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path, monkeypatch):
     engine, real = language_model(1, train=False), shutil.rmtree
     engine.save_checkpoint(tmp_path / "saved")
-    seen: list[bool] = []
+    seen = []
 
-    def rmtree(path: Path, **options: Any) -> None:
+    def rmtree(path, **options):
         if Path(path).exists():
             seen.append((tmp_path / "saved" / "meta.json").is_file())
         real(path, **options)
@@ -122,16 +118,14 @@ def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, mo
     assert seen == [True]
 
 
-def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path: Path) -> None:
+def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     message = r"checkpoint .*file/saved cannot be written: .*Not a directory"
     with pytest.raises(UserError, match=message):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
-def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(
-    train, tmp_path: Path, capsys
-) -> None:
+def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path, capsys):
     engine = language_model(1)
     saved, out = tmp_path / "saved", tmp_path / "out"
     engine.save_checkpoint(saved)
@@ -150,7 +144,7 @@ def log_probs(engine: ModelEngine) -> torch.Tensor:
     return engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
 
 
-def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path: Path) -> None:
+def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path):
     engine = language_model(1, train=False)
     engine.save_checkpoint(tmp_path / "weights")
     for found in on_ranks({"shard": 2}, reshard, tmp_path / "weights", tmp_path / "two"):
@@ -170,8 +164,8 @@ def reshard(layout: Layout, path: Path, out: Path) -> torch.Tensor:
 
 
 def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     engine = language_model(1)
     scheduled = LanguageModelEngine(language_model(1, train=False).model, ALONE)
     scheduled.initialize(adam, constant)
@@ -186,12 +180,12 @@ def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_emp
         LanguageModelEngine(model, ALONE).initialize(scheduler=constant)
 
 
-def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, capsys) -> None:
+def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
     saved, out = tmp_path / "saved", tmp_path / "out"
     language_model(1).save_checkpoint(saved)
     without_checksums(saved)
 
-    def refused(*words: str) -> str:
+    def refused(*words):
         assert main(["merge", str(saved), str(out), *words]) == EXIT_USER_ERROR
         assert not out.exists()
         return capsys.readouterr().err
@@ -220,8 +214,8 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, ca
 
 @pytest.mark.slow
 def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
-    train, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    train, tmp_path, monkeypatch, capsys
+):
     """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
     registry = {
         key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")
@@ -266,13 +260,13 @@ class Tagger(Engine):
 """
 
 
-def test_register_of_an_incomplete_model_engine_is_refused() -> None:
+def test_register_of_an_incomplete_model_engine_is_refused():
     class Half(ModelEngine):
-        def settle(self) -> None:
+        def settle(self):
             pass
 
     with pytest.raises(TypeError, match=r"\(mine, fsdp\): .*Half lacks collect, describe"):
         register("mine", "fsdp")(Half)
     for thing in (torch.nn.Linear, FSDPEngine(torch.nn.Linear(2, 2), ALONE), print):
         with pytest.raises(TypeError, match="is no class that derives from ModelEngine"):
-            register("mine", "fsdp")(thing)  # type: ignore[arg-type]
+            register("mine", "fsdp")(thing)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +26,17 @@ from mvp_engine.model_engine import (
 BATCH = counting(6, start=3)
 
 
-def language_model(**config: Any) -> nn.Module:
+def language_model(**config) -> nn.Module:
     return LanguageModelEngine.build_model(ModelSource(None, {**overrides_of("qwen3"), **config}))
 
 
-def test_settings_unknown_compile_backend_is_rejected() -> None:
+def test_settings_unknown_compile_backend_is_rejected():
     message = r"model\.compile=inducto is no backend .* Did you mean inductor"
     with pytest.raises(UserError, match=message):
         engine_of("qwen3", optimizer=None, compile="inducto")
 
 
-def test_forward_outputs_on_shards_are_not_views(on_ranks) -> None:
+def test_forward_outputs_on_shards_are_not_views(on_ranks):
     """FSDP2 warns about views: an in-place change of one would lose the hooks that gather the weights."""
     assert on_ranks({"shard": 2}, view_warnings) == [[], []]
 
@@ -54,15 +52,15 @@ def view_warnings(layout: Layout) -> list[str]:
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
 def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
-    offload: str, train, monkeypatch
-) -> None:
+    offload, train, monkeypatch
+):
     """On a CPU nothing moves: this checks the requests. test_cuda_models checks the memory."""
-    seen: dict[str, list[set[str]]] = {}
+    seen = {}
 
-    def watched(name: str) -> Any:
+    def watched(name):
         real = getattr(FSDPEngine, name)
 
-        def call(self: FSDPEngine, *args: Any) -> Any:
+        def call(self, *args):
             seen.setdefault(name, []).append(set(self._offloader.on_host))
             return real(self, *args)
 
@@ -87,20 +85,20 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
     ],
     ids=str,
 )
-def test_settings_unknown_value_is_rejected(wrong: dict[str, Any]) -> None:
+def test_settings_unknown_value_is_rejected(wrong):
     value = next(iter(wrong.values()))
     with pytest.raises(UserError, match=rf"Settings: \w+='{value}' is none of"):
         Settings(**wrong)
 
 
-def test_settings_unknown_activation_checkpointing_lists_the_known_ones() -> None:
+def test_settings_unknown_activation_checkpointing_lists_the_known_ones():
     for wrong in ("offloaded", {"llm": "offloaded"}):
         message = "'offloaded' is none of none, selective, attention, full, offload"
         with pytest.raises(UserError, match=message):
             Settings(activation_checkpointing=wrong)
 
 
-def test_engine_calls_out_of_order_or_with_bad_arguments_raise() -> None:
+def test_engine_calls_out_of_order_or_with_bad_arguments_raise():
     engine = LanguageModelEngine(language_model(), ALONE)
     with pytest.raises(UserError, match=r"infer_batch\(\) needs initialize\(\)"):
         engine.infer_batch(BATCH, ["log_probs"])
@@ -117,23 +115,23 @@ def test_engine_calls_out_of_order_or_with_bad_arguments_raise() -> None:
         engine.infer_batch(BATCH, ["log_probs"], budget=0)
 
 
-def test_infer_batch_too_long_sequence_on_one_rank_raises_on_all(on_ranks) -> None:
+def test_infer_batch_too_long_sequence_on_one_rank_raises_on_all(on_ranks):
     for message in on_ranks({"shard": 2}, message_of, infer_too_long):
         assert message.startswith("sequence 0 costs 17 tokens, more than the budget of 10:")
 
 
-def infer_too_long(layout: Layout) -> None:
+def infer_too_long(layout: Layout):
     batch = counting(17 if layout.world.rank else 6)
     engine_of("qwen3", layout, optimizer=None).infer_batch(batch, ["log_probs"], budget=10)
 
 
-def test_layout_with_fewer_ranks_than_processes_is_rejected() -> None:
+def test_layout_with_fewer_ranks_than_processes_is_rejected():
     """A layout of one rank, on each of two, would give both the same data and reduce over both."""
     with pytest.raises(UserError, match=r"a layout of 1 rank for 2 processes: use Layout\.of"):
         Layout(World(0, 2, 0, 2, torch.device("cpu")))
 
 
-def test_engine_start_router_logits_config_is_warned_about(logged) -> None:
+def test_engine_start_router_logits_config_is_warned_about(logged):
     texts = logged(adapter)
     for wanted in (False, True):
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
@@ -141,17 +139,17 @@ def test_engine_start_router_logits_config_is_warned_about(logged) -> None:
         assert [text.split()[0] for text in texts] == ["output_router_logits"] * wanted
 
 
-def test_selective_activation_checkpointing_with_in_place_change_raises() -> None:
+def test_selective_activation_checkpointing_with_in_place_change_raises():
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)]
             self.layers = nn.ModuleList(blocks)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layers[1](self.layers[0](x))
 
-    def step(mode: str) -> None:
+    def step(mode):
         engine = engine_of(Net(), kind=FSDPEngine, activation_checkpointing=mode)
         engine.train_batch([torch.ones(3, 4)], lambda x: (engine.model(x).sum(), 1))
 
@@ -162,7 +160,7 @@ def test_selective_activation_checkpointing_with_in_place_change_raises() -> Non
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])
-def test_merge_non_positive_file_size_is_rejected(size: str, tmp_path: Path, capsys) -> None:
+def test_merge_non_positive_file_size_is_rejected(size, tmp_path, capsys):
     (tmp_path / "meta.json").write_text("{}")
     words = ["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]
     assert main(words) == EXIT_USER_ERROR

@@ -29,7 +29,7 @@ def log_probs(layout: Layout) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_infer_batch_fewer_tokens_than_sequence_ranks_equals_one_rank(on_ranks, sizes) -> None:
+def test_infer_batch_fewer_tokens_than_sequence_ranks_equals_one_rank(on_ranks, sizes):
     expected = log_probs(ALONE)
     for of_rank in on_ranks(sizes, log_probs):
         for found, wanted in zip(of_rank, expected, strict=True):
@@ -46,7 +46,7 @@ def infer_load_infer(layout: Layout, folder: Path) -> list[Tensor]:
     return [output["log_probs"] for output in outputs]
 
 
-def test_load_checkpoint_after_inference_on_shards_changes_outputs(on_ranks, tmp_path) -> None:
+def test_load_checkpoint_after_inference_on_shards_changes_outputs(on_ranks, tmp_path):
     for before, after, fresh in on_ranks({"shard": 2}, infer_load_infer, tmp_path):
         assert not torch.allclose(before, after)
         assert torch.equal(after, fresh)

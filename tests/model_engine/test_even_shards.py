@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from mvp_engine.distributed.fsdp import apply_fsdp, even_placement
 from mvp_engine.hf import LanguageModel
 
 # The sizes of the published models.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mixtral": {"model_type": "mixtral"},
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -73,7 +72,7 @@ def fake_world(size: int) -> Iterator[World]:
 def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
     """Parameters that each rank of a mesh of one dimension holds."""
     totals = [0] * ranks
-    known: dict[Any, list[int]] = {}
+    known = {}
     for param in model.parameters():
         assert isinstance(param, DTensor)
         key = (param.shape, param.placements)
@@ -100,7 +99,7 @@ def held(param: DTensor, rank: int, ranks: int) -> int:
         pytest.param("qwen3_235b", 1024, marks=CAMPAIGN),
     ],
 )
-def test_fsdp_shards_of_published_moe_models_are_even(name: str, ranks: int) -> None:
+def test_fsdp_shards_of_published_moe_models_are_even(name, ranks):
     with fake_world(ranks) as world:
         model = LanguageModel.on_meta(None, MODELS[name])
         layout = Layout.of(world, parallel(shard=ranks))
@@ -122,14 +121,14 @@ def test_fsdp_shards_of_published_moe_models_are_even(name: str, ranks: int) -> 
         ((8, 16), 16, 0),  # a matrix
     ],
 )
-def test_even_placement_of_shape_is_dimension(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+def test_even_placement_of_shape_is_dimension(shape, ranks, dim):
     assert even_placement(nn.Parameter(torch.empty(shape, device="meta")), ranks).dim == dim
 
 
 FEW = {"num_experts": 2, "num_local_experts": 2}  # fewer than ranks
 
 
-def stepped(layout: Layout, family: str) -> Any:
+def stepped(layout: Layout, family: str):
     engine = engine_of({**overrides_of(family), **FEW}, layout, adamw, seed=5)
     train(engine, packed(7, 3))
     return engine
@@ -146,9 +145,7 @@ def saved_on_ranks(layout: Layout, family: str, folder: Path) -> list[str]:
 
 @CAMPAIGN
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(
-    on_ranks, family: str, tmp_path: Path
-) -> None:
+def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(on_ranks, family, tmp_path):
     inner = on_ranks({"shard": 4}, saved_on_ranks, family, tmp_path / "saved")[0]
     assert sum(name.endswith("gate_up_proj") for name in inner) == 2
     alone = stepped(ALONE, family)

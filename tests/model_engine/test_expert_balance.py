@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import read_metrics
-from ranks import RankPool
 from test_expert_parallel import all_batches, media_rows, micro_batches, shape_of
 from tiny_engines import (
     ALONE,
@@ -27,7 +25,6 @@ from tiny_engines import (
 from tiny_engines import gradients as gradients_of
 from tiny_engines import train as train_step
 from tiny_models import build_model
-from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mvp_engine.config.schema import Experts
@@ -45,14 +42,14 @@ BALANCES = {
 
 
 def balanced(
-    family: str, layout: Layout = ALONE, lr: float = 1e-2, shape: Any = None, **how: Any
+    family: str, layout: Layout = ALONE, lr: float = 1e-2, shape=None, **how
 ) -> LanguageModelEngine:
     config = {**shape_of(family), **(shape or {})}
     settings = {"seed": 5, "experts": BALANCES.get(family), **how}
     return engine_of(config, layout, lambda model: sgd(model, lr), **settings)
 
 
-def balance_of(engine: LanguageModelEngine) -> Any:
+def balance_of(engine: LanguageModelEngine):
     return engine.adapter.expert_balance
 
 
@@ -95,7 +92,7 @@ def trained_families(layout: Layout, how: dict[str, Any]) -> dict[str, Any]:
 
 
 EXPERT = {"shard": 2, "expert": 2}
-LONG: list[tuple[dict[str, int], dict[str, Any]]] = [
+LONG = [
     ({"shard": 2}, {}),
     ({"replicate": 2}, {}),
     ({"ulysses": 2}, {"activation_checkpointing": "selective"}),
@@ -117,9 +114,7 @@ LONG: list[tuple[dict[str, int], dict[str, Any]]] = [
     ],
     ids=str,
 )
-def test_balanced_steps_on_layout_equal_those_of_one_rank(
-    on_ranks, sizes: dict[str, int], how: dict[str, Any]
-) -> None:
+def test_balanced_steps_on_layout_equal_those_of_one_rank(on_ranks, sizes, how):
     data_size = sizes.get("replicate", 1) * sizes.get("shard", 1)
     most = 2e-6 if "tensor" in sizes else 1e-6  # norms of heads, under tensor parallel
     results = on_ranks(sizes, trained_families, how)
@@ -135,7 +130,7 @@ def test_balanced_steps_on_layout_equal_those_of_one_rank(
 
 
 @pytest.mark.parametrize("how", [{}, {"activation_checkpointing": "full"}], ids=str)
-def test_router_losses_alone_do_not_depend_on_the_split(how: dict[str, Any]) -> None:
+def test_router_losses_alone_do_not_depend_on_the_split(how):
     whole = packed(7, 3, 11, 2, 9)
     results = []
     for rows in ([whole], whole.split(11).parts, whole.split(20).parts[::-1]):
@@ -147,7 +142,7 @@ def test_router_losses_alone_do_not_depend_on_the_split(how: dict[str, Any]) -> 
         assert_close(other, results[0], 1e-6, floor=1e-3)
 
 
-def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers() -> None:
+def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers():
     """transformers' loss sums its shares to K, and has one loss for all layers: one layer here."""
     experts = Experts(balance="loss", weight=0.5)
     engine = balanced("mixtral", lr=0.0, shape={"num_hidden_layers": 1}, experts=experts)
@@ -155,17 +150,17 @@ def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers()
     step(engine, [row])
     grads = router_gradients(engine, [row])
     found = grads["hf.model.layers.0.mlp.gate.weight"] / row.num_loss_tokens
-    logits: list[Tensor] = []
+    logits = []
     router = engine.model.get_submodule("hf.model.layers.0.mlp.gate")
     handle = router.register_forward_hook(lambda _, args, out: logits.append(out[0]))
     engine.model(row, ["loss"])
     handle.remove()
-    loss: Any = load_balancing_loss_func((logits[0],), num_experts=4, top_k=2)
-    (expected,) = torch.autograd.grad(0.5 * loss / 2, [router.weight])  # type: ignore[list-item]
+    loss = load_balancing_loss_func((logits[0],), num_experts=4, top_k=2)
+    (expected,) = torch.autograd.grad(0.5 * loss / 2, [router.weight])
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8)
 
 
-def test_router_loss_gradient_is_that_of_autograd() -> None:
+def test_router_loss_gradient_is_that_of_autograd():
     logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     coefficients, z = torch.rand(4, dtype=torch.float64), torch.tensor(0.3)
     is_real = torch.tensor([True, True, False, True, True, False])
@@ -180,7 +175,7 @@ def test_router_loss_gradient_is_that_of_autograd() -> None:
 
 
 @pytest.mark.parametrize("family", BALANCES)
-def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family, tmp_path):
     engine = balanced(family)
     rows = micro_batches(2)
     step(engine, rows)
@@ -209,8 +204,8 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family: str, tmp_path
 )
 @pytest.mark.campaign
 def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
-    campaign_size, family: str, experts: Experts, lr: float, start: float
-) -> None:
+    campaign_size, family, experts, lr, start
+):
     """With random tokens, 1,024 a step: chance alone gives the busiest of 8 experts 1.15 times the mean."""
     steps = campaign_size(20, 200)
     number = {"gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}[family]
@@ -252,7 +247,7 @@ def counts_and_weights(layout: Layout) -> tuple[Any, Tensors]:
     ],
     ids=str,
 )
-def test_dummy_sequences_are_not_counted(on_ranks, sizes: dict[str, int]) -> None:
+def test_dummy_sequences_are_not_counted(on_ranks, sizes):
     counts, expected = counts_and_weights(ALONE)
     for its_counts, found in on_ranks(sizes, counts_and_weights):
         assert its_counts == counts
@@ -266,15 +261,15 @@ def test_dummy_sequences_are_not_counted(on_ranks, sizes: dict[str, int]) -> Non
         ("qwen3", "loss", "experts: qwen3 has no experts to balance"),
     ],
 )
-def test_balance_that_a_model_cannot_have_is_refused(family: str, balance: Any, message) -> None:
+def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
     with pytest.raises(UserError, match=message):
         balanced(family, experts=Experts(balance=balance))
 
 
 @pytest.mark.slow
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
-    train, ranks2: RankPool, tmp_path: Path
-) -> None:
+    train, ranks2, tmp_path
+):
     words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.weight=1.0"]
     words += ["optim.schedule=constant", "data.micro_batch_size=2"]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "one") == 0

@@ -35,7 +35,7 @@ def stepped(layout: Layout, name: str, kind: str) -> Tensors | str:
         model = LanguageModel.from_config(tiny_config(name))
         for param in model.parameters():
             param.data += 0.05 * torch.randn_like(param)
-        experts = Experts(balance=kind, weight=1.0)  # type: ignore[arg-type]
+        experts = Experts(balance=kind, weight=1.0)
         engine = engine_of(model, layout, experts=experts)
         engine.model.eval()  # routers may add noise
         balance = engine.adapter.expert_balance
@@ -50,7 +50,7 @@ def stepped(layout: Layout, name: str, kind: str) -> Tensors | str:
 
 
 @CAMPAIGN
-def test_expert_parallel_of_every_family_gives_the_gradients_of_one_rank(on_ranks) -> None:
+def test_expert_parallel_of_every_family_gives_the_gradients_of_one_rank(on_ranks):
     wrong = {}
     names = families()
     assert len(names) > 40

@@ -50,7 +50,7 @@ LATENT = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
-MORE: dict[str, dict[str, Any]] = {
+MORE = {
     "glm4_moe": SMALL,
     "deepseek_v3": {**SMALL, **LATENT, "n_group": 2},
 }
@@ -70,7 +70,7 @@ def shape_of(family: str) -> dict[str, Any]:
     return {**overrides_of(family), **MORE.get(family, {})}
 
 
-def expert_engine(family: str, layout: Layout, **how: Any) -> LanguageModelEngine:
+def expert_engine(family: str, layout: Layout, **how) -> LanguageModelEngine:
     settings = {"seed": 5, "clip_grad_norm": 0.1, **how}
     return engine_of(shape_of(family), layout, adamw, **settings)
 
@@ -106,9 +106,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("sizes", "families"), LAYOUTS, ids=str)
-def test_expert_parallel_layout_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], families: list[str]
-) -> None:
+def test_expert_parallel_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     data_size = sizes.get("replicate", 1) * sizes.get("shard", 1)
     for found in on_ranks(sizes, of_families, families, {}):
         for family in families:
@@ -131,9 +129,7 @@ COMPILED = [
     ],
     ids=str,
 )
-def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_rank(
-    on_ranks, how: dict[str, Any]
-) -> None:
+def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_rank(on_ranks, how):
     """Also with shared experts (glm4_moe), whose block saves tensors after its experts."""
     families = ["qwen3_moe", "gpt_oss", "glm4_moe"]
     for found in on_ranks({"shard": 2, "expert": 2}, of_families, families, how):
@@ -144,7 +140,7 @@ def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_ra
 @pytest.mark.slow
 def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_forward(
     on_ranks,
-) -> None:
+):
     """Of linear layers and of experts, with gathered weights."""
     low = {"precision": "bf16", "fp8": True}
     hows = [{"precision": "bf16"}, low, {**low, "activation_checkpointing": "full"}]
@@ -160,9 +156,7 @@ def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_for
 
 @CAMPAIGN
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(
-    on_ranks, checkpointing: str
-) -> None:
+def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(on_ranks, checkpointing):
     """Both quantize bf16 weights; without biases, routing weights scale rows after FP8, not before.
 
     Scales are powers of two, so a row that is scaled before is rounded differently.
@@ -207,8 +201,8 @@ def skewed(
     ids=str,
 )
 def test_expert_parallel_rank_without_tokens_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], family: str, chosen: list[int]
-) -> None:
+    on_ranks, sizes, family, chosen
+):
     results = on_ranks(sizes, skewed, family, chosen)
     assert any(held[0] not in chosen for _, held in results)  # a rank whose experts get no token
     expected, _ = skewed(ALONE, family, chosen, all_batches(sizes["shard"]))
@@ -243,9 +237,7 @@ def media_gradients(layout: Layout) -> Tensors:
     ],
     ids=str,
 )
-def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int]
-) -> None:
+def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank(on_ranks, sizes):
     expected = media_gradients(ALONE)
     for found in on_ranks(sizes, media_gradients):
         assert_close(found, expected, floor=1e-3)
@@ -273,7 +265,7 @@ def saved_run(layout: Layout, family: str, folder: Path) -> tuple[list[float], T
     return norms, whole_state(engine), whole_state(again)
 
 
-def assert_near(found: Tensors, expected: Tensors) -> None:
+def assert_near(found: Tensors, expected: Tensors):
     for name, value in found.items():
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5), name
 
@@ -289,8 +281,8 @@ def assert_near(found: Tensors, expected: Tensors) -> None:
     ids=str,
 )
 def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
-    on_ranks, tmp_path: Path, sizes: dict[str, int], family: str
-) -> None:
+    on_ranks, tmp_path, sizes, family
+):
     norms, state, resumed = on_ranks(sizes, saved_run, family, tmp_path)[0]
     assert_equal(resumed, state)
     alone = expert_engine(family, ALONE)
@@ -315,9 +307,7 @@ def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
         ({"shard": 2, "expert": 2}, "qwen3_moe", {"num_experts": 3}, "does not divide the 3 exp"),
     ],
 )
-def test_expert_parallel_that_cannot_be_is_refused(
-    ranks2, sizes: dict[str, int], family: str, more: dict[str, Any], message: str
-) -> None:
+def test_expert_parallel_that_cannot_be_is_refused(ranks2, sizes, family, more, message):
     for answer in ranks2.run(refused, sizes, {**overrides_of(family), **more}):
         assert message in answer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ IN = 64
 
 
 class Block(nn.Module):
-    def __init__(self, wide: int) -> None:
+    def __init__(self, wide: int):
         super().__init__()
         self.up = nn.Linear(IN, wide)
         self.down = nn.Linear(wide, IN, bias=False)
@@ -50,7 +49,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Residual blocks of linear layers alone, so that one rank and shards compute in the same dtypes."""
 
-    def __init__(self, wide: int = 96, weight_gradients: bool = False) -> None:
+    def __init__(self, wide: int = 96, weight_gradients: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block(wide) for _ in range(2))
@@ -107,8 +106,8 @@ def second_step(
     ],
 )
 def test_fp8_losses_and_gradients_of_two_shards_are_those_of_one_rank(
-    on_ranks, weight_gradients: bool, backend: str | None, reshard: bool
-) -> None:
+    on_ranks, weight_gradients, backend, reshard
+):
     """To the bit: a rank quantizes its rows from float32, as one rank does, and a sum of two has one order."""
     found = on_ranks({"shard": 2}, second_step, weight_gradients, backend, reshard)
     losses, expected = alone(2, Blocks(weight_gradients=weight_gradients))
@@ -116,7 +115,7 @@ def test_fp8_losses_and_gradients_of_two_shards_are_those_of_one_rank(
     assert_equal(found[0][1], expected)
 
 
-def test_fp8_losses_and_gradients_of_hsdp_are_those_of_one_rank(on_ranks) -> None:
+def test_fp8_losses_and_gradients_of_hsdp_are_those_of_one_rank(on_ranks):
     found = on_ranks({"shard": 2, "replicate": 2}, second_step, False, None, True)
     losses, expected = alone(4, Blocks())
     assert [loss for loss, _ in found] == losses
@@ -134,7 +133,7 @@ def facts_of_shards(layout: Layout, wide: int) -> tuple[list[int], set[type]]:
     losses, expected = alone(2, model)
     model.zero_grad()
     sharded(model, layout)
-    kinds: set[type] = set()
+    kinds = set()
     model.layers[0].up.register_forward_pre_hook(lambda layer, _: kinds.add(type(layer.weight)))
     with CollectiveRecorder() as recorder:
         assert step(model, layout.world.rank) == losses[layout.world.rank]
@@ -146,9 +145,7 @@ def facts_of_shards(layout: Layout, wide: int) -> tuple[list[int], set[type]]:
 
 
 @pytest.mark.parametrize(("wide", "kind"), [(96, GatheredWeight), (95, nn.Parameter)])
-def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(
-    on_ranks, wide: int, kind: type
-) -> None:
+def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(on_ranks, wide, kind):
     up = 48 * (IN + 4)  # of 96 rows, each with a scale of 4 bytes
     if wide == 95:
         up = 48 * IN * 2  # bf16, padded to 96 rows
@@ -176,7 +173,7 @@ def losses_after_changes(layout: Layout) -> list[float]:
 
 def test_fp8_all_gather_after_model_was_moved_run_in_bf16_or_updated_uses_its_weights(
     on_ranks,
-) -> None:
+):
     model = Blocks()
     first = alone(2, model)[0]
     with torch.no_grad():
@@ -194,14 +191,14 @@ def kinds_of_shared_weights(layout: Layout) -> list[type]:
     model.layers[0].down.weight = model.layers[0].up.weight  # both in FP8
     model.layers[1].down.weight = model.layers[1].up.weight
     model.layers[1].down.__class__ = nn.Linear
-    kinds: list[type] = []
+    kinds = []
     for layer in model.layers:
         layer.up.register_forward_pre_hook(lambda layer, _: kinds.append(type(layer.weight)))
     step(sharded(model, layout), layout.world.rank)
     return kinds
 
 
-def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(on_ranks) -> None:
+def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(on_ranks):
     found = on_ranks({"shard": 2}, kinds_of_shared_weights)
     assert found[0] == [GatheredWeight, nn.Parameter]
 
@@ -209,12 +206,12 @@ def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(on_ranks) -> N
 BATCH = counting(30, 12, 50, modulus=7)
 
 
-def train(engine: Any, steps: int) -> list[float]:
+def train(engine, steps: int) -> list[float]:
     numbers = [train_step(engine, BATCH, BATCH) for _ in range(steps)]
     return [float(one.loss_sum / one.weight) for one in numbers]
 
 
-def fp8_engine(layout: Layout, how: dict[str, Any]) -> Any:
+def fp8_engine(layout: Layout, how: dict[str, Any]):
     settings = {"seed": 5, "precision": "bf16", "fp8": True, **how}
     return engine_of("qwen3", layout, lambda model: adamw(model, 3e-3), **settings)
 
@@ -236,9 +233,7 @@ def trained(layout: Layout, folder: Path, how: dict[str, Any]) -> tuple[list[flo
 @pytest.mark.parametrize(
     "how", [{"activation_checkpointing": "selective"}, {"freeze": ["*.mlp.*"]}], ids=str
 )
-def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(
-    on_ranks, tmp_path: Path, how: dict[str, Any]
-) -> None:
+def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(on_ranks, tmp_path, how):
     expected = train(fp8_engine(ALONE, how), 3)
     for losses, resumed in on_ranks({"shard": 2}, trained, tmp_path, how):
         assert resumed == losses[2:]
@@ -249,9 +244,9 @@ def losses_with_lora(layout: Layout, base: Path) -> tuple[list[float], set[Any]]
     """Losses of two steps, which keep the base as it was, and the kinds of weights that layers in FP8 see."""
     engine = lora_engine(base, Lora(rank=3), layout, precision="bf16", fp8=True)
     before = weights(engine.model)
-    kinds: set[Any] = set()
+    kinds = set()
 
-    def note(layer: nn.Module, _: Any) -> None:
+    def note(layer: nn.Module, _):
         kinds.add((type(layer.weight), layer.weight.requires_grad))
 
     for layer in engine.model.modules():
@@ -263,7 +258,7 @@ def losses_with_lora(layout: Layout, base: Path) -> tuple[list[float], set[Any]]
     return losses, kinds
 
 
-def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(on_ranks, tmp_path: Path) -> None:
+def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(on_ranks, tmp_path):
     base = pretrained(tmp_path / "base")
     expected, _ = losses_with_lora(ALONE, base)
     for losses, kinds in on_ranks({"shard": 2}, losses_with_lora, base):
@@ -281,8 +276,8 @@ def gathered(shape: tuple[int, int] = (32, 48)) -> tuple[nn.Parameter, nn.Parame
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(
-    has_bias: bool,
-) -> None:
+    has_bias,
+):
     results = []
     for weight in gathered():
         x = torch.linspace(-1, 1, 2 * 5 * 48).view(2, 5, 48).requires_grad_()
@@ -304,9 +299,7 @@ def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(
         pytest.param("cuda", "inductor", marks=pytest.mark.gpu),
     ],
 )
-def test_gathered_weight_refilled_for_backward_gives_results_of_float32_weight(
-    device: str, backend: str | None
-) -> None:
+def test_gathered_weight_refilled_for_backward_gives_results_of_float32_weight(device, backend):
     """Its values are freed after forward and filled again for backward, as FSDP2 does."""
     results = []
     for is_gathered in (False, True):
@@ -333,15 +326,15 @@ def test_gathered_weight_refilled_for_backward_gives_results_of_float32_weight(
         assert (found - expected).norm() <= tolerance * expected.norm()
 
 
-def test_gathered_weight_in_compiled_layer_is_not_quantized_again_nor_copied() -> None:
+def test_gathered_weight_in_compiled_layer_is_not_quantized_again_nor_copied():
     """From a weight in bf16, the graph would keep a transposed copy in FP8 for backward, in every layer."""
     layer = nn.Linear(48, 32, bias=False)
     fp8.use([layer])
     layer.weight = gathered()[0]
     assert fp8.quantize(layer.weight.detach())[0] is layer.weight.fp8_values
-    graphs: list[torch.fx.Graph] = []
+    graphs = []
 
-    def keep(module: torch.fx.GraphModule, _: object) -> Any:
+    def keep(module, _):
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
@@ -358,10 +351,10 @@ def test_gathered_weight_in_compiled_layer_is_not_quantized_again_nor_copied() -
     assert [node.op for node in kept] == ["placeholder"]  # the gathered values, which FSDP2 frees
 
 
-def test_gathered_weight_whose_values_are_freed_has_zeros_like_it_and_cannot_be_changed() -> None:
+def test_gathered_weight_whose_values_are_freed_has_zeros_like_it_and_cannot_be_changed():
     weight, values = gathered()
     assert torch.equal(weight * 1, values)
-    changes: list[Callable[[], object]] = [
+    changes = [
         lambda: weight.mul_(2),
         lambda: torch._foreach_mul_([weight], 2.0),
         lambda: torch.add(values, 1, out=weight),

@@ -44,7 +44,7 @@ ranks_may_differ = pytest.mark.skipif(
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.token = nn.Embedding(8, 6)
         self.norm = nn.LayerNorm(6)
@@ -57,7 +57,7 @@ class Net(nn.Module):
         return out + self.spare.weight.sum() if spare else out
 
 
-def engine_on(layout: Layout, optim: Optim = OPTIM, **options: Any) -> FSDPEngine:
+def engine_on(layout: Layout, optim: Optim = OPTIM, **options) -> FSDPEngine:
     torch.manual_seed(3)
     made = FSDPEngine(Net(), layout, Settings(**options))
     made.initialize(
@@ -66,7 +66,7 @@ def engine_on(layout: Layout, optim: Optim = OPTIM, **options: Any) -> FSDPEngin
     return made
 
 
-def engine(world: World = ALONE, optim: Optim = OPTIM, **options: Any) -> FSDPEngine:
+def engine(world: World = ALONE, optim: Optim = OPTIM, **options) -> FSDPEngine:
     return engine_on(Layout.of(world, parallel()), optim, **options)
 
 
@@ -80,7 +80,7 @@ def batches(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def forward(model: nn.Module, scale: float = 1.0) -> Any:
+def forward(model: nn.Module, scale: float = 1.0):
     def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
         return scale * model(**batch).float().square().sum(), len(batch["tokens"])
 
@@ -100,7 +100,7 @@ def reasons(part: FSDPEngine) -> list[str | None]:
     return [status.reason for status in part.step_status()]
 
 
-def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
+def test_gradients_are_those_of_the_mean_over_all_micro_batches():
     part, data = engine(), batches(5)
     train(part, data)
     reference = engine().model
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"replicate": 2}, pytest.param({"shard": 2}, marks=ranks_may_differ)], ids=str
 )
-def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(on_ranks, sizes) -> None:
+def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(on_ranks, sizes):
     one = engine()
     expected = train(one, batches(5))
     for share in (4, 5, 0, 1):
@@ -136,7 +136,7 @@ def several_calls(layout: Layout) -> tuple[float, Tensors]:
     return float(part.optimizer_step().grad_norm), gradients(part)
 
 
-def test_gradients_of_several_calls_add_up(on_ranks) -> None:
+def test_gradients_of_several_calls_add_up(on_ranks):
     one = engine()
     expected = train(one, batches(5))
     for norm, grads in (several_calls(ALONE_LAYOUT), *on_ranks({"replicate": 2}, several_calls)):
@@ -144,7 +144,7 @@ def test_gradients_of_several_calls_add_up(on_ranks) -> None:
         assert_close(grads, gradients(one), floor=0.01)
 
 
-def test_frozen_parts_get_no_gradient_and_no_update() -> None:
+def test_frozen_parts_get_no_gradient_and_no_update():
     part = engine(freeze=("token.*", "out.bias"))
     before = weights(part.model)
     train(part, batches(5))
@@ -155,7 +155,7 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
         engine(freeze=("tokens.*",))
 
 
-def test_lr_by_part_gives_each_part_its_learning_rate() -> None:
+def test_lr_by_part_gives_each_part_its_learning_rate():
     part = engine(optim=OPTIM.model_copy(update={"lr_by_part": {"out.*": 0.01, "*.bias": 0.0}}))
     names = {p: n for n, p in part.model.named_parameters()}
     rates = {names[p]: g["lr"] for g in part.optimizer.param_groups for p in g["params"]}
@@ -169,7 +169,7 @@ def test_lr_by_part_gives_each_part_its_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"replicate": 2}, {"shard": 2}], ids=str)
-def test_unused_parameter_has_no_gradient_on_any_layout(on_ranks, sizes: dict[str, int]) -> None:
+def test_unused_parameter_has_no_gradient_on_any_layout(on_ranks, sizes):
     for names in on_ranks(sizes, without_spare):
         assert "spare.weight" not in names
         assert "out.weight" in names
@@ -183,14 +183,14 @@ def without_spare(layout: Layout) -> set[str]:
 
 
 @ranks_may_differ
-def test_rank_with_fewer_micro_batches_runs_dummy_forwards(on_ranks) -> None:
+def test_rank_with_fewer_micro_batches_runs_dummy_forwards(on_ranks):
     assert on_ranks({"shard": 2}, forwards) == [(3, 0), (1, 2)]
 
 
 def forwards(layout: Layout) -> tuple[int, int]:
     part, data, calls = engine_on(layout), batches(4), [0, 0]
 
-    def step(batch: Any) -> tuple[Tensor, int]:
+    def step(batch) -> tuple[Tensor, int]:
         calls[part.is_dummy] += 1
         return forward(part.model)(batch)
 
@@ -200,7 +200,7 @@ def forwards(layout: Layout) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("order", ["never before", "torch's own", "nobody"])
-def test_replicas_stay_equal_when_a_user_clears_gradients(on_ranks, order: str) -> None:
+def test_replicas_stay_equal_when_a_user_clears_gradients(on_ranks, order):
     one, two = on_ranks({"replicate": 2}, cleared, order)
     assert_equal(one, two)
     assert_close(one, cleared(ALONE_LAYOUT, "always"), floor=0.1)
@@ -218,7 +218,7 @@ def cleared(layout: Layout, order: str) -> Tensors:
     return weights(part.model)
 
 
-def test_model_in_bf16_is_trained_in_float32() -> None:
+def test_model_in_bf16_is_trained_in_float32():
     settings = Settings(freeze=("token.*",), precision="bf16")
     half = FSDPEngine(Net().bfloat16(), ALONE_LAYOUT, settings)
     half.initialize(lambda model: build_optimizer(model, OPTIM))
@@ -231,14 +231,14 @@ def test_model_in_bf16_is_trained_in_float32() -> None:
     assert {param.dtype for param in full.model.parameters()} == {torch.float32}
 
 
-def test_gradient_clipping_bounds_the_norm_and_reports_the_unclipped_one() -> None:
+def test_gradient_clipping_bounds_the_norm_and_reports_the_unclipped_one():
     clipped = engine(clip_grad_norm=0.01)
     assert train(engine(), batches(3)) == train(clipped, batches(3)) > 0.01
     total = torch.nn.utils.get_total_norm(gradients(clipped).values())
     assert float(total) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_skipped_step_keeps_weights_optimizer_states_and_schedule() -> None:
+def test_skipped_step_keeps_weights_optimizer_states_and_schedule():
     part = engine()
     train(part, batches(3))
     before = weights(part.model)
@@ -253,7 +253,7 @@ def test_skipped_step_keeps_weights_optimizer_states_and_schedule() -> None:
     assert part.optimizer.param_groups[0]["lr"] == lr
 
 
-def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
+def test_weight_decay_excludes_norms_biases_and_embeddings():
     part = engine()
     names = {p: n for n, p in part.model.named_parameters()}
     groups = [group for group in part.optimizer.param_groups if group["weight_decay"]]
@@ -261,11 +261,11 @@ def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
     assert decayed == {"out.weight", "spare.weight"}
 
 
-def test_bf16_autocast_computes_in_bf16_with_fp32_weights() -> None:
+def test_bf16_autocast_computes_in_bf16_with_fp32_weights():
     part = engine(precision="bf16")
-    seen: list[torch.dtype] = []
+    seen = []
 
-    def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
+    def step(batch):
         out = part.model.out(part.model.token(batch["tokens"]))
         seen.append(out.dtype)
         return out.float().square().sum(), 1
@@ -275,7 +275,7 @@ def test_bf16_autocast_computes_in_bf16_with_fp32_weights() -> None:
     assert all(p.dtype == torch.float32 for p in part.model.parameters())
 
 
-def test_fp16_loss_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
+def test_fp16_loss_scale_falls_on_overflow_and_grows_after_good_steps():
     scale = LossScale(torch.device("cpu"), start=8.0, interval=2)
     values = []
     for bad in (True, False, False, True, False, False, False):
@@ -284,7 +284,7 @@ def test_fp16_loss_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
     assert values == [4.0, 4.0, 8.0, 4.0, 4.0, 8.0, 8.0]
 
 
-def test_fp16_overflow_skips_the_step_and_differs_from_a_nan() -> None:
+def test_fp16_overflow_skips_the_step_and_differs_from_a_nan():
     part = engine(precision="fp16")
     assert part.loss_scale is not None
     train(part, batches(2), 1e34)
@@ -300,10 +300,10 @@ def test_fp16_overflow_skips_the_step_and_differs_from_a_nan() -> None:
     assert part.scheduler.last_epoch == 1
     again = engine(precision="fp16")
     again.load_state_dict(part.state_dict())
-    assert float(again.loss_scale.value) == float(part.loss_scale.value)  # type: ignore[union-attr]
+    assert float(again.loss_scale.value) == float(part.loss_scale.value)
 
 
-def test_eval_mode_restores_the_mode_of_every_module() -> None:
+def test_eval_mode_restores_the_mode_of_every_module():
     part = engine()
     part.model.train()
     part.model.norm.eval()
@@ -315,7 +315,7 @@ def test_eval_mode_restores_the_mode_of_every_module() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_schedules_start_end_and_never_rise_after_warmup(schedule: str) -> None:
+def test_schedules_start_end_and_never_rise_after_warmup(schedule):
     config = OPTIM.model_copy(update={"schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
     factors = [lr_factor(step, config, 20) for step in range(25)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -328,7 +328,7 @@ def test_schedules_start_end_and_never_rise_after_warmup(schedule: str) -> None:
     assert factors == [lr_factor(step, share, 20) for step in range(25)]
 
 
-def test_nested_batches_are_moved_to_the_device() -> None:
+def test_nested_batches_are_moved_to_the_device():
     Pair = namedtuple("Pair", "a b")
     nested = {"x": [torch.ones(1), (torch.ones(1), "text")], "y": Pair(torch.ones(2), 3)}
     moved = to_device(nested, torch.device("meta"))
@@ -338,7 +338,7 @@ def test_nested_batches_are_moved_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("fault", [1000.0, float("nan")])
-def test_loss_spike_or_nan_on_one_rank_is_skipped_on_both(on_ranks, fault: float) -> None:
+def test_loss_spike_or_nan_on_one_rank_is_skipped_on_both(on_ranks, fault):
     one, two = on_ranks({"replicate": 2}, faulty, fault)
     assert one == two
     first, again = one
@@ -364,7 +364,7 @@ def faulty(layout: Layout, fault: float) -> tuple[list[str | None], list[str | N
     return of_first, run(second, [fault, 1.0])
 
 
-def test_loss_that_stays_high_is_no_longer_a_spike() -> None:
+def test_loss_that_stays_high_is_no_longer_a_spike():
     watch = SpikeDetector(6.0, torch.device("cpu"))
     noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
     told = [bool(watch.is_spike(2.0 + 0.1 * x)) for x in noise[:100]]

@@ -61,18 +61,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tupl
 
 
 @attend_backward.register_fake
-def _(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]):
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
     ctx.scale = inputs[4]
 
 
-def backward(ctx: Any, d_out: Tensor, d_stats: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx, d_out: Tensor, d_stats: Tensor) -> tuple[Tensor | None, ...]:
     return *attend_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale), None, None
 
 
@@ -90,7 +88,7 @@ one_operator = patch.multiple(
 )
 
 
-def gradients(mode: Any, name: str = "qwen3", **how: Any) -> Tensors:
+def gradients(mode, name: str = "qwen3", **how) -> Tensors:
     """Of one step on one pack; `CALLS` are those of this step, without their compilation."""
     model = build_model(LanguageModel, name)
     (batch,) = packs_of(model, name, [[2, 1]], [(7, 3, 11)])
@@ -103,12 +101,12 @@ def gradients(mode: Any, name: str = "qwen3", **how: Any) -> Tensors:
 
 
 @pytest.mark.slow
-def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
+def test_attention_mode_computes_attention_once_with_equal_gradients():
     expected = gradients("none")
     layers = CALLS.count("forward")
     assert layers > 1
     assert CALLS.count("backward") == layers
-    ways: list[tuple[Any, str | None, int]] = [
+    ways = [
         ("full", None, 2),
         ("attention", None, 1),
         ({"llm": "attention"}, None, 1),
@@ -120,11 +118,11 @@ def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
         assert CALLS.count("backward") == layers
 
 
-def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> None:
+def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch):
     """A policy that kept nothing would count as `full`; one that kept GEMMs, as `selective`."""
     kept = list[str]()
 
-    def policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+    def policy(kinds, ctx, op, *args, **more):
         found = real_policy(kinds, ctx, op, *args, **more)
         if found == parallelize.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
             kept.append(str(op))
@@ -136,7 +134,7 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
     assert kept == ["mvp_tests.ragged_attention.default"] * CALLS.count("forward")
 
 
-def test_attention_mode_that_keeps_nothing_warns_once(logged) -> None:
+def test_attention_mode_that_keeps_nothing_warns_once(logged):
     """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
     texts = logged(parallelize)
     parallelize._warn_of_attention.cache_clear()
@@ -147,6 +145,6 @@ def test_attention_mode_that_keeps_nothing_warns_once(logged) -> None:
     assert f"Gemma2DecoderLayer keeps nothing with {mode}, as with full" in text
 
 
-def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:
+def test_policies_have_their_own_graphs_in_the_compile_cache():
     names = ("_selective_contexts", "_attention_contexts", "_compiled_attention_contexts")
     assert len({getattr(parallelize, name).cache_hash for name in names}) == 3

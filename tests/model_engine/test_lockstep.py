@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,14 +32,14 @@ def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
     )
 
 
-def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch() -> None:
+def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch():
     batch = append_dummies(packed(6, axes=4), [packed(3)])
     joined = batch.join()
     assert joined.position_ids.shape == (4, 9)
     assert batch.num_tokens == 6
 
 
-def test_lockstep_batch_select_and_replace_keep_the_dummies() -> None:
+def test_lockstep_batch_select_and_replace_keep_the_dummies():
     dummy = packed(3, IMAGE)
     batch = append_dummies(PackedBatch.concat([packed(4), packed(5)]), [dummy])
     assert batch.select([1]).dummies == [dummy]
@@ -48,7 +47,7 @@ def test_lockstep_batch_select_and_replace_keep_the_dummies() -> None:
     assert without_labels.dummies == [dummy]
 
 
-def test_lockstep_batch_moved_to_a_device_was_joined_on_the_host() -> None:
+def test_lockstep_batch_moved_to_a_device_was_joined_on_the_host():
     batch = append_dummies(PackedBatch.concat([packed(3), packed(2)]), [packed(4)])
     moved = batch.to("meta")  # like a GPU whose values must not be read
     joined = moved.join()
@@ -57,7 +56,7 @@ def test_lockstep_batch_moved_to_a_device_was_joined_on_the_host() -> None:
     assert joined.host_input_ids.equal(batch.join().input_ids)
 
 
-def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
+def test_lockstep_batch_changed_after_the_copy_is_joined_again():
     batch = append_dummies(PackedBatch.concat([packed(3), packed(2)]), [packed(4)])
     replaced = batch.to("cpu", non_blocking=True)
     replaced.input_ids = replaced.input_ids.clone().fill_(1)
@@ -67,7 +66,7 @@ def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
     assert in_place.join().labels[:5].tolist() == [IGNORE] * 5
 
 
-def test_engine_state_has_the_dummies_so_that_a_resumed_step_is_of_the_same_size() -> None:
+def test_engine_state_has_the_dummies_so_that_a_resumed_step_is_of_the_same_size():
     """Of another size, experts and GEMMs would round differently."""
     first, second = (engine_of("qwen3", optimizer=adamw) for _ in "12")
     pack = PackedBatch.concat([packed(40, IMAGE, axes=3), packed(5, IMAGE, axes=3)])
@@ -84,7 +83,7 @@ def test_engine_state_has_the_dummies_so_that_a_resumed_step_is_of_the_same_size
     assert second.lockstep.dummies == {}
 
 
-def test_cut_keeps_the_type_of_outputs() -> None:
+def test_cut_keeps_the_type_of_outputs():
     class Pair(NamedTuple):
         tokens: torch.Tensor
         scalar: torch.Tensor
@@ -99,7 +98,7 @@ def test_cut_keeps_the_type_of_outputs() -> None:
     assert [len(value) for value in both.values()] == [3, 1]
 
 
-def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks() -> None:
+def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks():
     layout = dataclasses.replace(ALONE)
     object.__setattr__(layout, "ulysses", 6)  # as seen by the scheduler alone
     batch = packed(4, IMAGE)
@@ -109,7 +108,7 @@ def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks
     assert all(int(dummy.num_loss_tokens) == 0 and not media_kinds(dummy) for dummy in dummies)
 
 
-def dummies_of(scheduled: Any) -> list[list[str]]:
+def dummies_of(scheduled) -> list[list[str]]:
     dummies = getattr(scheduled.micro_batch, "dummies", [])
     return [sorted(media_kinds(dummy)) for dummy in dummies]
 
@@ -132,7 +131,7 @@ def schedule(layout: Layout, planned: bool) -> list[tuple[bool, list[int], list[
     return found
 
 
-def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(on_ranks) -> None:
+def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(on_ranks):
     gathered = on_ranks({"shard": 4}, schedule, False)
     assert on_ranks({"shard": 4}, schedule, True) == gathered
     assert [len(of_rank) for of_rank in gathered] == [6] * 4
@@ -146,13 +145,13 @@ def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(on_rank
         assert len(kinds) == 1, kinds
 
 
-def step_with_other_batches(layout: Layout) -> None:
+def step_with_other_batches(layout: Layout):
     """Rank 1 has two micro-batches, and the plan says one."""
     batches = [packed(4), packed(5)] if layout.world.rank else [packed(3)]
     LockstepScheduler(layout).step(batches, StepPlan(((frozenset(),), (frozenset(),))))
 
 
-def test_scheduler_with_micro_batches_that_do_not_fit_the_plan_raises(on_ranks) -> None:
+def test_scheduler_with_micro_batches_that_do_not_fit_the_plan_raises(on_ranks):
     fine, wrong = on_ranks({"shard": 2}, message_of, step_with_other_batches)
     assert fine == ""
     assert "set ctx.plan = None there, on all ranks" in wrong
@@ -168,12 +167,12 @@ def missing_image(layout: Layout, *kinds: str) -> tuple[list[list[str]], set[str
     return dummies_of(one), set(media_kinds(one.micro_batch)).union(*dummies_of(one))
 
 
-def test_scheduler_replaces_planned_media_that_failed_to_decode(on_ranks) -> None:
+def test_scheduler_replaces_planned_media_that_failed_to_decode(on_ranks):
     results = on_ranks({"shard": 2}, missing_image)
     assert [dummies for dummies, _ in results] == [[], [[IMAGE]]]
 
 
-def test_scheduler_runs_kinds_that_come_with_a_dummy_on_all_ranks(on_ranks) -> None:
+def test_scheduler_runs_kinds_that_come_with_a_dummy_on_all_ranks(on_ranks):
     results = on_ranks({"shard": 2}, missing_image, IMAGE, SOUND)
     assert [kinds for _, kinds in results] == [{IMAGE, SOUND}] * 2
 
@@ -193,12 +192,12 @@ def _host_collectives(config: str, words: list[str], steps: int) -> int:
     from mvp_engine.engine.meter import Meter
     from mvp_engine.launch import launch
 
-    calls: Counter[str] = Counter()
+    calls = Counter()
     keep_slowest = Meter.keep_slowest  # compares the times of 50 steps, or of those at the end
     real = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counted(name: str):
+        def call(*args, **kwargs):
             group = kwargs.get("group")
             if group is not None and group is not dist.group.WORLD and name != "barrier":
                 calls[name] += 1
@@ -209,11 +208,11 @@ def _host_collectives(config: str, words: list[str], steps: int) -> int:
     for name in COLLECTIVES:
         setattr(dist, name, counted(name))
     try:
-        Meter.keep_slowest = lambda self, at_end=False: None  # type: ignore[method-assign]
+        Meter.keep_slowest = lambda self, at_end=False: None
         words = [*words, f"loop.total_steps={steps}", f"project.run_id=r{steps}"]
         assert launch(config, words) == 0
     finally:
-        Meter.keep_slowest = keep_slowest  # type: ignore[method-assign]
+        Meter.keep_slowest = keep_slowest
         for name, function in real.items():
             setattr(dist, name, function)
     return sum(calls.values())
@@ -233,9 +232,7 @@ SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.glo
     ],
     ids=["module-shard", "module-replicate", "images-shard"],
 )
-def test_step_on_a_planned_loader_has_one_host_collective(
-    ranks2, tmp_path: Path, config: Path, words: list[str]
-) -> None:
+def test_step_on_a_planned_loader_has_one_host_collective(ranks2, tmp_path, config, words):
     words = [*words, f"project.dir={tmp_path}", "loop.eval_interval=null", "log.interval=1000"]
     words += ["checkpoint.interval=null", "log.backends=[]"]
     three, eight = (ranks2.run(_host_collectives, str(config), words, steps) for steps in (3, 8))

@@ -41,7 +41,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 EXPERTS = ["qwen3_moe", "mixtral"]
 FULL = {"activation_checkpointing": "full"}
 # sizes of the layout, settings, families
-LAYOUTS: list[tuple[dict[str, int], dict[str, Any], list[str]]] = [
+LAYOUTS = [
     ({"tensor": 2}, {"sequence_parallel": False}, FAMILIES),
     ({"tensor": 2}, {}, FAMILIES),
     ({"shard": 2}, {}, FAMILIES),
@@ -66,29 +66,29 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
 
 
-def build(family: str, layout: Layout, backend: str, balance: bool = False, **how: Any) -> Any:
+def build(family: str, layout: Layout, backend: str, balance: bool = False, **how):
     kind = engine_class("language_model", backend)
     if balance:
         how["experts"] = Experts(balance="loss", weight=0.1, z=0.01)
     return engine_of(family, layout, adamw, kind, seed=5, **how)
 
 
-def accumulate(engine: Any) -> None:
+def accumulate(engine):
     """Gradients of the batches, which data ranks share out: one may have more than another."""
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(share_of(engine.layout, BATCHES), scores_of(engine))
 
 
-def step(engine: Any) -> None:
+def step(engine):
     accumulate(engine)
     engine.optimizer_step()
 
 
-def weights_of(engine: Any) -> Tensors:
+def weights_of(engine) -> Tensors:
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
 
 
-def trained(family: str, layout: Layout, backend: str, **how: Any) -> dict[str, Tensors]:
+def trained(family: str, layout: Layout, backend: str, **how) -> dict[str, Tensors]:
     engine = build(family, layout, backend, **how)
     outputs = engine.infer_batch(BATCHES[0], ["log_probs", "entropy"])
     accumulate(engine)
@@ -104,7 +104,7 @@ def expected(family: str, balance: bool = False) -> dict[str, Tensors]:
     return trained(family, ALONE, "fsdp", balance=balance)
 
 
-def assert_as_fsdp(found: dict[str, Tensors], family: str, balance: bool = False) -> None:
+def assert_as_fsdp(found: dict[str, Tensors], family: str, balance: bool = False):
     for kind, tensors in found.items():
         reference = expected(family, balance)[kind]
         held = {name: reference[name] for name in tensors}  # of a pipeline stage, a part
@@ -117,7 +117,7 @@ def on_megatron(layout: Layout, how: dict[str, Any], families: list[str]) -> dic
 
 @needs_megatron
 @pytest.mark.parametrize("family", FAMILIES)
-def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
+def test_megatron_on_one_rank_equals_fsdp(family):
     found = trained(family, ALONE, "megatron")
     assert_as_fsdp(found, family)
     for kind, tensors in expected(family).items():
@@ -126,15 +126,13 @@ def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
 
 @needs_megatron
 @CAMPAIGN
-def test_megatron_compiled_equals_fsdp() -> None:
+def test_megatron_compiled_equals_fsdp():
     assert_as_fsdp(trained("qwen3", ALONE, "megatron", compile="aot_eager"), "qwen3")
 
 
 @needs_megatron
 @pytest.mark.parametrize(("sizes", "how", "families"), LAYOUTS, ids=str)
-def test_megatron_on_layouts_equals_fsdp_on_one_rank(
-    on_ranks, sizes: dict[str, int], how: dict[str, Any], families: list[str]
-) -> None:
+def test_megatron_on_layouts_equals_fsdp_on_one_rank(on_ranks, sizes, how, families):
     results = on_ranks(sizes, on_megatron, how, families, timeout=400)
     for family in families:
         for result in results:
@@ -144,7 +142,7 @@ def test_megatron_on_layouts_equals_fsdp_on_one_rank(
 
 
 @needs_megatron
-def test_megatron_in_bf16_is_close_to_fsdp_in_bf16() -> None:
+def test_megatron_in_bf16_is_close_to_fsdp_in_bf16():
     engines = [build("qwen3", ALONE, kind, precision="bf16") for kind in ("megatron", "fsdp")]
     found, reference = (one.infer_batch(BATCHES[0], ["log_probs"]) for one in engines)
     assert found["log_probs"] == pytest.approx(reference["log_probs"], abs=0.03)
@@ -153,7 +151,7 @@ def test_megatron_in_bf16_is_close_to_fsdp_in_bf16() -> None:
 
 
 @needs_megatron
-def test_megatron_generates_the_tokens_of_fsdp() -> None:
+def test_megatron_generates_the_tokens_of_fsdp():
     engines = [build("qwen3", ALONE, backend) for backend in ("fsdp", "megatron")]
     one, two = (generate(engine, BATCHES[0], max_new_tokens=6, stop=()) for engine in engines)
     assert one == two
@@ -173,7 +171,7 @@ def values(layout: Layout, backend: str) -> tuple[Tensor, Tensors]:
 
 
 @needs_megatron
-def test_megatron_value_model_on_two_ranks_equals_fsdp(on_ranks) -> None:
+def test_megatron_value_model_on_two_ranks_equals_fsdp(on_ranks):
     reference, grads = values(ALONE, "fsdp")
     for found, of_rank in on_ranks({"tensor": 2}, values, "megatron", timeout=400):
         assert torch.allclose(found, reference, atol=1e-5)
@@ -191,7 +189,7 @@ def two_layouts(layout: Layout) -> list[dict[str, Tensors]]:
 
 
 @needs_megatron
-def test_megatron_engines_of_two_layouts_live_in_one_process(on_ranks) -> None:
+def test_megatron_engines_of_two_layouts_live_in_one_process(on_ranks):
     for of_rank in on_ranks({"tensor": 2}, two_layouts, timeout=400):
         for result in of_rank:
             assert_as_fsdp(result, "llama")
@@ -216,7 +214,7 @@ def continued(
 
 @needs_megatron
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_run_moves_from_fsdp_to_megatron_and_back(on_ranks, tmp_path: Path, family: str) -> None:
+def test_run_moves_from_fsdp_to_megatron_and_back(on_ranks, tmp_path, family):
     from mvp_engine.hf.weights.merge import merge
 
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
@@ -242,9 +240,7 @@ def _weights_in(folder: Path) -> Tensors:
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-def engine_for(
-    family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how: Any
-) -> Any:
+def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how):
     model = LanguageModel.on_meta(None, {**overrides_of(family), **(config or {})})
     return engine_class("language_model", backend)(model, ALONE, Settings(**how))
 
@@ -265,28 +261,26 @@ def engine_for(
     ],
     ids=str,
 )
-def test_megatron_refuses_by_name(
-    family: str, config: dict[str, Any], how: dict[str, Any], message: str
-) -> None:
+def test_megatron_refuses_by_name(family, config, how, message):
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         engine_for(family, config=config, **how)
 
 
-def test_sequence_parallel_of_megatron_on_fsdp_is_refused() -> None:
+def test_sequence_parallel_of_megatron_on_fsdp_is_refused():
     with pytest.raises(UserError, match=r"model\.sequence_parallel is for model\.backend=megatron"):
         engine_for("qwen3", "fsdp", sequence_parallel=True).initialize()
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
-def test_megatron_that_is_not_installed_names_the_extra() -> None:
+def test_megatron_that_is_not_installed_names_the_extra():
     with pytest.raises(UserError, match=r"pip install 'mvp-engine\[megatron\]'"):
         engine_for("qwen3")
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
 def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
     words = ["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"]
@@ -295,7 +289,7 @@ def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
     assert not (tmp_path / "made").exists()
 
 
-def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head() -> None:
+def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head():
     query, key, value = torch.arange(8), torch.arange(10, 14), torch.arange(20, 24)
     joined = by_kv_head(query, key, value, head_dim=2)  # 4 and 2 heads
     assert joined.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from families import is_supported, mean_of_copies
@@ -51,7 +49,7 @@ def trained(layout: Layout, name: str, is_frozen: bool) -> Tensors:
 SHARD = {"shard": 4}
 SPLIT = {"shard": 2, "ulysses": 2}
 # Each kind of encoder on shards or on Ulysses, with trained or with frozen encoders.
-CASES: list[Any] = [
+CASES = [
     (SHARD, "gemma3", False),
     (SHARD, "qwen3_vl", True),
     (SPLIT, "qwen3_vl", False),
@@ -71,9 +69,7 @@ MORE = [
 @pytest.mark.parametrize(
     ("sizes", "name", "is_frozen"), [*CASES, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE)]
 )
-def test_ranks_with_different_media_give_the_gradients_of_one(
-    on_ranks, sizes: dict[str, int], name: str, is_frozen: bool
-) -> None:
+def test_ranks_with_different_media_give_the_gradients_of_one(on_ranks, sizes, name, is_frozen):
     expected = trained(ALONE, name, is_frozen)
     of_encoders = [key for key in expected if any(part in key for part in ENCODERS)]
     assert bool(of_encoders) != is_frozen
@@ -96,7 +92,7 @@ def encoders_alone(layout: Layout) -> list[Tensors]:
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}], ids=str)
-def test_text_trains_nothing_where_only_encoders_train(on_ranks, sizes: dict[str, int]) -> None:
+def test_text_trains_nothing_where_only_encoders_train(on_ranks, sizes):
     expected = encoders_alone(ALONE)
     assert set(expected[0]) == {"norm", "loss"}
     assert expected[0]["norm"] == 0 < expected[1]["norm"]
@@ -121,7 +117,7 @@ def norm_after_inference(layout: Layout) -> float:
     return float(engine.train_batch([batch] if is_last else [], loss).grad_norm)
 
 
-def test_rank_without_data_runs_a_dummy_of_the_same_call(on_ranks) -> None:
+def test_rank_without_data_runs_a_dummy_of_the_same_call(on_ranks):
     """One of an earlier call, here of an inference, may lack what the step reads."""
     one, two = on_ranks({"shard": 2}, norm_after_inference)
     assert one == two == pytest.approx(norm_after_inference(ALONE), rel=1e-5)

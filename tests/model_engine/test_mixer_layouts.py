@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -20,7 +18,7 @@ from mvp_engine.hf import LanguageModel
 # By a kernel's function, by a convolution alone, by sequence
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]
 OTHERS = [name for name in [*MIXERS, *VISION_MIXERS] if name not in QUICK]
-HOW: dict[str, dict[str, Any]] = {
+HOW = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "compiled": {"compile": "aot_eager"},
@@ -38,7 +36,7 @@ def batches(name: str, model: LanguageModel) -> list[PackedBatch]:
     return [packed(7, 3, 11, 2), packed(2, 9, 12, seed=4)]
 
 
-def gradients(name: str, layout: Layout, **how: Any) -> Tensors:
+def gradients(name: str, layout: Layout, **how) -> Tensors:
     """Of both batches. Both forwards come before the backwards, so that a forward which is repeated comes late.
 
     Not if compiled: torch may compile a block again for the second, and repeat the first with that.
@@ -84,8 +82,8 @@ def on_every_layout(first: Layout, names: list[str]) -> list[tuple[str, Tensors]
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=CAMPAIGN)], ids=len)
 def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(
-    on_ranks, names: list[str]
-) -> None:
+    on_ranks, names
+):
     expected = {name: gradients(name, ALONE) for name in names}
     for found in on_ranks({"shard": 2}, on_every_layout, names):
         for name, grads in found:
@@ -104,8 +102,6 @@ LONG = [pytest.param(*case, marks=CAMPAIGN) for case in CASES if case not in KNO
 
 
 @pytest.mark.parametrize(("name", "how"), [*QUICK_CASES, *SLOW, *LONG])
-def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(
-    name: str, how: str
-) -> None:
+def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name, how):
     torch._dynamo.reset()
     assert_close(gradients(name, ALONE, **HOW[how]), gradients(name, ALONE))

@@ -59,7 +59,7 @@ def batch() -> PackedBatch:
     return packed(7, 3, 11, 2)
 
 
-def gradients(config: str | dict[str, Any], layout: Layout, **how: Any) -> Tensors:
+def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
     """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
     engine = engine_of(config, layout, seed=5, **how)
     engine.model.eval()  # some have dropout
@@ -79,16 +79,14 @@ def expected(family: str) -> Tensors:
 
 
 @pytest.mark.parametrize(("sizes", "families"), LAYOUTS, ids=str)
-def test_every_layout_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], families: list[str]
-) -> None:
+def test_every_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     for result in on_ranks(sizes, of_families, families):
         for family in families:
             assert_close(result[family], expected(family), what=family)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory):
     """What one rank made of five steps."""
     folder = tmp_path_factory.mktemp("one")
     words = ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]
@@ -106,8 +104,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
-    request, one: Path, tmp_path: Path, ranks: int, layout: list[str]
-) -> None:
+    request, one, tmp_path, ranks, layout
+):
     pool = request.getfixturevalue(f"ranks{ranks}")
     words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert pool.launch(LM, *words, *layout) == [0] * ranks
@@ -124,7 +122,7 @@ def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
         pytest.param("parallel.ulysses=2", marks=CAMPAIGN),
     ],
 )
-def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path, word: str) -> None:
+def test_bf16_on_every_layout_is_close_to_fp32(one, ranks2, tmp_path, word):
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
     words = [word, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
@@ -134,8 +132,8 @@ def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path, word
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
-    train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
-) -> None:
+    train, ranks2, ranks4, tmp_path, campaign_size
+):
     steps = campaign_size(6, 8)
     # Of a constant schedule, so that a shorter run is the same run, cut.
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]
@@ -152,7 +150,7 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
-def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks) -> None:
+def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
     message = f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
     with pytest.raises(UserError, match=message):
         check_heads(heads, kv_heads, ranks)
@@ -176,13 +174,13 @@ SPLIT = {"shard": 2, "ulysses": 2}
 
 
 @pytest.mark.slow
-def test_engines_with_different_layouts_in_one_process_give_equal_outputs(on_ranks) -> None:
+def test_engines_with_different_layouts_in_one_process_give_equal_outputs(on_ranks):
     for outs in on_ranks({"shard": 4}, log_probs_on_layouts):
         assert all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
-def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes: Any) -> None:
+def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes):
     """Threads of a gloo group wake up a hundred times a second, for nothing."""
     assert ranks2.run(left_behind, sizes) == [([], [])] * 2
 

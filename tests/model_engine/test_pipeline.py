@@ -49,11 +49,11 @@ EAGER = {"compile": "aot_eager"}
 Case = tuple[str, list[int], dict[str, Any], dict[str, Any]]
 
 
-def case(family: str, *counts: int, how: dict[str, Any] | None = None, **changes: Any) -> Case:
+def case(family: str, *counts: int, how: dict[str, Any] | None = None, **changes) -> Case:
     return family, list(counts), changes, how or {}
 
 
-LAYOUTS: list[tuple[dict[str, int], list[Case]]] = [
+LAYOUTS = [
     (
         {"pipeline": 2},
         [
@@ -70,7 +70,7 @@ LAYOUTS: list[tuple[dict[str, int], list[Case]]] = [
         ],
     ),
 ]
-MORE: list[tuple[dict[str, int], list[Case]]] = [
+MORE = [
     (
         {"pipeline": 2},
         [
@@ -146,9 +146,9 @@ def packs(seed: int, number: int) -> list[PackedBatch]:
     return [packed(*each, seed=10 * seed + i, vocab=88) for i, each in enumerate(lengths)]
 
 
-def step(engine: Any, micro_batches: list[PackedBatch]) -> dict[str, Any]:
+def step(engine, micro_batches: list[PackedBatch]) -> dict[str, Any]:
     """One step: gradients by name, norm, loss, and the micro-batches that this stage kept at most."""
-    kept: list[int] = []
+    kept = []
     is_compiled = bool(engine.settings.compile)  # the hook would be compiled, too
     hooks = [] if is_compiled else [watch_activations(engine, kept)]
     numbers = engine.train_batch(micro_batches, scores_of(engine))
@@ -164,20 +164,20 @@ def step(engine: Any, micro_batches: list[PackedBatch]) -> dict[str, Any]:
     }
 
 
-def watch_activations(engine: Any, kept: list[int]) -> Any:
+def watch_activations(engine, kept: list[int]):
     """Note how many forwards have the input of this stage's first query projection in memory, for its gradient."""
-    inputs: list[StorageWeakRef] = []
+    inputs = []
     modules = engine.model.named_modules()
     query = next(module for name, module in modules if name.endswith(".q_proj"))
 
-    def note(_: Any, args: tuple[Tensor, ...]) -> None:
+    def note(_, args: tuple[Tensor, ...]):
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
         kept.append(sum(not one.expired() for one in inputs))
 
     return query.register_forward_pre_hook(note)
 
 
-def build(layout: Layout, family: str, changes: dict[str, Any], **how: Any) -> Any:
+def build(layout: Layout, family: str, changes: dict[str, Any], **how):
     engine = engine_of({**overrides_of(family), **changes}, layout, seed=5, **how)
     engine.model.eval()
     return engine
@@ -197,14 +197,14 @@ def stepped(layout: Layout, cases: list[Case]) -> list[dict[str, Any]]:
     ]
 
 
-def check(results: list[dict[str, Any]], one: dict[str, Any], case: object) -> None:
+def check(results: list[dict[str, Any]], one: dict[str, Any], case):
     """Every gradient on every rank that holds it, and that each is held."""
     assert set().union(*(result["grads"] for result in results)) == set(one["grads"]), case
     for result in results:
         assert result["norm"] == pytest.approx(one["norm"], rel=1e-5), case
         assert result["loss"] == pytest.approx(one["loss"], rel=1e-5), case
         assert torch.allclose(result["log_probs"], one["log_probs"], rtol=1e-5, atol=1e-5), case
-        held: Tensors = {name: one["grads"][name] for name in result["grads"]}
+        held = {name: one["grads"][name] for name in result["grads"]}
         assert_close(result["grads"], held, floor=1e-3, what=case)
 
 
@@ -213,9 +213,7 @@ def check(results: list[dict[str, Any]], one: dict[str, Any], case: object) -> N
     [*LAYOUTS, *(pytest.param(*one, marks=[pytest.mark.slow, CAMPAIGN]) for one in MORE)],
     ids=str,
 )
-def test_pipeline_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], cases: list[Case]
-) -> None:
+def test_pipeline_gives_the_gradients_of_one_rank(on_ranks, sizes, cases):
     results = on_ranks(sizes, stepped, cases)
     stages = sizes["pipeline"]
     for index, (family, counts, changes, how) in enumerate(cases):
@@ -233,8 +231,8 @@ def test_pipeline_gives_the_gradients_of_one_rank(
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", range(6))
 def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(
-    micro_batches: int, stages: int
-) -> None:
+    micro_batches, stages
+):
     for stage in range(stages):
         order = list(one_forward_one_backward(micro_batches, stage, stages))
         assert order.count(True) == order.count(False) == micro_batches
@@ -243,7 +241,7 @@ def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(
         assert max(kept, default=0) == min(micro_batches, stages - stage)
 
 
-def test_stage_bounds_spread_parameters_evenly_and_leave_deepstack_on_the_first_stage() -> None:
+def test_stage_bounds_spread_parameters_evenly_and_leave_deepstack_on_the_first_stage():
     assert stage_bounds(7, 3, 0, "") == [0, 3, 5, 7]
     assert stage_bounds(7, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 7]
     assert stage_bounds(8, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 8]
@@ -284,8 +282,8 @@ def saved(folder: Path) -> Tensors:
 
 @pytest.mark.slow
 def test_pipeline_checkpoints_are_bit_equal_over_layouts_and_continue_the_losses(
-    on_ranks, tmp_path: Path
-) -> None:
+    on_ranks, tmp_path
+):
     straight = resharded(ALONE, None, tmp_path / "straight", 4)
     resharded(ALONE, None, tmp_path / "one", 2)
     of_one = (tmp_path / "one" / "hf" / "model.safetensors").read_bytes()
@@ -316,7 +314,7 @@ def loaded_from(layout: Layout, folder: Path) -> bool:
     return same and layers == {str(2 * layout.stage), str(2 * layout.stage + 1)}
 
 
-def test_stages_load_their_slices_of_a_folder(on_ranks, tmp_path: Path) -> None:
+def test_stages_load_their_slices_of_a_folder(on_ranks, tmp_path):
     resharded(ALONE, None, tmp_path, 1)
     assert on_ranks({"pipeline": 2}, loaded_from, tmp_path / "hf") == [True] * 2
 
@@ -326,8 +324,8 @@ def test_stages_load_their_slices_of_a_folder(on_ranks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
-    train, ranks2, ranks4, tmp_path: Path
-) -> None:
+    train, ranks2, ranks4, tmp_path
+):
     words = ["data.micro_batch_size=2", "optim.schedule=constant", "loop.eval_interval=2"]
     assert train(*words, "loop.total_steps=6", config=LM, dir=tmp_path / "one") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
@@ -347,8 +345,6 @@ def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
         ("gemma2", {}, ""),
     ],
 )
-def test_pipeline_refuses_models_that_cannot_be_cut(
-    on_ranks, family: str, changes: dict[str, Any], message: str
-) -> None:
+def test_pipeline_refuses_models_that_cannot_be_cut(on_ranks, family, changes, message):
     for error in on_ranks({"pipeline": 2}, message_of, build, family, changes):
         assert message in error if message else not error

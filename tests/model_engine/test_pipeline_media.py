@@ -24,7 +24,7 @@ from mvp_engine.ops.fp8 import Fp8Linear
 
 # What each of two data ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
 SHARES = [[[0], [1], [2, 0]], [[0]], [], [[1, 2], [0]]]
-MORE: list[Any] = [
+MORE = [
     ({"pipeline": 2}, "qwen3_vl", 3, ("vision",)),
     ({"pipeline": 2}, "llava", 2, ()),
     ({"pipeline": 4}, "qwen3_vl", 4, ()),
@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-def model_on_meta(name: str, layers: int, model_class: Any = LanguageModel) -> Any:
+def model_on_meta(name: str, layers: int, model_class=LanguageModel):
     from transformers import AutoConfig
 
     special = copy.deepcopy({**TOKENS, **VISION[name][1]})
@@ -61,14 +61,14 @@ def trained(layout: Layout, name: str, layers: int, freeze: tuple[str, ...]) -> 
 
 
 @functools.cache
-def expected(*case: Any) -> dict[str, Any]:
+def expected(*case) -> dict[str, Any]:
     return trained(ALONE, *case)
 
 
 @pytest.mark.parametrize(("sizes", "name", "layers", "freeze"), CASES, ids=str)
 def test_pipeline_with_images_on_some_packs_gives_the_gradients_of_one_rank(
-    on_ranks, sizes: dict[str, int], name: str, layers: int, freeze: tuple[str, ...]
-) -> None:
+    on_ranks, sizes, name, layers, freeze
+):
     results = on_ranks(sizes, trained, name, layers, freeze)
     one = expected(name, layers, freeze)
     assert any("visual.blocks" in key or "vision" in key for key in one) != ("vision" in freeze)
@@ -85,17 +85,17 @@ def fp8_layers(layout: Layout) -> int:
     return sum(isinstance(module, Fp8Linear) for module in engine.model.modules())
 
 
-def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(on_ranks) -> None:
+def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(on_ranks):
     first, last = on_ranks({"pipeline": 2}, fp8_layers)
     assert first > 0 == last
 
 
-def export_value_model(layout: Layout, folder: Path) -> None:
+def export_value_model(layout: Layout, folder: Path):
     model = model_on_meta("qwen3_vl", 2, ValueModel)
     engine_of(model, layout, optimizer=None, kind=ValueModelEngine, seed=3).export_hf(folder)
 
 
-def test_pipeline_exports_a_head_that_one_stage_has_alone(on_ranks, tmp_path: Path) -> None:
+def test_pipeline_exports_a_head_that_one_stage_has_alone(on_ranks, tmp_path):
     export_value_model(ALONE, tmp_path / "one")
     on_ranks({"pipeline": 2}, export_value_model, tmp_path / "two")
     files = [file.name for file in (tmp_path / "one").glob("*.safetensors")]
@@ -104,16 +104,16 @@ def test_pipeline_exports_a_head_that_one_stage_has_alone(on_ranks, tmp_path: Pa
         assert (tmp_path / "two" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
 
 
-def test_pipeline_refuses_a_stage_without_trained_parameters() -> None:
+def test_pipeline_refuses_a_stage_without_trained_parameters():
     model = model_on_meta("qwen3_vl", 2)
     skeleton = copy.deepcopy(model)
     freeze(model, ["llm"])
-    link: Any = SimpleNamespace(stages=2, stage=0, is_first=True, is_last=False)
+    link = SimpleNamespace(stages=2, stage=0, is_first=True, is_last=False)
     with pytest.raises(UserError, match="stage 1 would have no trained parameters"):
         cut_model(model, link, skeleton)
 
 
-def test_pipeline_refuses_masks_that_depend_on_images() -> None:
+def test_pipeline_refuses_masks_that_depend_on_images():
     message = "gemma3 cannot be cut into stages: a mask that depends on media"
     with pytest.raises(UserError, match=message):
         check_supported(model_on_meta("gemma3", 2), "parallel.pipeline=2")

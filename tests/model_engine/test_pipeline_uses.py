@@ -39,7 +39,7 @@ PAIRS = [packed(7, 5, 4, 9), packed(3, 8), packed(6, 6)]
 TIED = {**overrides_of("qwen3"), "tie_word_embeddings": True}
 
 
-def model_of(seed: int, layout: Layout, **settings: Any) -> LanguageModelEngine:
+def model_of(seed: int, layout: Layout, **settings) -> LanguageModelEngine:
     return engine_of(TIED, layout, seed=seed, **settings)
 
 
@@ -50,7 +50,7 @@ def frozen(layout: Layout) -> LanguageModelEngine:
 
 def distil(layout: Layout) -> tuple[LanguageModelEngine, Step]:
     student, teacher = model_of(5, layout), frozen(layout)
-    kit: Any = DistilLossKit(Distil(teacher="x", temperature=0.7, nll=0.3), student.model, teacher)
+    kit = DistilLossKit(Distil(teacher="x", temperature=0.7, nll=0.3), student.model, teacher)
     return student, lambda batch: kit(NoLog(), student.model, batch)
 
 
@@ -95,7 +95,7 @@ def stepped(layout: Layout) -> tuple[dict[str, Any], list[list[int]]]:
     return found, [list(one.tokens) for one in completions]
 
 
-def assert_part(found: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
+def assert_part(found: dict[str, Tensor], expected: dict[str, Tensor], what: str = ""):
     """A stage has the gradients of one rank for the parameters that it holds."""
     assert found
     assert_close(found, {name: expected[name] for name in found}, floor=1e-3, what=what)
@@ -104,9 +104,7 @@ def assert_part(found: dict[str, Tensor], expected: dict[str, Tensor], what: str
 @pytest.mark.parametrize(
     "sizes", [{"pipeline": 2}, pytest.param({"pipeline": 2, "shard": 2}, marks=CAMPAIGN)], ids=str
 )
-def test_pipeline_with_two_models_several_calls_and_generation_equals_one_rank(
-    on_ranks, sizes: dict[str, int]
-) -> None:
+def test_pipeline_with_two_models_several_calls_and_generation_equals_one_rank(on_ranks, sizes):
     expected, completions = stepped(ALONE)
     for found, tokens in on_ranks(sizes, stepped):
         assert tokens == completions
@@ -123,7 +121,7 @@ def in_precision(layout: Layout, precision: str) -> tuple[float, float, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(on_ranks, precision) -> None:
+def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(on_ranks, precision):
     expected = in_precision(ALONE, precision)
     for loss, norm, hidden in on_ranks({"pipeline": 2}, in_precision, precision):
         assert loss == pytest.approx(expected[0], rel=1e-5)
@@ -131,15 +129,15 @@ def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(on_ranks, 
         assert torch.allclose(hidden, expected[2], rtol=1e-5, atol=1e-5)
 
 
-def call_outside_of_a_step(layout: Layout) -> None:
+def call_outside_of_a_step(layout: Layout):
     engine = model_of(5, layout)
     try:
         engine.model(PAIRS[0], ["loss"])
     finally:
-        engine._link.flush()  # type: ignore[union-attr]
+        engine._link.flush()
 
 
-def test_model_of_stages_called_with_gradients_outside_of_a_step_raises(on_ranks) -> None:
+def test_model_of_stages_called_with_gradients_outside_of_a_step_raises(on_ranks):
     for error in on_ranks({"pipeline": 2}, message_of, call_outside_of_a_step):
         assert "outside of forward_step" in error
 
@@ -157,7 +155,7 @@ def with_lora(layout: Layout, base: Path, folder: Path, load: Path | None) -> di
     return {name: value for name, value in weights(engine.model).items() if ".lora_" in name}
 
 
-def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(on_ranks, tmp_path: Path) -> None:
+def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(on_ranks, tmp_path):
     pretrained(tmp_path / "base")
     one, two, back, again = (tmp_path / name for name in ("one", "two", "back", "again"))
     expected = with_lora(ALONE, tmp_path / "base", one, None)
@@ -183,7 +181,7 @@ def values(layout: Layout) -> tuple[float | None, dict[str, Tensor], Tensor]:
     return engine.step_status()[0].loss, gradients(engine.model), of_tokens
 
 
-def test_pipeline_of_a_value_model_gives_the_gradients_of_one_rank(on_ranks) -> None:
+def test_pipeline_of_a_value_model_gives_the_gradients_of_one_rank(on_ranks):
     loss, grads, of_tokens = values(ALONE)
     results = on_ranks({"pipeline": 2}, values)
     assert set(results[0][1]) | set(results[1][1]) == set(grads)

@@ -18,11 +18,11 @@ from mvp_engine.tools.plan.command import find_differences
 from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
 from mvp_engine.tools.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 
-LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+LAYOUTS = [
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
     ("qwen3", {"shard": 2, "replicate": 2}, {"precision": "bf16", "fp8": True}),
 ]
-MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+MORE_LAYOUTS = [
     ("qwen3", {"ulysses": 2, "shard": 2}, {}),
     ("qwen3", {"pipeline": 2, "shard": 2}, {}),
     ("qwen3", {"pipeline": 2, "tensor": 2}, {}),
@@ -39,13 +39,13 @@ MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]) -> Any:
+def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]):
     settings = {name: value for name, value in how.items() if name != "model"}
     shape = {**overrides_of(family), **how.get("model", {})}
     return engine_of(shape, layout, adamw, kind, seed=5, **settings)
 
 
-def train_step(engine: Any) -> None:
+def train_step(engine):
     """One step of two micro-batches, with an odd number of tokens."""
     plan = StepPlan(((frozenset(),) * 2,) * engine.layout.data_size)
     engine.train_batch([counting(7, 3, 11, modulus=50)] * 2, loss_of(engine), plan)
@@ -85,12 +85,12 @@ def on_fake_rank(
     [*LAYOUTS, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE_LAYOUTS)],
 )
 def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
-    on_ranks, campaign_size, family: str, sizes: dict[str, int], how: dict[str, Any]
-) -> None:
+    on_ranks, campaign_size, family, sizes, how
+):
     """The first and the last rank are simulated; in a campaign, all four."""
     real = on_ranks(sizes, on_real_rank, family, how)
     codes = dict[int, int]()
-    planned: dict[int, list[Collective]] = {}
+    planned = {}
     for rank in range(0, 4, campaign_size(3, 1)):
         planned_bytes, planned[rank] = on_fake_rank(rank, family, sizes, how, codes=codes)
         held, calls = real[rank]
@@ -102,13 +102,13 @@ def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [pytest.param("skipped", marks=CAMPAIGN), "other size"])
-def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
+def test_plan_with_faulty_rank_names_rank_and_call(fault):
     """A forward hook with a collective of its own, which rank 2 skips, or calls with another size."""
 
-    def faulty_step(engine: Any) -> None:
+    def faulty_step(engine):
         is_odd = engine.world.rank == 2
 
-        def reduce_something(*_: Any) -> None:
+        def reduce_something(*_):
             if not (is_odd and fault == "skipped"):
                 dist.all_reduce(torch.zeros(5 if is_odd else 3))
 

@@ -8,10 +8,10 @@ from mvp_engine.model_engine.fsdp.lockstep import Scheduled
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
-def test_prefetcher_copies_one_micro_batch_ahead_in_order() -> None:
-    events: list[str] = []
+def test_prefetcher_copies_one_micro_batch_ahead_in_order():
+    events = []
 
-    def move(batch: str) -> str:
+    def move(batch):
         events.append(f"moved {batch}")
         return batch.upper()
 

@@ -77,8 +77,8 @@ def trained(layout: Layout, folder: Path) -> tuple[list[float], Tensors, float]:
     ids=str,
 )
 def test_clip_with_a_scalar_parameter_on_replicas_of_two_shards_equals_one_rank(
-    on_ranks, sizes: dict[str, int], tmp_path: Path
-) -> None:
+    on_ranks, sizes, tmp_path
+):
     expected, state, its_scale = trained(ALONE, tmp_path / "one")
     for norms, sharded, scale in on_ranks(sizes, trained, tmp_path / "saved"):
         assert norms == pytest.approx(expected, rel=1e-4)

@@ -17,7 +17,7 @@ BATCHES = [counting(7, 3, 11, 2, modulus=17), counting(1), counting(2)]
 def stepped(layout: Layout, names: list[str]) -> tuple[list[Tensors], Tensors, int]:
     """Outputs of batches, one of them with fewer tokens than ranks, the gradients, and calls of the quick way."""
     engine = engine_of("qwen3", layout, seed=5)
-    outs: list[Tensors] = []
+    outs = []
 
     def step(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         outs.append(engine.model(batch, names))
@@ -30,7 +30,7 @@ def stepped(layout: Layout, names: list[str]) -> tuple[list[Tensors], Tensors, i
     return detached, gradients(engine.model, layout.data_size), quick.call_count
 
 
-def test_ulysses_ranks_compute_head_gradients_in_forward(on_ranks) -> None:
+def test_ulysses_ranks_compute_head_gradients_in_forward(on_ranks):
     for names, calls in ((["loss"], 3), (["loss", "losses"], 3), (["loss", "entropy"], 0)):
         outs, grads, _ = stepped(ALONE, names)
         for found, found_grads, count in on_ranks({"ulysses": 2}, stepped, names):

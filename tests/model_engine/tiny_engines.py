@@ -50,10 +50,10 @@ def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
 def engine_of(
     model: nn.Module | str | dict[str, Any],
     layout: Layout = ALONE,
-    optimizer: Any = sgd,
-    kind: Any = LanguageModelEngine,
-    **settings: Any,
-) -> Any:
+    optimizer=sgd,
+    kind=LanguageModelEngine,
+    **settings,
+):
     """An initialized engine of a module, or of a family or config, whose weights come from the seed."""
     if isinstance(model, str):
         model = overrides_of(model)
@@ -64,12 +64,12 @@ def engine_of(
     return engine
 
 
-def loss_of(engine: Any) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
+def loss_of(engine) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
     """The `forward_step` of an SFT."""
     return lambda batch: (engine.model(batch, ["loss"])["loss"], batch.num_loss_tokens)
 
 
-def scores_of(engine: Any, entropy: float = -0.1) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
+def scores_of(engine, entropy: float = -0.1) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
     """A `forward_step` of two outputs per token."""
 
     def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def scores_of(engine: Any, entropy: float = -0.1) -> Callable[[PackedBatch], tup
     return loss
 
 
-def train(engine: Any, *batches: PackedBatch) -> Any:
+def train(engine, *batches: PackedBatch):
     return engine.train_batch(list(batches), loss_of(engine))
 
 
@@ -93,7 +93,7 @@ def shares_of(layout: Layout, shares: list[list[Any]]) -> list[Any]:
     return [one for share in share_of(layout, shares) for one in share]
 
 
-def fresh_graphs() -> Any:
+def fresh_graphs():
     """Forget compiled graphs; returns torch's statistics, such as `unique_graphs`."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -125,7 +125,7 @@ def weights(model: nn.Module) -> Tensors:
     return {name: full_tensor(param.detach()).clone() for name, param in named}
 
 
-def whole_state(engine: Any) -> Tensors:
+def whole_state(engine) -> Tensors:
     """Whole parameters and states of the optimizer, on all ranks."""
     found = weights(engine.model)
     for name, param in engine.model.named_parameters():
@@ -134,7 +134,7 @@ def whole_state(engine: Any) -> Tensors:
     return found
 
 
-def message_of(layout: Layout, build: Callable[..., Any], *args: Any) -> str:
+def message_of(layout: Layout, build: Callable[..., Any], *args) -> str:
     """The text of the user error that `build(layout, *args)` ends with; empty without one."""
     try:
         build(layout, *args)
@@ -143,9 +143,7 @@ def message_of(layout: Layout, build: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-def assert_close(
-    found: Tensors, expected: Tensors, rel: float = 1e-5, floor: float = 1.0, what: Any = ""
-) -> None:
+def assert_close(found: Tensors, expected: Tensors, rel: float = 1e-5, floor: float = 1.0, what=""):
     """The same names, and each tensor equal to `rel` of its largest value, or of `floor`."""
     assert found.keys() == expected.keys(), what
     for name, value in expected.items():
@@ -153,15 +151,13 @@ def assert_close(
         assert float((found[name] - value).abs().max()) <= bound, (what, name)
 
 
-def assert_equal(found: Tensors, expected: Tensors) -> None:
+def assert_equal(found: Tensors, expected: Tensors):
     """The same names, and bit-equal tensors."""
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-def assert_metrics(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], **rel: float
-) -> None:
+def assert_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]], **rel: float):
     """The same steps; metrics within these relative tolerances, and the same counts of data."""
     for exact in ("step", "totals"):
         assert [one.get(exact) for one in found] == [one.get(exact) for one in expected]

@@ -27,7 +27,7 @@ def one_by_one(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, 
     return torch.where(labels == IGNORE, 0.0, picked), -(log_p.exp() * log_p).sum(-1)
 
 
-def compare(device: str, chunk: int | None, tolerance: float) -> None:
+def compare(device: str, chunk: int | None, tolerance: float):
     found = []
     for compute in (lambda *given: batched_log_probs(*given, chunk=chunk), one_by_one):
         hidden, weight, labels = inputs(device)
@@ -40,11 +40,11 @@ def compare(device: str, chunk: int | None, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_batched_log_probs_equal_heads_one_by_one_with_gradients(chunk: int | None) -> None:
+def test_batched_log_probs_equal_heads_one_by_one_with_gradients(chunk):
     compare("cpu", chunk, 1e-5)
 
 
 @pytest.mark.gpu
-def test_batched_log_probs_in_bf16_on_a_gpu_equal_heads_one_by_one() -> None:
+def test_batched_log_probs_in_bf16_on_a_gpu_equal_heads_one_by_one():
     with torch.autocast("cuda", torch.bfloat16):
         compare("cuda", 4, 5e-2)

@@ -28,7 +28,7 @@ def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def images(tokens: int, window: int | None, device: str = "cpu") -> Any:
+def images(tokens: int, window: int | None, device: str = "cpu"):
     """Blocks of 40 tokens in every 100 that attend to each other; the end of a sequence cuts some of them."""
     from transformers import masking_utils as masks
 
@@ -52,7 +52,7 @@ def spec_of(options: dict[str, Any], lengths: list[int], device: str = "cpu") ->
     )
 
 
-MASKS: list[dict[str, Any]] = [
+MASKS = [
     {"causal": True},
     {"causal": False},
     {"causal": True, "window": 130},
@@ -63,7 +63,7 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options) -> None:
+def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options):
     monkeypatch.setattr(flex_attention, "_PAIRS_PER_CHUNK", 1 << 18)  # several chunks of rows
     lengths = [5, 1, 300, 128, 150, 0, 37]
     tokens, spec = sum(lengths), spec_of(options, lengths)
@@ -74,7 +74,7 @@ def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, opt
     assert full == [set(row.nonzero()[:, 0].tolist()) for row in blocks.all(3).all(1)]
 
 
-def blocks_of(mask: Any, spec: AttnSpec, queries: int, keys: int) -> Tensor:
+def blocks_of(mask, spec: AttnSpec, queries: int, keys: int) -> Tensor:
     """The pairs that the reference sees, in blocks of 128, after a comparison with those of the mask.
 
     Values are one-hot, so the reference's output names each visible pair of tokens.
@@ -91,14 +91,14 @@ def blocks_of(mask: Any, spec: AttnSpec, queries: int, keys: int) -> Tensor:
     return blocks
 
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"causal": False, "window": 50, "softcap": 3.0, "scale": 0.3},
     {"causal": True, "images": True, "sinks": True},
 ]
 
 
 def both(
-    attend: Any, options: Any, lengths: list[int], tensors: list[Tensor], weight: Tensor
+    attend, options, lengths: list[int], tensors: list[Tensor], weight: Tensor
 ) -> list[list[Tensor]]:
     """Outputs and gradients of q, k, v (and sinks): of `attend`, and of the reference in float32."""
     found = []
@@ -116,7 +116,7 @@ def both(
 @pytest.mark.slow
 def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(
     monkeypatch,
-) -> None:
+):
     """torch has no gradients of FlexAttention on CPUs, but its own dense formulas for them, which the patch allows."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
@@ -135,11 +135,11 @@ def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer
     assert counter.frame_count == len(OPTIONS)  # whatever the lengths
 
 
-def sees(mask: Any, query: int, key: int) -> bool:
+def sees(mask, query: int, key: int) -> bool:
     return bool(mask.mask_mod(0, 0, torch.tensor(query), torch.tensor(key)))
 
 
-def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> None:
+def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch):
     built = []
     build = flex_attention._block_mask
     counted = lambda *args: (built.append(1), build(*args))[1]  # noqa: E731
@@ -168,7 +168,7 @@ def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> Non
     assert len(flex_attention._BLOCK_MASKS) == before
 
 
-def test_block_mask_built_in_inference_mode_is_usable_in_training() -> None:
+def test_block_mask_built_in_inference_mode_is_usable_in_training():
     spec = AttnSpec(cu_seqlens_of([4, 6]), 6)
     with torch.inference_mode():
         mask = block_mask_of(spec, 10)
@@ -177,13 +177,13 @@ def test_block_mask_built_in_inference_mode_is_usable_in_training() -> None:
     assert not mask.kv_indices.is_inference()
 
 
-def layer(way: str = "plain") -> Any:
+def layer(way: str = "plain"):
     """What a model's layer calls, with the signature of a kernel."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
         size = (1, 1, q.shape[1], q.shape[1])
         mask = None if spec.mask_function is None else Overlay(spec.mask_function, size)
-        named: dict[str, Any] = {
+        named = {
             "scaling": spec.scale,
             "is_causal": spec.causal,
             "softcap": spec.softcap,
@@ -231,9 +231,7 @@ CAPPED = {"causal": True, "window": 100, "softcap": 3.0, "heads": (8, 2), "sizes
     ],
     ids=str,
 )
-def test_flex_attention_on_gpu_equals_reference_in_float32(
-    monkeypatch, options: dict[str, Any]
-) -> None:
+def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options):
     calls, compiled = [], flex_attention._compiled
     monkeypatch.setattr(flex_attention, "_compiled", lambda: (calls.append(1), compiled())[1])
     (heads, kv_heads), (size, v_size) = options["heads"], options["sizes"]
@@ -251,7 +249,7 @@ def test_flex_attention_on_gpu_equals_reference_in_float32(
 
 
 @pytest.mark.gpu
-def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync() -> None:
+def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync():
     g = torch.Generator().manual_seed(1)
     packs = []
     for _ in range(20):
@@ -263,7 +261,7 @@ def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync(
     sizes = {round_up_to_bucket(tensors[0].shape[1], 1024) for tensors, _ in packs}
     assert 1 < len(sizes) < 4
 
-    def forward_and_backward() -> None:
+    def forward_and_backward():
         for tensors, spec in packs:
             out = layer()(*tensors, spec)
             torch.autograd.grad(out.sum(), tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def in_columns(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return tuple(one.flatten(0, 1).t().contiguous().t() for one in tensors)
 
 
-def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> None:
+def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row():
     plain, low = layers()
     expected, found = (run(layer, *inputs()) for layer in (plain, low))
     for name in ("out", "x"):
@@ -60,13 +59,13 @@ def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> No
         assert found[name].dtype == torch.float32
 
 
-def test_fp8_linear_of_transposed_input_multiplies_row_major_operands(monkeypatch) -> None:
+def test_fp8_linear_of_transposed_input_multiplies_row_major_operands(monkeypatch):
     """As after a convolution over time; GEMMs on a GPU refuse others. Sums over tokens are not of fewer bits."""
-    operands: list[Tensor] = []
-    is_fast: list[bool] = []
+    operands = []
+    is_fast = []
     real = fp8._matmul_transposed
 
-    def multiply(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, fast: bool = True) -> Tensor:
+    def multiply(a, a_scale, b, b_scale, fast=True):
         operands.extend((a, b))
         is_fast.append(fast)
         return real(a, a_scale, b, b_scale, fast)
@@ -79,7 +78,7 @@ def test_fp8_linear_of_transposed_input_multiplies_row_major_operands(monkeypatc
     assert is_fast == [True, True, False] * 2  # outputs, gradients of inputs and of weights
 
 
-def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> None:
+def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits():
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(200, 16, generator=g) * torch.linspace(-30, 30, 200).exp2()[:, None]
     rows[:3], rows[3] = 448 * 2.0 ** torch.arange(3)[:, None], 0
@@ -94,16 +93,14 @@ def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> No
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
-def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(
-    tokens: int, weight_gradients: bool
-) -> None:
+def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens, weight_gradients):
     """By what torch checks of tensors without values: orders in memory, sizes, one scale or one of each row."""
 
     class Context:
         needs_input_grad = True, False, True
         saved_tensors: tuple[Tensor, ...] = ()
 
-        def save_for_backward(self, *tensors: Tensor) -> None:
+        def save_for_backward(self, *tensors):
             self.saved_tensors = tensors
 
     with FakeTensorMode():
@@ -119,7 +116,7 @@ def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 79])
-def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(tokens: int) -> None:
+def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(tokens):
     """Whether or not their number is a multiple of 16; small values of one input, large ones of one output."""
     _, low = layers(weight_gradients=True)
     x, d = (one.flatten(0, 1)[1 : 1 + tokens] for one in inputs())  # without the outlier
@@ -137,7 +134,7 @@ def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(token
         assert 0.005 < float(apart.max()) < 0.07, dim
 
 
-def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:
+def test_fp8_weight_gradient_of_no_tokens_is_zero():
     _, low = layers(weight_gradients=True)
     assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))[
         "weight"
@@ -145,7 +142,7 @@ def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad: float) -> None:
+def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad):
     """So that the step is skipped; rows of other tokens stay as they are."""
     _, low = layers(weight_gradients=True)
     x, d = (one.flatten(0, 1) for one in inputs())
@@ -158,7 +155,7 @@ def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad: float) -> No
     assert not found["weight"][5].isfinite().any()
 
 
-def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> None:
+def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear():
     plain, low = layers()
     x = inputs()[0]
     assert torch.equal(plain(x), low(x))
@@ -170,12 +167,12 @@ def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> N
     assert not any(fp8.fits(odd) for odd in (nn.Linear(20, 32), nn.Linear(32, 10)))
 
 
-def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs() -> None:
+def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs():
     """For the first number of tokens, and for all others, whether or not they are multiples of 16."""
     check_compiled("cpu", "aot_eager", tolerance=0.0)
 
 
-def check_compiled(device: str, backend: str, tolerance: float) -> None:
+def check_compiled(device: str, backend: str, tolerance: float):
     _, low = layers(device, weight_gradients=True)
     stats = fresh_graphs()
     compiled = torch.compile(low, backend=backend, fullgraph=True)
@@ -191,7 +188,7 @@ def check_compiled(device: str, backend: str, tolerance: float) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_ends() -> None:
+def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_ends():
     _, low = layers()
     x = inputs()[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -202,14 +199,14 @@ def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_end
         assert not torch.equal(low(x), expected)
 
 
-def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
+def test_fp8_linear_frozen_weight_does_not_save_its_input():
     kept = []
     for trains in (True, False):
         _, low = layers()
         low.requires_grad_(trains)
-        sizes: list[int] = []
+        sizes = []
 
-        def keep(x: Tensor, sizes: list[int] = sizes) -> Tensor:
+        def keep(x, sizes=sizes):
             sizes.append(x.numel())
             return x
 
@@ -221,19 +218,19 @@ def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
     assert kept == [True, False]
 
 
-def engine(**how: Any) -> Any:
+def engine(**how):
     return engine_of("qwen3", optimizer=lambda model: adamw(model, 3e-3), **how)
 
 
-def step(part: Any) -> float:
+def step(part) -> float:
     numbers = train(part, counting(30, 12, 50, modulus=7))
     return float(numbers.loss_sum / numbers.weight)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_fp8_model_losses_follow_those_of_bf16(checkpointing: str) -> None:
+def test_fp8_model_losses_follow_those_of_bf16(checkpointing):
     """With weight gradients in FP8 as well."""
-    losses: dict[bool, list[float]] = {}
+    losses = {}
     for low in (False, True):
         how = {"fp8": low, "fp8_weight_gradients": low}
         part = engine(precision="bf16", activation_checkpointing=checkpointing, **how)
@@ -246,7 +243,7 @@ def test_fp8_model_losses_follow_those_of_bf16(checkpointing: str) -> None:
     assert losses[True][-1] < 0.8 * losses[True][0]
 
 
-def test_fp8_setting_by_part_is_applied() -> None:
+def test_fp8_setting_by_part_is_applied():
     for how, has_weight_gradients in (
         ({"fp8": {"llm": True}}, False),
         ({"fp8": True, "fp8_weight_gradients": True}, True),
@@ -269,12 +266,12 @@ def test_fp8_setting_by_part_is_applied() -> None:
     ],
     ids=str,
 )
-def test_fp8_setting_that_cannot_be_raises(how: dict[str, Any], message: str) -> None:
+def test_fp8_setting_that_cannot_be_raises(how, message):
     with pytest.raises(UserError, match=message):
         engine(**{"precision": "bf16", **how})
 
 
-def test_fp8_of_a_model_without_layers_that_fit_raises() -> None:
+def test_fp8_of_a_model_without_layers_that_fit_raises():
     odd = {**overrides_of("qwen3"), "hidden_size": 24, "intermediate_size": 40}
     with pytest.raises(UserError, match="no block of LanguageModel has linear layers"):
         engine_of(odd, precision="bf16", fp8=True)
@@ -283,9 +280,9 @@ def test_fp8_of_a_model_without_layers_that_fit_raises() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("weight_gradients", [False, True])
-def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) -> None:
+def test_fp8_linear_on_gpu_equals_cpu(weight_gradients, transposed):
 
-    def results(device: str) -> dict[str, Tensor]:
+    def results(device):
         given = in_columns(inputs(device)) if transposed else inputs(device)
         return run(layers(device, weight_gradients)[1], *given)
 
@@ -296,5 +293,5 @@ def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) 
 
 
 @pytest.mark.gpu
-def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs() -> None:
+def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs():
     check_compiled("cuda", "inductor", tolerance=0.01)

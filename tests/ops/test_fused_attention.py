@@ -7,7 +7,6 @@ import sys
 import tomllib
 import types
 from importlib.metadata import PackageNotFoundError
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.cudnn_attention import Plan
 
 needs_cudnn = pytest.mark.gpu(package="cudnn")
-MODULES: dict[str, Any] = {"flash": flash_attention, "cudnn": cudnn_attention}
+MODULES = {"flash": flash_attention, "cudnn": cudnn_attention}
 
 
-def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None) -> None:
+def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None):
     """Let `varlen_attention` find one of the kernels, or none."""
     if kernel is not None and not MODULES[kernel].INSTALLED:
         pytest.skip(f"the package of {kernel} is not installed")
@@ -34,7 +33,7 @@ def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None) -> None:
             monkeypatch.setattr(module, "INSTALLED", False)
 
 
-def count_calls(monkeypatch, module: Any, name: str, calls: list[str], what: str) -> None:
+def count_calls(monkeypatch, module, name: str, calls: list[str], what: str):
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: (calls.append(what), real(*args))[1])
 
@@ -43,12 +42,12 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().cuda()
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor], most: float = 1e-2) -> None:
+def assert_near(found: list[Tensor], expected: list[Tensor], most: float = 1e-2):
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < most
 
 
-def test_plan_packs_of_all_sizes_share_few_plans() -> None:
+def test_plan_packs_of_all_sizes_share_few_plans():
     """A plan takes a tenth of a second or more to build; one per pack would cost more than the kernel saves."""
     g = torch.Generator().manual_seed(0)
     plans = set()
@@ -83,15 +82,15 @@ def test_plan_packs_of_all_sizes_share_few_plans() -> None:
     ids=str,
 )
 def test_fused_attention_output_and_gradients_equal_torch_varlen(
-    monkeypatch, kernel: str, way: str, options: dict[str, Any], heads: Any, size: int
-) -> None:
+    monkeypatch, kernel, way, options, heads, size
+):
     if kernel == "flash" and size not in flash_attention.HEADS:
         pytest.skip(f"cuDNN computes heads of {size}")
     is_common = size <= cudnn_attention.COMMON_HEAD
     if kernel == "cudnn" and not is_common and not cudnn_attention.can_build(0, size):
         pytest.skip(f"this cuDNN has no kernels for heads of {size}")
     use_only(monkeypatch, kernel)
-    calls: list[str] = []
+    calls = []
     count_calls(monkeypatch, flash_attention, "_arguments", calls, "flash")
     count_calls(monkeypatch, cudnn_attention, "run", calls, "cudnn")
     lengths = [5, 1, 140, 70, 300]
@@ -101,10 +100,10 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
     given = [torch.randn(shape, generator=g).cuda().bfloat16() for shape in shapes]
     weight = torch.randn(1, sum(lengths), heads[0], size, generator=g).cuda().bfloat16()
 
-    def once(kind: str) -> list[Tensor]:
+    def once(kind):
         tensors = [x.clone().requires_grad_() for x in given]
 
-        def attended(*qkv: Tensor) -> Tensor:
+        def attended(*qkv):
             return packed_attention(nn.Identity(), *qkv, None, **where, **options)[0]
 
         if kind == "compiled":
@@ -127,19 +126,17 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
     [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)],
     ids=str,
 )
-def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
-    monkeypatch, heads: tuple[int, int], size: int, causal: bool
-) -> None:
+def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(monkeypatch, heads, size, causal):
     """NaN before and after all tensors, in the outputs and in the workspace; lengths around those of tiles."""
 
-    def inside(*shape: int, dtype: torch.dtype = torch.bfloat16, fill: Any = None) -> Tensor:
+    def inside(*shape, dtype=torch.bfloat16, fill=None):
         values = torch.randn(shape, device="cuda")
         if fill is not None:
             values.fill_(fill)
         around = torch.full((values.numel() + (2 << 20),), torch.nan, device="cuda", dtype=dtype)
         return around[1 << 20 : -1 << 20].view(shape).copy_(values)
 
-    def filled(*sizes: Any, **options: Any) -> Tensor:
+    def filled(*sizes, **options):
         made = empty(*sizes, **options)
         return made.fill_(255) if options.get("dtype") == torch.uint8 else made
 
@@ -161,7 +158,7 @@ def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", MODULES)
-def test_fused_attention_slices_of_one_tensor_equal_their_copies(monkeypatch, kernel: str) -> None:
+def test_fused_attention_slices_of_one_tensor_equal_their_copies(monkeypatch, kernel):
     """Encoders compute queries, keys and values by one GEMM."""
     use_only(monkeypatch, kernel)
     spec = AttnSpec(cu_seqlens_of([500, 200, 300]), 500, causal=False)
@@ -177,8 +174,8 @@ def test_fused_attention_slices_of_one_tensor_equal_their_copies(monkeypatch, ke
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", MODULES)
 def test_fused_attention_deterministic_algorithms_enabled_repeats_gradients_bit_by_bit(
-    monkeypatch, kernel: str
-) -> None:
+    monkeypatch, kernel
+):
     use_only(monkeypatch, kernel)
     spec = AttnSpec(cu_seqlens_of([500, 200, 1300]), 1300)
     made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -196,8 +193,8 @@ def test_fused_attention_deterministic_algorithms_enabled_repeats_gradients_bit_
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", MODULES)
 def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_is(
-    monkeypatch, kernel: str
-) -> None:
+    monkeypatch, kernel
+):
     """Lengths around those of tiles, and an empty sequence. FlashAttention 4 reads keys behind the end of a sequence
     and multiplies them by zero, so its neighbours must be finite; cuDNN's may be NaN."""
     use_only(monkeypatch, kernel)
@@ -207,7 +204,7 @@ def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_i
     g = torch.Generator().manual_seed(0)
     given = [torch.randn(h, sum(lengths), 128, generator=g).cuda().bfloat16() for h in (8, 2, 2, 8)]
 
-    def gradients(tensors: list[Tensor], offsets: Tensor) -> list[Tensor]:
+    def gradients(tensors, offsets):
         *qkv, d_out = (x.clone().requires_grad_() for x in tensors)
         out = varlen_attention(*qkv, AttnSpec(offsets, 700))
         return [out.detach(), *torch.autograd.grad(out, qkv, d_out.detach())]
@@ -225,12 +222,10 @@ def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_i
 @pytest.mark.parametrize(
     ("version", "used"), [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)]
 )
-def test_flash_attention_other_versions_are_not_used(
-    monkeypatch, version: str | None, used: bool
-) -> None:
+def test_flash_attention_other_versions_are_not_used(monkeypatch, version, used):
     """The extra `cuda` installs the one that is."""
 
-    def installed(name: str) -> str:
+    def installed(name):
         if version is None:
             raise PackageNotFoundError(name)
         return version
@@ -243,11 +238,11 @@ def test_flash_attention_other_versions_are_not_used(
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError])
-def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, logged, error) -> None:
+def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, logged, error):
     """The package needs libraries of its own, which may be of another version."""
 
     class Broken(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             raise error(name)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
@@ -268,9 +263,7 @@ def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, log
     ("cuda", "capability", "runs"),
     [("13.0", 9, True), ("12.8", 9, False), (None, 9, False), ("13.0", 10, False)],
 )
-def test_flash_attention_runs_on_hopper_with_cuda_13(
-    monkeypatch, cuda: str | None, capability: int, runs: bool
-) -> None:
+def test_flash_attention_runs_on_hopper_with_cuda_13(monkeypatch, cuda, capability, runs):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     assert flash_attention.runs_on(0) is runs
@@ -289,30 +282,26 @@ def test_flash_attention_runs_on_hopper_with_cuda_13(
     ],
     ids=str,
 )
-def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(
-    monkeypatch, change: dict[str, Any], used: bool
-) -> None:
-    asked: dict[str, Any] = {"dtype": torch.bfloat16, "size": 128, "longest": 129, **change}
+def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(monkeypatch, change, used):
+    asked = {"dtype": torch.bfloat16, "size": 128, "longest": 129, **change}
     options = {key: asked[key] for key in ("window", "causal") if key in asked}
     monkeypatch.setattr(flash_attention, "INSTALLED", True)
     monkeypatch.setattr(flash_attention, "_can_run", lambda _: True)
     shape = (4, 300, asked["size"])
-    q: Any = types.SimpleNamespace(is_cuda=True, dtype=asked["dtype"], shape=shape)
+    q = types.SimpleNamespace(is_cuda=True, dtype=asked["dtype"], shape=shape)
     q.device = torch.device("cuda", 0)
     q.numel = lambda: 4 * 300 * asked["size"]
-    keys: Any = types.SimpleNamespace(numel=lambda: asked.get("keys", 300) * 128)
+    keys = types.SimpleNamespace(numel=lambda: asked.get("keys", 300) * 128)
     boundaries = torch.zeros(asked.get("sequences", 256) + 1)
     spec = AttnSpec(boundaries, asked["longest"], **options)
     assert flash_attention.is_supported(q, spec, keys) is used
 
 
 @pytest.mark.parametrize(("window", "left"), [(0, None), (3, 2)])
-def test_flash_attention_arguments_have_boundaries_scale_and_window(
-    monkeypatch, window: int, left: int | None
-) -> None:
-    given: list[dict[str, Any]] = []
+def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch, window, left):
+    given = []
 
-    def kernel(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    def kernel(*tensors, **options):
         given.append(options)
         return tensors
 
@@ -338,9 +327,9 @@ def test_flash_attention_arguments_have_boundaries_scale_and_window(
     [(9, True, 1, 0), (9, False, 0, 1), (8, False, 0, 0)],
 )
 def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
-    monkeypatch, capability: int, installed: bool, loaded: int, hints: int
-) -> None:
-    calls: list[str] = []
+    monkeypatch, capability, installed, loaded, hints
+):
+    calls = []
     monkeypatch.setattr(flash_attention, "runs_on", lambda _: capability == 9)
     monkeypatch.setattr(flash_attention, "INSTALLED", installed)
     monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_engines import Tensors, counting, engine_of, fresh_graphs, gradients, train
-from torch import Tensor
 
 from mvp_engine.ops import (
     attention,
@@ -19,11 +18,11 @@ from mvp_engine.ops.attention import AttnSpec, varlen_attention
 MODULES = [attention, cudnn_attention, flash_attention, flex_attention, reference_attention]
 
 
-def stepped(engine: object) -> Tensors:
+def stepped(engine) -> Tensors:
     """The loss and the gradients of one step."""
-    engine.optimizer_zero_grad()  # type: ignore[attr-defined]
+    engine.optimizer_zero_grad()
     loss = train(engine, counting(30, 12, 50, modulus=7)).loss_sum
-    return {"loss": loss, **gradients(engine.model)}  # type: ignore[attr-defined]
+    return {"loss": loss, **gradients(engine.model)}
 
 
 def attributes() -> dict[tuple[str, str], int]:
@@ -32,7 +31,7 @@ def attributes() -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.slow
-def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged() -> None:
+def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged():
     graphs = fresh_graphs()
     plain = engine_of("qwen3", seed=3)
     alone = stepped(plain)
@@ -57,11 +56,11 @@ def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged(
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_varlen_attention_in_a_compiled_function_is_not_recompiled_per_number_of_sequences(
-    softcap: float | None,
-) -> None:
+    softcap,
+):
     graphs = fresh_graphs()
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def layer(q, k, v, cu_seqlens):
         spec = AttnSpec(cu_seqlens, 20, softcap=softcap)
         return varlen_attention(q * 2, k, v, spec) + 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ RANKS = 4
 CPU = torch.device("cpu")
 
 
-def shard_of(rank: int, lengths: list[int], device: str = "cpu") -> Any:
+def shard_of(rank: int, lengths: list[int], device: str = "cpu"):
     """What attention reads of a ContextShard."""
     of_ranks = zigzag(lengths, RANKS)
     chunks = of_ranks[rank]
@@ -61,9 +60,7 @@ def part_of(
     "extra", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.3, -0.2, 1.0, 0.5])}], ids=str
 )
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
-    options: dict[str, Any], extra: dict[str, Any]
-) -> None:
+def test_reference_on_chunks_of_queries_equals_the_whole_sequences(options, extra):
     g = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(heads, sum(LENGTHS), 8, generator=g, requires_grad=True) for heads in (4, 2, 2)
@@ -84,7 +81,7 @@ def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(options) -> None:
+def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(options):
     spec = spec_of(options, LENGTHS)
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, LENGTHS)
@@ -95,9 +92,7 @@ def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(opt
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "varlen", "flex"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 130}], ids=str)
-def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
-    monkeypatch, kernel: str, options: dict[str, Any]
-) -> None:
+def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(monkeypatch, kernel, options):
     use_only(monkeypatch, kernel if kernel in MODULES else None)
     if kernel == "flex":
         monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
@@ -121,7 +116,7 @@ def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
         assert_near(*results)
 
 
-def test_key_exchange_sends_each_rank_the_rows_that_it_needs() -> None:
+def test_key_exchange_sends_each_rank_the_rows_that_it_needs():
     """Rows of a plan of each rank, sent by hand, arrive as the keys of the plan; only needed rows travel."""
     lengths = [40, 3, 70, 9]
     of_ranks = zigzag(lengths, RANKS)
@@ -139,7 +134,7 @@ def test_key_exchange_sends_each_rank_the_rows_that_it_needs() -> None:
             assert sorted(arrived.tolist()) == sorted(set(plan.keys.tokens.tolist()))
 
 
-def test_key_exchange_of_whole_sequences_sends_nothing_to_other_ranks() -> None:
+def test_key_exchange_of_whole_sequences_sends_nothing_to_other_ranks():
     of_ranks = zigzag([64] * RANKS, RANKS)
     for rank in range(RANKS):
         plan = KeyExchange.of(of_ranks, rank, causal_keys(None), CPU)
@@ -147,7 +142,7 @@ def test_key_exchange_of_whole_sequences_sends_nothing_to_other_ranks() -> None:
         assert plan.sent == plan.received == only_itself
 
 
-def test_key_exchange_of_a_window_receives_the_window_before_each_chunk() -> None:
+def test_key_exchange_of_a_window_receives_the_window_before_each_chunk():
     chunks = [[Chunk(0, 10, 0, 40), Chunk(30, 40, 0, 40)], [Chunk(10, 30, 0, 40)]]
     plans = [KeyExchange.of(chunks, rank, causal_keys(4), CPU) for rank in range(2)]
     assert [plan.received for plan in plans] == [(20, 3), (3, 20)]
@@ -155,7 +150,7 @@ def test_key_exchange_of_a_window_receives_the_window_before_each_chunk() -> Non
     assert plans[0].keys.cu_seqlens.tolist() == [0, 10, 23]
 
 
-def test_context_spec_of_whole_sequences_is_that_of_an_ordinary_pack() -> None:
+def test_context_spec_of_whole_sequences_is_that_of_an_ordinary_pack():
     lengths = [32] * RANKS
     spec = AttnSpec(offsets_of(lengths, CPU), 32)
     for rank in range(RANKS):
@@ -169,7 +164,7 @@ def test_context_spec_of_whole_sequences_is_that_of_an_ordinary_pack() -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_select_gives_a_row_the_sum_of_the_gradients_of_its_copies(rank: int) -> None:
+def test_select_gives_a_row_the_sum_of_the_gradients_of_its_copies(rank):
     keys = shard_of(rank, LENGTHS).keys(None).keys
     received = torch.randn(int(keys.rows.max()) + 1, 3, requires_grad=True)
     weight = torch.randn(len(keys.rows), 3)

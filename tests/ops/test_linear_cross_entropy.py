@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from mvp_engine.distributed import Layout
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
 
-WAYS: list[dict[str, Any]] = [
+WAYS = [
     {},
     {"scale": 0.3},
     {"softcap": 2.0},
@@ -44,9 +44,7 @@ def inputs_without_excluded_labels(bias: bool = False) -> Inputs:
     return hidden, weight, labels.masked_fill(is_excluded, IGNORE), bias_V
 
 
-def plain(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any
-) -> tuple[Tensor, ...]:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how) -> tuple[Tensor, ...]:
     logits = torch.nn.functional.linear(hidden, weight, bias) * how.get("scale", 1.0)
     if cap := how.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
@@ -58,7 +56,7 @@ def plain(
 
 
 def plain_without_excluded(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how
 ) -> tuple[Tensor, ...]:
     """`plain` on the other rows of the vocabulary alone."""
     kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
@@ -67,13 +65,13 @@ def plain_without_excluded(
     return plain(hidden, weight[kept], labels, None if bias is None else bias[kept], **how)
 
 
-def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean: Any = 0.0) -> Tensor:
+def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean=0.0) -> Tensor:
     weights = torch.linspace(-1, 1, len(log_probs))
     others = 0.3 * entropy + 0.01 * log_z.square()
     return (log_probs * weights + others * weights.flip(0) + 0.2 * mean).sum()
 
 
-def assert_close(found: Any, expected: Any, atol: float = 1e-6) -> None:
+def assert_close(found, expected, atol: float = 1e-6):
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=atol)
 
@@ -85,9 +83,7 @@ def gradients(given: Inputs) -> list[Tensor]:
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [5, 23, 64])
-def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(
-    how: dict[str, Any], bias: bool, chunk: int
-) -> None:
+def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how, bias, chunk):
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     found = linear_log_probs(*ours, **how, chunk=chunk, mean=True)
     expected = plain(*theirs, **how)
@@ -99,9 +95,7 @@ def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_loss_values_and_gradients_equal_plain_pytorch(
-    how: dict[str, Any], bias: bool
-) -> None:
+def test_linear_loss_values_and_gradients_equal_plain_pytorch(how, bias):
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     found, losses = linear_loss(*ours, **how, chunk=5)
     log_probs = plain(*theirs, **how)[0]
@@ -115,13 +109,13 @@ def test_linear_loss_values_and_gradients_equal_plain_pytorch(
         assert torch.allclose(linear_loss(*ours, **how, chunk=5)[0], expected, rtol=1e-5)
 
 
-def test_linear_log_probs_passes_gradcheck() -> None:
+def test_linear_log_probs_passes_gradcheck():
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 3, generator=g, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([0, IGNORE, 5, 2])
 
-    def loss(h: Tensor, w: Tensor) -> Tensor:
+    def loss(h, w):
         return linear_log_probs(h, w, labels, softcap=3.0, temperature=0.8, chunk=3)[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight), eps=1e-3, atol=2e-3)
@@ -130,13 +124,13 @@ def test_linear_log_probs_passes_gradcheck() -> None:
 class Alive(TorchDispatchMode):
     """Counts the peak of elements in tensors made inside the context, and the collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.elements = self.collectives = 0
-        self._theirs: set[int] = set()  # storages made outside of the context
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._theirs = set()  # storages made outside of the context
+        self._made = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
         given = [one.untyped_storage() for one in tree_leaves(args) if isinstance(one, Tensor)]
         self._theirs |= {storage._cdata for storage in given} - set(self._made)
@@ -154,14 +148,14 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_linear_log_probs_and_loss_never_hold_all_logits() -> None:
+def test_linear_log_probs_and_loss_never_hold_all_logits():
     tokens, width, vocab, chunk = 1024, 4, 1000, 64
 
-    def scores(*given: Any) -> Tensor:
-        scores: Any = linear_log_probs(*given, chunk=chunk, mean=True)
+    def scores(*given):
+        scores = linear_log_probs(*given, chunk=chunk, mean=True)
         return torch.stack([score.sum() for score in scores]).sum()
 
-    def peak(loss: Any) -> int:
+    def peak(loss):
         given = inputs(tokens, width, vocab)
         with Alive() as alive:
             loss(*given).backward()
@@ -173,7 +167,7 @@ def test_linear_log_probs_and_loss_never_hold_all_logits() -> None:
     assert peak(lambda *given: plain(*given)[0].sum()) >= tokens * vocab
 
 
-def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_weight() -> None:
+def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_weight():
     ours, exact = inputs(64, 32, 200), inputs(64, 32, 200)
     with torch.autocast("cpu", torch.bfloat16):
         low = linear_log_probs(*ours, chunk=16)[0]
@@ -184,7 +178,7 @@ def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_wei
     assert 0 < difference < 2e-2
 
 
-def test_linear_log_probs_frozen_weight_gets_no_gradient() -> None:
+def test_linear_log_probs_frozen_weight_gets_no_gradient():
     hidden, weight, labels, _ = inputs()
     linear_log_probs(hidden, weight.detach(), labels, chunk=8)[0].sum().backward()
     assert hidden.grad is not None
@@ -194,9 +188,7 @@ def test_linear_log_probs_frozen_weight_gets_no_gradient() -> None:
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("only_loss", [False, True])
-def test_excluded_rows_have_neither_probability_nor_gradient(
-    how: dict[str, Any], bias: bool, only_loss: bool
-) -> None:
+def test_excluded_rows_have_neither_probability_nor_gradient(how, bias, only_loss):
     ours, theirs = inputs_without_excluded_labels(bias), inputs_without_excluded_labels(bias)
     expected = plain_without_excluded(*theirs, **how)
     if only_loss:
@@ -225,7 +217,7 @@ def rows_of(given: Inputs, start: int, end: int) -> Inputs:
     )
 
 
-def on_shard(given: Inputs, start: int, **how: Any) -> Any:
+def on_shard(given: Inputs, start: int, **how):
     return linear_log_probs(*given, **how, group=dist.group.WORLD, vocab_start=start)
 
 
@@ -242,7 +234,7 @@ def of_shard(layout: Layout, cuts: list[int], ways: list[dict[str, Any]]) -> lis
 
 
 @pytest.mark.parametrize("cuts", [[0, 25, 50], [0, 17, 50], [0, 49, 50]], ids=str)
-def test_linear_log_probs_sharded_vocabulary_equals_unsharded(on_ranks, cuts: list[int]) -> None:
+def test_linear_log_probs_sharded_vocabulary_equals_unsharded(on_ranks, cuts):
     every = itertools.product((False, True), WAYS, (5, 64))
     ways = [(bias, {**how, "chunk": chunk}) for bias, how, chunk in every]
     for (bias, how), *shards in zip(
@@ -271,7 +263,7 @@ def of_shard_with_excluded(layout: Layout, how: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", [WAYS[0], WAYS[3]], ids=str)
-def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(on_ranks, how) -> None:
+def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(on_ranks, how):
     given = inputs_without_excluded_labels()
     expected = plain_without_excluded(*given, **how)
     loss_of(*expected[:3]).backward()
@@ -297,7 +289,7 @@ def peak_and_collectives(layout: Layout, tokens: int, vocab: int, chunk: int) ->
     return [max(peaks), *collectives]
 
 
-def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(on_ranks) -> None:
+def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(on_ranks):
     tokens, vocab, chunk = 1024, 1000, 64
     found = on_ranks({"tensor": 2}, peak_and_collectives, tokens, vocab, chunk)
     for elements, *collectives in found:
@@ -313,19 +305,19 @@ def label_past_the_vocabulary(layout: Layout) -> tuple[float, float]:
     return float(log_probs[1]), float(log_probs[2:].sum())
 
 
-def test_linear_log_probs_label_that_no_rank_owns_gives_minus_infinity(on_ranks) -> None:
+def test_linear_log_probs_label_that_no_rank_owns_gives_minus_infinity(on_ranks):
     for past_the_end, rest in on_ranks({"tensor": 2}, label_past_the_vocabulary):
         assert past_the_end == float("-inf")
         assert abs(rest) < float("inf")
 
 
-def test_linear_log_probs_vocab_start_without_group_raises() -> None:
+def test_linear_log_probs_vocab_start_without_group_raises():
     with pytest.raises(ValueError, match="group and vocab_start go together"):
         linear_log_probs(*inputs(), vocab_start=0)
 
 
 @pytest.mark.gpu
-def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -> None:
+def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32():
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(700, 64, generator=g).cuda()
     weight = torch.randn(5000, 64, generator=g).cuda() * 0.2
