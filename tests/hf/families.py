@@ -284,7 +284,7 @@ def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, d
     patches = int(grid.prod())
     of_images = {"image_grid_thw": grid}
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(*shape, generator=g)
 
     if form == "patches":

@@ -64,7 +64,7 @@ def add_bfloat16():
     np_dtype = interpreter._get_np_dtype
     load, store, fabs = builder.create_masked_load, builder.create_masked_store, builder.create_fabs
 
-    def is_bfloat16(dtype) -> bool:
+    def is_bfloat16(dtype):
         return getattr(dtype, "scalar", dtype) == tl.bfloat16
 
     def round_result(handle):

@@ -100,7 +100,7 @@ def outputs_and_gradients(
     engine.model.train(mode)
     found = {}
 
-    def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(micro_batch):
         log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]
         found["log-probs"] = log_probs.detach()
         return log_probs.sum(), micro_batch.num_loss_tokens

@@ -145,7 +145,7 @@ def read_slices(layout: Layout, path: Path) -> tuple[int, list[dict[str, torch.T
     counted = [0]
     real = WeightFiles.read
 
-    def read(self: WeightFiles, key: str, index=()) -> torch.Tensor:
+    def read(self, key, index=()):
         value = real(self, key, index)
         counted[0] += value.numel()
         return value
@@ -233,7 +233,7 @@ def export_on_two_ranks(
     before = []
     real = hf_export.write_safetensors
 
-    def write(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]):
+    def write(tensors, file, metadata):
         alive = sum(reference() is not None for reference in before)
         written.append((file.name, sum(value.nbytes for value in tensors.values()), alive))
         before[:] = [weakref.ref(value) for value in tensors.values()]
@@ -243,10 +243,10 @@ def export_on_two_ranks(
 
     state = engine.model.state_dict()
 
-    def on_meta(name: str) -> torch.Tensor:
+    def on_meta(name):
         return torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
 
-    def export(layout: Layout):
+    def export(layout):
         hf_export.export(
             engine.model.export_target(torch.float32),
             path / "out",

@@ -60,7 +60,7 @@ def stepped(layout: Layout) -> tuple[Tensors, list[int]]:
     engine = stack_engine(layout, clip_grad_norm=None)
     held = []
 
-    def forward(batch) -> tuple[Tensor, int]:
+    def forward(batch):
         params = [param for group in groups_of(engine) for param in group.fsdp_params]
         whole = [param for param in params if hasattr(param, "_unsharded_param")]
         grads = [param.unsharded_accumulated_grad for param in whole]
@@ -92,7 +92,7 @@ def gathers(layout: Layout) -> tuple[Tensors, Tensors, list[int]]:
     engine = stack_engine(layout, precision="bf16")
     batches = [(row, (0, 1, 2, 3), True) for row in rows(3, seed=layout.world.rank)]
 
-    def forward(batch) -> tuple[Tensor, int]:
+    def forward(batch):
         return engine.model(*batch).float().square().sum(), len(batch[0])
 
     engine.train_batch(batches, forward)

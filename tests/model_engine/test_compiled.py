@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
@@ -58,7 +57,7 @@ def stepped(layout: Layout, name: str, **how) -> Found:
     stats = fresh_graphs()
     outs, graphs = [], []
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(batch):
         out = engine.model(batch, ["log_probs"])["log_probs"]
         outs.append(out.detach())
         return -out.sum() / 100, batch.num_loss_tokens

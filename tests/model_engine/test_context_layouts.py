@@ -8,9 +8,7 @@ import pytest
 import torch
 from tiny_engines import ALONE, CAMPAIGN, Tensors, assert_close, engine_of, gradients
 from tiny_models import build_model, packs_of
-from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.hf import LanguageModel
 
@@ -30,7 +28,7 @@ def stepped(name: str, layout: Layout) -> Found:
     engine.model.eval()
     outs = []
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(batch):
         out = engine.model(batch, OUTPUTS)
         outs.append({key: value.detach() for key, value in out.items()})
         # Uneven weights: a gradient that reached another token would show.

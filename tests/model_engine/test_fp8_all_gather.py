@@ -246,7 +246,7 @@ def losses_with_lora(layout: Layout, base: Path) -> tuple[list[float], set[Any]]
     before = weights(engine.model)
     kinds = set()
 
-    def note(layer: nn.Module, _):
+    def note(layer, _):
         kinds.add((type(layer.weight), layer.weight.requires_grad))
 
     for layer in engine.model.modules():

@@ -81,7 +81,7 @@ def batches(count: int) -> list[dict[str, Any]]:
 
 
 def forward(model: nn.Module, scale: float = 1.0):
-    def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
+    def step(batch):
         return scale * model(**batch).float().square().sum(), len(batch["tokens"])
 
     return step
@@ -190,7 +190,7 @@ def test_rank_with_fewer_micro_batches_runs_dummy_forwards(on_ranks):
 def forwards(layout: Layout) -> tuple[int, int]:
     part, data, calls = engine_on(layout), batches(4), [0, 0]
 
-    def step(batch) -> tuple[Tensor, int]:
+    def step(batch):
         calls[part.is_dummy] += 1
         return forward(part.model)(batch)
 
@@ -351,7 +351,7 @@ def faulty(layout: Layout, fault: float) -> tuple[list[str | None], list[str | N
     """Why steps were skipped, of which rank 1 has a faulty loss."""
     rank = layout.world.rank
 
-    def run(part: FSDPEngine, factors: list[float]) -> list[str | None]:
+    def run(part, factors):
         for factor in factors:
             train(part, [batches(5)[rank]], factor if rank == 1 else 1.0)
         return reasons(part)

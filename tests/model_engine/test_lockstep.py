@@ -196,7 +196,7 @@ def _host_collectives(config: str, words: list[str], steps: int) -> int:
     keep_slowest = Meter.keep_slowest  # compares the times of 50 steps, or of those at the end
     real = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def counted(name: str):
+    def counted(name):
         def call(*args, **kwargs):
             group = kwargs.get("group")
             if group is not None and group is not dist.group.WORLD and name != "barrier":

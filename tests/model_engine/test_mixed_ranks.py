@@ -19,7 +19,6 @@ from tiny_engines import (
     shares_of,
 )
 from tiny_models import ENCODERS, build_model, media_packs
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
@@ -109,7 +108,7 @@ def norm_after_inference(layout: Layout) -> float:
     fields = {"advantage": [torch.ones(17)]}
     batch = PackedBatch.from_sequences([torch.arange(3, 20)], token_fields=fields)
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(batch):
         log_probs = engine.model(batch, ["log_probs"])["log_probs"]
         return -(log_probs * batch.token_fields["advantage"]).sum(), batch.num_loss_tokens
 

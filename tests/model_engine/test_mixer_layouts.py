@@ -46,11 +46,11 @@ def gradients(name: str, layout: Layout, **how) -> Tensors:
     engine = engine_of(model, layout, seed=5, **how)
     engine.model.eval()
 
-    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(batch):
         log_probs = engine.model(batch, ["log_probs"])["log_probs"]
         return (torch.linspace(0.5, 1.5, len(log_probs)) * log_probs).sum(), batch.num_loss_tokens
 
-    def loss_of_both(_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of_both(_):
         (first, count), (second, _) = map(loss, given)
         return first + second, count
 

@@ -28,7 +28,6 @@ from tiny_engines import (
     share_of,
     weights,
 )
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mvp_engine.checkpoint.format import Reader
@@ -170,7 +169,7 @@ def watch_activations(engine, kept: list[int]):
     modules = engine.model.named_modules()
     query = next(module for name, module in modules if name.endswith(".q_proj"))
 
-    def note(_, args: tuple[Tensor, ...]):
+    def note(_, args):
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
         kept.append(sum(not one.expired() for one in inputs))
 

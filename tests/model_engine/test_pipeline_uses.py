@@ -57,11 +57,11 @@ def distil(layout: Layout) -> tuple[LanguageModelEngine, Step]:
 def dpo(layout: Layout) -> tuple[LanguageModelEngine, Step]:
     policy, reference = model_of(5, layout), frozen(layout)
 
-    def sums(engine: LanguageModelEngine, batch: PackedBatch) -> Tensor:
+    def sums(engine, batch):
         log_probs_T = engine.model(batch, ["log_probs"])["log_probs"]
         return torch.stack([one.sum() for one in log_probs_T.split(batch.lengths.tolist())])
 
-    def step(batch: PackedBatch) -> tuple[Tensor, float]:
+    def step(batch):
         with reference.eval_mode():
             of_reference = sums(reference, batch)
         ratios = sums(policy, batch) - of_reference
@@ -74,7 +74,7 @@ def two_calls(layout: Layout) -> tuple[LanguageModelEngine, Step]:
     """Two forwards with gradients, of different lengths, and a third whose outputs the loss does not use."""
     engine = model_of(5, layout)
 
-    def step(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def step(batch):
         first = engine.model(batch, ["log_probs"])["log_probs"]
         second = engine.model(batch.select([0]), ["entropy"])["entropy"]
         engine.model(batch.select([1]), ["loss"])
@@ -173,7 +173,7 @@ def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(on_ranks, tmp_pa
 def values(layout: Layout) -> tuple[float | None, dict[str, Tensor], Tensor]:
     engine = engine_of("qwen3", layout, kind=ValueModelEngine, seed=5)
 
-    def step(batch: PackedBatch) -> tuple[Tensor, float]:
+    def step(batch):
         return engine.model(batch, ["values"])["values"].sub(1).square().sum(), batch.num_tokens
 
     engine.train_batch(PAIRS, step)

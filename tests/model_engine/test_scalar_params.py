@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engines import ALONE, CAMPAIGN, Tensors, engine_of, share_of, weights
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.distributed import Layout
 from mvp_engine.model_engine import FSDPEngine
@@ -43,7 +43,7 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
 def train(made: FSDPEngine, steps: int) -> list[float]:
     """The gradient norms of a few steps; every rank has its part of three pairs."""
 
-    def step(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    def step(pair):
         image, tokens = pair
         return made.model(input_ids=tokens, pixel_values=image).logits_per_image.square().sum(), 1
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from tiny_engines import ALONE, Tensors, assert_close, counting, engine_of, gradients
-from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.hf.model import language_model
 
@@ -19,7 +17,7 @@ def stepped(layout: Layout, names: list[str]) -> tuple[list[Tensors], Tensors, i
     engine = engine_of("qwen3", layout, seed=5)
     outs = []
 
-    def step(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def step(batch):
         outs.append(engine.model(batch, names))
         return outs[-1]["loss"], batch.num_loss_tokens
 

@@ -72,7 +72,7 @@ def loss_of(engine) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
 def scores_of(engine, entropy: float = -0.1) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
     """A `forward_step` of two outputs per token."""
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(batch):
         out = engine.model(batch, ["log_probs", "entropy"])
         return out["log_probs"].sum() + entropy * out["entropy"].sum(), batch.num_loss_tokens
 

@@ -180,7 +180,7 @@ def test_block_mask_built_in_inference_mode_is_usable_in_training():
 def layer(way: str = "plain"):
     """What a model's layer calls, with the signature of a kernel."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
+    def attend(q, k, v, spec):
         size = (1, 1, q.shape[1], q.shape[1])
         mask = None if spec.mask_function is None else Overlay(spec.mask_function, size)
         named = {
@@ -192,7 +192,7 @@ def layer(way: str = "plain"):
             **boundaries(spec.cu_seqlens, max(LENGTHS)),
         }
 
-        def inner(*qkv: Tensor) -> Tensor:
+        def inner(*qkv):
             return packed_attention(nn.Identity(), *qkv, mask, **named)[0][0].transpose(0, 1)
 
         if way == "checkpointed":

@@ -38,7 +38,7 @@ def shard_of(rank: int, lengths: list[int], device: str = "cpu"):
     at = torch.device(device)
     queries = ranges_of([(chunk.begin, chunk.end) for chunk in chunks]).to(at)
 
-    def keys(window: int | None) -> KeyExchange:
+    def keys(window):
         return KeyExchange.of(of_ranks, rank, causal_keys(window), at)
 
     counts = [chunk.tokens for chunk in chunks]
