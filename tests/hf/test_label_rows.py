@@ -27,7 +27,7 @@ def computed(model: LanguageModel, names: list[str], temperature) -> tuple[Tenso
     for value in outputs.values():
         weights = 1 + torch.arange(value.numel()).view_as(value)
         (value * weights).sum().backward(retain_graph=True)
-    return outputs, gradients(model)
+    return {name: value.detach() for name, value in outputs.items()}, gradients(model)
 
 
 @pytest.mark.parametrize(
