@@ -59,6 +59,8 @@ def engine_of(
         model = overrides_of(model)
     if isinstance(model, dict):
         model = kind.build_model(ModelSource(None, model))
+    if settings.get("compile"):
+        torch._dynamo.reset()  # a graph of another test may fit: Dynamo has no guards on forward hooks
     engine = kind(model, layout, Settings(**settings))
     engine.initialize(optimizer)
     return engine
