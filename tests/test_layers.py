@@ -19,7 +19,7 @@ from conftest import ROOT
 from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
-LEAVES = {"errors", "files", "imports", "runs", "process", "config.schema", "log.format"}
+LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "config.schema", "log.format"}
 ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in

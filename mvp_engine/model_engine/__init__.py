@@ -9,7 +9,6 @@ from mvp_engine.model_engine.base import (
     precision_on,
 )
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.megatron.engine import MegatronLanguageModelEngine
 from mvp_engine.model_engine.registry import engine_class, register
 from mvp_engine.model_engine.types import (
     ActionModelEngine,
@@ -21,7 +20,6 @@ __all__ = [
     "ActionModelEngine",
     "FSDPEngine",
     "LanguageModelEngine",
-    "MegatronLanguageModelEngine",
     "ModelEngine",
     "ModelSource",
     "Settings",

@@ -1,9 +1,10 @@
-"""The registry of model engines, by model type and backend."""
+"""The registry of model engines, by model type and backend: those of imported modules, and those of plug-ins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from mvp_engine import plugins
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.model_engine.base import ModelEngine
 
@@ -33,20 +34,37 @@ def _identity(engine: type[ModelEngine]) -> tuple[str, str]:
 
 
 def is_registered(model_type: str, backend: str = "fsdp") -> bool:
-    return (model_type, backend) in _REGISTRY
+    return (model_type, backend) in _REGISTRY or _plugin(model_type, backend) in _plugins()
 
 
 def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
     """The model engine that is registered, or an error that lists those that are."""
-    if not is_registered(model_type, backend):
-        known = ", ".join(f"{t} on {b}" for t, b in sorted(_REGISTRY))
-        backends = {b for t, b in _REGISTRY if t == model_type}
-        hint = (
-            did_you_mean(backend, backends)
-            if backends
-            else did_you_mean(model_type, {t for t, _ in _REGISTRY})
-        )
-        raise UserError(
-            f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
-        )
-    return _REGISTRY[model_type, backend]
+    key = model_type, backend
+    if key not in _REGISTRY:
+        engine = plugins.load("model_engine", _plugin(*key))
+        if engine is None:
+            raise _unknown(*key)
+        register(*key)(engine)
+    return _REGISTRY[key]
+
+
+def _unknown(model_type: str, backend: str) -> UserError:
+    names = {*_REGISTRY, *(tuple(name.split(".", 1)) for name in _plugins())}
+    known = ", ".join(f"{t} on {b}" for t, b in sorted(names))
+    backends = {b for t, b in names if t == model_type}
+    hint = (
+        did_you_mean(backend, backends)
+        if backends
+        else did_you_mean(model_type, {t for t, _ in names})
+    )
+    return UserError(
+        f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
+    )
+
+
+def _plugins() -> dict[str, str]:
+    return plugins.names("model_engine")
+
+
+def _plugin(model_type: str, backend: str) -> str:
+    return f"{model_type}.{backend}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from mvp_engine.ops import cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
 from mvp_engine.ops.flex_attention import flex_varlen_attention
-from mvp_engine.ops.half_precision import is_half_on_gpu
+from mvp_engine.ops.precision import is_half_on_gpu
 from mvp_engine.ops.reference_attention import reference_attention
 
 __all__ = ["AttnSpec", "KeySpec", "varlen_attention"]

@@ -64,3 +64,13 @@ class AttnSpec:
         if self.mask_function is not None or self.dropout != 0.0:
             return False
         return self.softcap is None and self.sinks is None
+
+
+def round_up_to_bucket(n: int, smallest: int) -> int:
+    """The smallest bucket that holds `n`. Buckets are `smallest` times 1, 1.5, 2, 3, 4, 6, 8, ..."""
+    size = smallest
+    while size < n:
+        if size * 3 // 2 >= n:
+            return size * 3 // 2
+        size *= 2
+    return size

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mvp_engine.ops.attn_spec import AttnSpec, MaskFunction
-from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
-from mvp_engine.ops.size_bucket import round_up_to_bucket
+from mvp_engine.ops.attn_spec import AttnSpec, MaskFunction, round_up_to_bucket
+from mvp_engine.ops.precision import HAS_TRITON, is_half_on_gpu
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

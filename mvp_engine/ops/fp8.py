@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
-from mvp_engine.ops.autocast import autocast_dtype
 from mvp_engine.ops.fp8_transpose import transpose
+from mvp_engine.ops.precision import autocast_dtype
 
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST = 1e-12  # largest value of a row, so that rows of zeros have a scale

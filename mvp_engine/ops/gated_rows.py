@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
+from mvp_engine.ops.precision import HAS_TRITON, is_half_on_gpu
 
 
 def is_supported(gate_up_N2F: Tensor) -> bool:

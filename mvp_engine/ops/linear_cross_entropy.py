@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mvp_engine.ops.autocast import autocast_dtype
 from mvp_engine.ops.logit_gradients import (
     HeadGradients,
     LocalLabels,
@@ -39,6 +38,7 @@ from mvp_engine.ops.logit_stats import (
     merge_shard_stats,
     shard_stats,
 )
+from mvp_engine.ops.precision import autocast_dtype
 
 __all__ = ["IGNORE", "Scores", "linear_argmax", "linear_log_probs", "linear_logits", "linear_loss"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mvp_engine.ops.half_precision import is_half_on_gpu
+from mvp_engine.ops.precision import is_half_on_gpu
 
 IGNORE = -100  # the label of tokens without a loss
 # The logit of excluded tokens: of probability 0, but finite, so that 0 times it and its square are finite too.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.distributed.dtensor import Index, local_shards
-from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.precision import autocast_dtype
 
 BLOCK = 64  # weights that share a scale
 LEVELS = (

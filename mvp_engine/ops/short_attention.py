@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
+from mvp_engine.ops.precision import HAS_TRITON, is_half_on_gpu
 
 LONGEST = 32  # tokens of a sequence; longer ones fill tiles of flash kernels
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
+from mvp_engine.ops.attn_spec import round_up_to_bucket
 from mvp_engine.ops.reference_attention import reference_attention
-from mvp_engine.ops.size_bucket import round_up_to_bucket
 
 CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
 EXTRAS = [

@@ -17,7 +17,7 @@ from mvp_engine.hf.experts import grouped_mm
 from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.model.attention import config_tree
 from mvp_engine.ops import fp8, gated_rows
-from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.precision import autocast_dtype
 
 NAME = "mvp_grouped"
 MULTIPLE = 8  # the half-precision kernels need matrix sizes that are multiples of this

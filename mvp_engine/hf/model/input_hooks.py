@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
-from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.precision import autocast_dtype
 
 # Inputs of a decoder with one entry per token, and the dimension of the tokens.
 _TOKEN_DIMS = {

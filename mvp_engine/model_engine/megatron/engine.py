@@ -19,7 +19,6 @@ from mvp_engine.model_engine.megatron.layers import (
     require_megatron,
     use_megatron_layers,
 )
-from mvp_engine.model_engine.registry import register
 from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
 
@@ -54,12 +53,10 @@ class _MegatronEngine(FSDPEngine):
         self.adapter = MegatronAdapter(model)  # type: ignore[arg-type, assignment]
 
 
-@register("language_model", "megatron")
 class MegatronLanguageModelEngine(_MegatronEngine, LanguageModelEngine):
     """A language model: per-token log-probs, entropy and loss."""
 
 
-@register("value_model", "megatron")
 class MegatronValueModelEngine(_MegatronEngine, ValueModelEngine):
     """A value model: one number per token."""
 

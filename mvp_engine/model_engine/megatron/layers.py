@@ -23,7 +23,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import PackedModel
 from mvp_engine.hf.model import attention
 from mvp_engine.model_engine.megatron.sequence import SummedGrads, join_tokens, split_tokens
-from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.precision import autocast_dtype
 
 
 def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> list[LayerForward]:

@@ -1,9 +1,17 @@
-"""The dtype that autocast is set to."""
+"""The dtype that autocast is set to, and tensors that kernels in half precision take."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def is_half_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
