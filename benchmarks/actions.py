@@ -13,7 +13,7 @@ fastest of each side is compared. What does not fit is reported as out of memory
 Random weights are drawn on the GPU. Each attempt is printed and written to `--out` when it ends, so that one that fails
 or runs past `--limit` leaves the others. Without PyAV, or with `--codec png`, images are PNG in parquet files.
 
-MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` is what `mvp estimate` predicts.
+MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` is what `mvp plan` predicts.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ def ours(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, 
 
 
 def estimated(file: Path) -> dict[str, Any]:
-    """What `mvp estimate` predicts for the config. A failure must not lose what was measured."""
+    """What `mvp plan` predicts for the config. A failure must not lose what was measured."""
     from mvp_engine.cli import main
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
-            main(["estimate", str(file), "--gpu", name, "--json"])  # 2: it does not fit
+            main(["plan", str(file), "--gpu", name, "--json"])  # 2: it does not fit
         found = json.loads(text.getvalue())
     except (Exception, SystemExit) as error:  # noqa: BLE001 - shown in the row
         return {"estimate_error": f"{type(error).__name__}: {error}"}

@@ -24,13 +24,13 @@ from mvp_engine.runs import Run
 RECORDS = 10_000
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml")
-LIMITS = {"mvp runs show": 0.3, "mvp config show": 1.5}  # seconds of wall time on two idle cores
+LIMITS = {"mvp runs latest": 0.3, "mvp config": 1.5}  # seconds of wall time on two idle cores
 COMMANDS = {
     "mvp --help": ["--help"],
-    "mvp runs show": ["runs", "show"],
-    "mvp runs list": ["runs", "list"],
-    "mvp config show": ["config", "show", DIGITS],
-    "mvp config explain": ["config", "explain", "optim.lr"],
+    "mvp runs latest": ["runs", "latest"],
+    "mvp runs": ["runs"],
+    "mvp config": ["config", DIGITS],
+    "mvp config --explain": ["config", "--explain", "optim.lr"],
     "mvp data inspect": ["data", "inspect", "rows.jsonl"],
     "mvp train, a typo in a key": ["train", DIGITS, "optim.lrr=1"],
 }

@@ -8,7 +8,7 @@ What is measured, each in processes of its own, so that a part that fails is a r
 
 - `train`: `MLLMEngine` with `model.type=omni_model`, talker SFT: the thinker is frozen, and since rows are text its
   blocks do not run (it has one layer here, and its whole embedding). Rows have codes of 2 to 30 s at 12.5 frames per
-  second. Frames per second, MFU, peak memory, and what `mvp estimate` predicts. `--tried` lists trainings as
+  second. Frames per second, MFU, peak memory, and what `mvp plan` predicts. `--tried` lists trainings as
   TOKENS:CHECKPOINTING:COMPILE[:PACKS], where PACKS are the micro-batches of a step (1). The first half of the steps
   warms up; a training that reaches `--limit` before its last step counts with the steps it logged. It ends without a
   checkpoint.
@@ -84,13 +84,13 @@ def make_model(folder: Path, tiny: bool) -> Path:
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_config import add_undeclared_settings
+    from mvp_engine.kit.speech.plugin import OmniModelFolder
 
     out = folder / "model"
     if out.is_dir():
         return out
     config = read_config(None, model_config(tiny))
-    add_undeclared_settings(config)
+    OmniModelFolder.complete_config(config)
     config.dtype = torch.bfloat16
     with torch.device(DEVICE):
         whole: Any = Qwen3OmniMoeForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
@@ -138,7 +138,7 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(config))
     gpu = torch.cuda.get_device_name() if ON_GPU else "H200"
-    predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json", *args.keys]
+    predict = [sys.executable, "-m", "mvp_engine.cli", "plan", str(file), "--gpu", gpu, "--json", *args.keys]
     shutil.rmtree(folder / name, ignore_errors=True)
     command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file), *args.keys]
     with subprocess.Popen(predict, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prediction:
@@ -186,7 +186,7 @@ def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
 
 def build(tiny: bool) -> Any:
     from mvp_engine.hf.model.config_source import read_config
-    from mvp_engine.hf.speech.omni_model import OmniModel
+    from mvp_engine.kit.speech.omni_model import OmniModel
 
     config = read_config(None, model_config(tiny))
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -269,7 +269,7 @@ def sync(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
 def mimi(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     from transformers import MimiConfig, MimiModel
 
-    from mvp_engine.kit import open_codec
+    from mvp_engine.kit.speech import open_codec
 
     options: dict[str, Any] = {}
     if args.tiny:

@@ -39,8 +39,8 @@ STAGES = [
     ("mvp_engine.launch", "", "compose"),
     ("mvp_engine.distributed.world", "World", "join"),
     ("mvp_engine.kit.mllm", "", "with_choice"),
-    ("mvp_engine.kit.estimate.auto", "", "meta_model"),
-    ("mvp_engine.kit.estimate.auto", "", "_choose_untried"),
+    ("mvp_engine.kit.plan.choice", "", "meta_model"),
+    ("mvp_engine.kit.plan.choice", "", "choose"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "make_processor"),
     ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "measure_ahead"),
     ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "sample"),
@@ -49,7 +49,7 @@ STAGES = [
     ("mvp_engine.model_engine.fsdp.base_engine", "", "parallelize_model"),
     ("mvp_engine.model_engine.fsdp.base_engine", "FSDPBaseEngine", "_materialize"),
     ("mvp_engine.hf.model.adapter", "HFAdapter", "preflight"),
-    ("mvp_engine.kit.mllm", "", "start_compile_workers"),
+    ("mvp_engine.kit.model", "", "start_compile_workers"),
     ("mvp_engine.kit.mllm", "", "compile_blocks"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_dataloader"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_optimizer"),
@@ -146,7 +146,7 @@ def inside(file: str, started: str, words: list[str]) -> None:
     Timeline(Path(file).with_name("timeline.json"), float(started))
     stages.note("python", stages.started, 0.0, 0)
     begin = time.time()
-    config = importlib.import_module("mvp_engine.tools.config").read_config(words[1], words[2:])
+    config = importlib.import_module("mvp_engine.config").compose(words[1], words[2:]).config
     stages.note("config", begin, 0.0, 0)
     begin = time.time()
     with ExitStack() as stack:

@@ -44,7 +44,8 @@ from mvp_engine.report.summary import end_of_run
 from mvp_engine.runs import Run, launcher_id
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, composed: Composed | None = None) -> int:
+    """`composed`: the config that the words in `argv` describe, where this process has composed it."""
     ignore_broken_pipes()
     if not faulthandler.is_enabled():
         faulthandler.enable()  # a crash in native code prints the Python stack
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="override any key of the config"
     )
     args = parser.parse_intermixed_args(argv)
-    return leave(launch(args.config, args.overrides))
+    return leave(launch(args.config, args.overrides, composed=composed))
 
 
 def leave(code: int) -> int:
@@ -70,6 +71,7 @@ def launch(
     overrides: list[str],
     job: Callable[[Composed, World], int] | None = None,
     failed: Callable[[BaseException], None] | None = None,
+    composed: Composed | None = None,
 ) -> int:
     """Run a config; returns the exit code.
 
@@ -77,7 +79,7 @@ def launch(
     """
     world: World | None = None
     try:
-        composed = compose(config_file, overrides)
+        composed = composed or compose(config_file, overrides)
         if job is None:
             _check_workflow(composed.engine_class, composed.config.workflow)
         _make_deterministic(composed.config.deterministic)
@@ -263,7 +265,7 @@ def _failed(error: BaseException, world: World | None) -> int:
     if world and world.watch:
         world.watch.end()  # no collective follows
     if isinstance(error, torch.OutOfMemoryError):
-        error = UserError(f"{error} `mvp estimate CONFIG` prints settings that fit")
+        error = UserError(f"{error} `mvp plan CONFIG` prints settings that fit")
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     why = ""

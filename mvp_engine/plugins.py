@@ -16,6 +16,7 @@ docs/plugins.md lists the extension points, and what is expected at each.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,7 +24,39 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 
-POINTS = ("model_engine", "config")
+POINTS: tuple[str, ...] = ("model_engine", "config", "model_folder", "inspect")
+POINTS += ("target", "data_command", "chat_option", "auto")
+
+
+class ModelFolder:
+    """What a kit says of model folders: the base class of `model_folder` plug-ins. It imports no torch."""
+
+    settings: tuple[
+        str, ...
+    ] = ()  # keys of model.config that the classes of transformers do not declare
+    side_files: tuple[str, ...] = ()  # file names that exports copy from the folder of the model
+    sequence_fields: tuple[str, ...] = ()  # per-sequence fields of a batch that the forward reads
+    # By model type, of a config or of transformers: what its models do, if they write no text.
+    without_text: Mapping[str, str] = {}
+
+    @classmethod
+    def is_of(cls, config: Any) -> bool:
+        """Whether the config of transformers is that of a folder for this model type."""
+        return False
+
+    @classmethod
+    def read_config(cls, file: Path, settings: Mapping[str, Any]) -> Any:
+        """The config of transformers for a config.json of another library; None if it is none of this kit."""
+        return None
+
+    @classmethod
+    def complete_config(cls, config: Any) -> None:
+        """Set what models of this config read and its class of transformers does not declare."""
+
+    @classmethod
+    def weight_name(cls, config: Any, name: str) -> str:
+        """The name of a weight in the folder as transformers' table of conversions knows it."""
+        return name
 
 
 @cache
@@ -56,3 +89,18 @@ def load(point: str, name: str) -> Any:
 def load_all(point: str) -> dict[str, Any]:
     """All that plug-ins add at an extension point, by name."""
     return {name: load(point, name) for name in names(point)}
+
+
+def model_folders() -> list[type[ModelFolder]]:
+    return list(load_all("model_folder").values())
+
+
+def folder_type(config: Any) -> str | None:
+    """The model type of a kit that trains folders with this config of transformers; None if none does."""
+    folders: dict[str, type[ModelFolder]] = load_all("model_folder")
+    return next((name for name, folder in folders.items() if folder.is_of(config)), None)
+
+
+def without_text() -> dict[str, str]:
+    """By model type: what models of kits do that write no text."""
+    return {name: text for folder in model_folders() for name, text in folder.without_text.items()}

@@ -25,9 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mvp_engine.errors import JOB_ID, UserError, did_you_mean
 from mvp_engine.files import atomic_write_text
 
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 STEP_PREFIX = "step_"
 DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resumes from them
 SLOW_STEPS = "slow_steps.jsonl"
@@ -56,6 +59,12 @@ class Run:
     @property
     def info(self) -> dict[str, Any]:
         return json.loads((self.dir / "run.json").read_text())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config; empty for a folder without one."""
+        file = self.dir / "config.yaml"
+        return yaml.load(file.read_text(), LOADER) if file.is_file() else {}
 
     def note(self, **entries: Any) -> None:
         """Set entries of `run.json`."""
@@ -211,19 +220,17 @@ def _try_lock(file: Any) -> bool:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, in the order of their steps."""
-    found: list[tuple[int, Path]] = []
-    for path in folder.glob(f"{STEP_PREFIX}*"):
-        step = checkpoint_step(path)
-        if step is not None and (path / "meta.json").is_file():
-            found.append((step, path))
-    return [path for _, path in sorted(found)]
+    paths = [meta.parent for meta in folder.glob(f"{STEP_PREFIX}*/meta.json") if meta.is_file()]
+    steps = {path: step for path in paths if (step := checkpoint_step(path)) is not None}
+    return sorted(steps, key=lambda path: (steps[path], path))
 
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint in a folder whose model is used: the best one (checkpoint.best_metric), else the newest."""
-    found = complete_checkpoints(folder)
+    checkpoints = complete_checkpoints(folder)
     best = (folder / "best").resolve().name
-    return next((path for path in found if path.name == best), found[-1] if found else None)
+    newest = checkpoints[-1] if checkpoints else None
+    return next((path for path in checkpoints if path.name == best), newest)
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -236,15 +243,13 @@ def checkpoint_step(path: Path) -> int | None:
 
 def list_runs(root: Path, name: str | None = None) -> list[Run]:
     """The runs below `root`, oldest first."""
-    found: list[tuple[float, str, Run]] = []
+    runs: dict[tuple[float, str], Run] = {}
     for file in root.glob("*/run.json"):
         with contextlib.suppress(json.JSONDecodeError, KeyError, OSError):
             info = json.loads(file.read_text())
             if name is None or info["name"] == name:
-                run = Run(file.parent)
-                found.append((info["created"], run.id, run))
-    found.sort(key=lambda entry: entry[:2])
-    return [run for _, _, run in found]
+                runs[info["created"], file.parent.name] = Run(file.parent)
+    return [runs[key] for key in sorted(runs)]
 
 
 def open_run(text: str, root: Path) -> Run:

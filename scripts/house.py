@@ -130,7 +130,7 @@ def mvp(*arguments: str) -> str:
 
 
 def config_keys() -> int:
-    return sum(line.startswith("| `") for line in mvp("config", "reference").splitlines())
+    return sum(line.startswith("| `") for line in mvp("config", "--reference").splitlines())
 
 
 def commands() -> int:

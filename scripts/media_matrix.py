@@ -5,8 +5,8 @@
 
 Types that need a package besides those of this project (timm, torchaudio, librosa) keep their entries where it is
 missing. The sweep itself is tests/kit/vlm_sweep.py, its columns are in tests/kit/vlm_columns.py;
-talkers and whole folders of Omni models are in tests/hf/speech_sweep.py. `python scripts/model_matrix.py --page` then
-writes the page.
+talkers and whole folders of Omni models are in tests/kit/speech/speech_sweep.py.
+`python scripts/model_matrix.py --page` then writes the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "kit", "hf")), str(ROOT / "scripts")]
+TESTS = ("", "kit", "kit/speech", "hf")
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in TESTS), str(ROOT / "scripts")]
 
 FILE = ROOT / "mvp_engine" / "tools" / "models_media.json"
 

@@ -103,11 +103,33 @@ def short(name: str, reason: bool | str) -> bool | str:
 
 
 def write_page() -> None:
-    from mvp_engine.tools.models import markdown_table, read_models
+    from mvp_engine.tools.models import read_models
 
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(before + BEGIN + markdown_table(read_models()) + END + after)
+
+
+def markdown_table(models: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/models.md: one row per type, with the reasons below it."""
+    from mvp_engine.tools.models import COLUMNS, yes_or_no
+
+    reasons: dict[str, int] = {}
+    lines = [
+        f"| model type | kind | {' | '.join(COLUMNS.values())} | |",
+        "| --- " * (len(COLUMNS) + 3) + "|",
+    ]
+    for name, entry in models.items():
+        answers = []
+        for key in COLUMNS:
+            answer = yes_or_no(entry[key])
+            if isinstance(entry[key], str):
+                answer += f" ({reasons.setdefault(entry[key], len(reasons) + 1)})"
+            answers.append(answer)
+        lines.append(f"| `{name}` | {entry['kind']} | {' | '.join(answers)} | {entry.get('note', '')} |")
+    lines += ["", "Reasons:", ""]
+    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from PIL import Image
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.tools import check
-from mvp_engine.tools.check.checked_engine import STEPS
+from mvp_engine.tools.check.engine import STEPS
+from mvp_engine.tools.check.record import read_facts
 from mvp_engine.tools.check.stages import is_known_metric
+from mvp_engine.tools.check.stages import main as check_rank
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
 SMALL = [
@@ -228,7 +229,7 @@ def test_check_unknown_config_key_fails_the_config_stage(capsys: Any) -> None:
 
 
 def _check(folder: str, words: list[str]) -> int:
-    return check.main(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
+    return check_rank(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
 @pytest.mark.campaign(only=True)
@@ -237,7 +238,7 @@ def test_check_on_two_ranks_equals_one_rank(
 ) -> None:
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
-    two, one = check.read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
+    two, one = read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
     assert (two["ok"], two["processes"]) == (True, 2)
     assert two["step"]["losses"] == pytest.approx(one["step"]["losses"], rel=1e-4)
     assert two["step"]["tokens"] == one["step"]["tokens"]
@@ -263,7 +264,7 @@ def test_check_bad_rows_of_a_stream_are_listed(
     digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mvp_engine.tools.inspect_stats.SAMPLE", 100
+        "mvp_engine.tools.inspect_rows.SAMPLE", 100
     )  # rows of a stream that the data stage reads
     chat = [
         {"role": "user", "content": "Which digit is this?"},

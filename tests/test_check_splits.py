@@ -14,9 +14,9 @@ from conftest import ROOT, losses
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit.row_checks import merge_pairs, split_each, split_micro_batch
 from mvp_engine.launch import launch
-from mvp_engine.tools import check
-from mvp_engine.tools.check.splits import merge_pairs, split_each, split_micro_batch
+from mvp_engine.tools.check import record, stages
 
 RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 
@@ -119,12 +119,12 @@ def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys: An
     assert main(["check", str(RECIPE), "losses.kind=no_weight"]) == 1
     error = capsys.readouterr().err
     assert "forward_step must return (loss_sum, weight), not Tensor" in error
-    assert "mvp replay /" not in error  # its folder is gone
+    assert "mvp check /" not in error  # its folder is gone
     assert "mvp-check-" not in error
 
 
 def _check(folder: str, words: list[str]) -> int:
-    return check.main(["--config", str(RECIPE), "--folder", folder, "--quiet", *words])
+    return stages.main(["--config", str(RECIPE), "--folder", folder, "--quiet", *words])
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_check_on_two_ranks_compares_the_rows_of_both(ranks2: Any, tmp_path: Pat
             "losses.unused=true",
         ]
         assert ranks2.run(_check, str(folder), words) == [code, code]
-        found = check.read_facts(folder)
+        found = record.read_facts(folder)
         assert found["split"]["micro_batches"] == [4, 8]
         assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
 

@@ -32,7 +32,7 @@ def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path: Path, capsys
 
 
 def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
-    assert main(["config", "show", str(TINY), "seed=4"]) == 0
+    assert main(["config", str(TINY), "seed=4"]) == 0
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
     assert yaml.safe_load(shown)["seed"] == 4
@@ -56,7 +56,7 @@ def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
 
 
 def test_config_schema_prints_json(capsys) -> None:
-    assert main(["config", "schema", str(MAGIC)]) == 0
+    assert main(["config", str(MAGIC), "--schema"]) == 0
     assert (
         json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"]
         == 12
@@ -64,16 +64,16 @@ def test_config_schema_prints_json(capsys) -> None:
 
 
 def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> None:
-    assert main(["runs", "list", "--dir", str(two_runs)]) == 0
+    assert main(["runs", "--dir", str(two_runs)]) == 0
     text = capsys.readouterr().out
     assert "first" in text
     assert "second" in text
     assert "finished" in text
-    assert main(["runs", "show", "first", "--dir", str(two_runs)]) == 0
+    assert main(["runs", "first", "--dir", str(two_runs)]) == 0
     text = capsys.readouterr().out
     assert "first: finished at step 6" in text
     assert "best" in text
-    assert main(["runs", "show", "--dir", str(two_runs), "--json"]) == 0
+    assert main(["runs", "latest", "--dir", str(two_runs), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["id"] == "second"
     assert facts["train"]["step"] == 6
@@ -82,14 +82,14 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> 
 def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path: Path, capsys) -> None:
     words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=2"]
     assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
-    assert main(["runs", "show", "--dir", str(tmp_path)]) == 0
+    assert main(["runs", "latest", "--dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "first: failed at step 4" in printed
     assert "  error       " in printed
     assert "stopped at step 4: skipped 2 steps in a row" in printed
     assert train("project.run_id=first", "resume=auto") == 0
     capsys.readouterr()
-    assert main(["runs", "show", "--dir", str(tmp_path), "--json"]) == 0
+    assert main(["runs", "latest", "--dir", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["error"] is None
 
 
@@ -98,15 +98,15 @@ def test_runs_show_reads_the_last_record_of_each_split(tmp_path: Path, capsys) -
     lines = [json.dumps({"step": step, "split": "train", "loss": 1.0 / step}) for step in (1, 2)]
     lines.insert(1, json.dumps({"step": 1, "split": "eval", "loss": 7.0}))
     (run.dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "split": "train", "lo')
-    assert main(["runs", "show", "--dir", str(tmp_path), "--json"]) == 0
+    assert main(["runs", "latest", "--dir", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["step"], shown["train"]["loss"], shown["eval"]["loss"]) == (2, 0.5, 7.0)
 
 
 def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
-    assert main(["runs", "diff", "first", "second", "--dir", str(two_runs)]) == 0
+    assert main(["runs", "first", "second", "--dir", str(two_runs)]) == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
-    assert main(["runs", "diff", "first", "second", "--dir", str(two_runs), "--json"]) == 0
+    assert main(["runs", "first", "second", "--dir", str(two_runs), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["config"]["optim.lr"] == [0.02, 0.1]
     assert "train.loss" in answer["figures"]
@@ -116,10 +116,9 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
     out = two_runs / "both.png"
     words = [
         "runs",
-        "plot",
         "first",
         "second",
-        "--metric",
+        "--plot",
         "grad_norm",
         "--out",
         str(out),
@@ -128,19 +127,16 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
     ]
     assert main(words) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert (
-        main(["runs", "plot", "first", "--metric", "beauty", "--dir", str(two_runs)])
-        == EXIT_USER_ERROR
-    )
+    assert main(["runs", "first", "--plot", "beauty", "--dir", str(two_runs)]) == EXIT_USER_ERROR
     assert "no values of 'beauty' in these runs; they have:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["runs", "show", "nobody"], "no run 'nobody' below"),
-        (["runs", "show"], "no runs in"),
-        (["runs", "list"], "no runs in"),
+        (["runs", "nobody"], "no run 'nobody' below"),
+        (["runs", "latest"], "no run 'latest' below"),
+        (["runs"], "no runs in"),
     ],
 )
 def test_runs_without_a_match_print_a_message(
@@ -157,7 +153,7 @@ def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
     assert main(["data", "inspect", str(tmp_path / "row" / "train.json")]) == EXIT_USER_ERROR
     assert f"Did you mean {tmp_path}/rows/train.jsonl?" in capsys.readouterr().err
     Run.create(tmp_path, "tiny", "first")
-    assert main(["runs", "show", "frist", "--dir", str(tmp_path)]) == EXIT_USER_ERROR
+    assert main(["runs", "frist", "--dir", str(tmp_path)]) == EXIT_USER_ERROR
     assert "Did you mean first?" in capsys.readouterr().err
     assert (
         main(["train", str(TINY), f"resume={tmp_path}/firts", f"project.dir={tmp_path}"])
@@ -178,7 +174,7 @@ def test_misspelt_file_in_a_folder_that_may_not_be_listed_is_a_user_error(
 
 
 def test_user_errors_are_one_line(capsys) -> None:
-    assert main(["config", "show", "nowhere.yaml"]) == EXIT_USER_ERROR
+    assert main(["config", "nowhere.yaml"]) == EXIT_USER_ERROR
     assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
     with pytest.raises(SystemExit, match="2"):
         main(["train", str(TINY), "--nproz", "2"])
@@ -226,9 +222,9 @@ def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
 def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(
     monkeypatch, capsys
 ) -> None:
-    def interrupted(args: object) -> None:
+    def interrupted(**options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mvp_engine.cli.recipe_list", interrupted)
-    assert main(["recipe", "list"]) == 130
+    monkeypatch.setattr("mvp_engine.cli.call", interrupted)
+    assert main(["recipe"]) == 130
     assert capsys.readouterr().err == "mvp: interrupted\n"

@@ -27,7 +27,7 @@ from mvp_engine.config import compose
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.weights.hub_datasets import dataset_files
+from mvp_engine.hf.weights.hub import dataset_files
 from mvp_engine.runs import Run, list_runs
 
 CONFIG = """
@@ -172,7 +172,7 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(
     first = list_runs(Path("outputs"))[-1]
     pins = {"org/vlm": f"org/vlm@{commit}", "hf://org/shapes": f"hf://org/shapes@{rows}"}
     assert first.info["hub"] == {**pins, "hf://org/shapes:test": f"hf://org/shapes:test@{rows}"}
-    assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run(capsys, "runs", "show")
+    assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run(capsys, "runs", "latest")
     config = yaml.safe_load((first.dir / "config.yaml").read_text())
     assert config["model"]["path"] == f"org/vlm@{commit}"
     assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"

@@ -20,8 +20,23 @@ from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "config.schema", "log.format"}
-ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
+ROOMS = [
+    "cli",
+    "tools",
+    "launch",
+    "config",
+    "plug-in kits",
+    "worker",
+    "kit",
+    "engine",
+    "model_engine",
+    "hf",
+]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
+# Folders of kit/ that plug in: they may use everything below `config`, and only their plugin.py says what they add.
+PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl"}
+# Those that nothing else imports: `mvp plan` is the command of kit/plan, `mvp data inspect` knows LeRobot folders.
+APART = PLUGIN_KITS - {"actions", "plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
 FILES = 422
@@ -110,6 +125,12 @@ def imported(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mvp_engine"):
             below = (node.module or "").removeprefix("mvp_engine").lstrip(".")
             found |= {below} if below else {alias.name for alias in node.names}
+            if below == "kit":  # `from mvp_engine.kit import flow`
+                found |= {
+                    f"kit.{alias.name}"
+                    for alias in node.names
+                    if (PACKAGE / "kit" / alias.name).is_dir()
+                }
         elif isinstance(node, ast.Import):
             found |= {
                 a.name.removeprefix("mvp_engine.")
@@ -136,8 +157,54 @@ def check_imports(file: Path) -> None:
         assert module not in LEAVES, f"{module} is a leaf but imports {target}"
         if room == "__init__":
             continue
-        assert ROOMS.index(target.split(".")[0]) >= ROOMS.index(room), (
-            f"{module} imports {target}, which is above it"
+        assert ROOMS.index(room_of(target)) >= ROOMS.index(room_of(module)), (
+            f"{module} imports {target}, above it"
+        )
+
+
+def room_of(module: str) -> str:
+    names = module.split(".")
+    return (
+        "plug-in kits" if names[0] == "kit" and names[1:] and names[1] in PLUGIN_KITS else names[0]
+    )
+
+
+def test_core_and_tools_import_no_plugin_kit() -> None:
+    """Not at the top of a file and not inside of a function: a config, a row or a command names what it needs."""
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        if room_of(module) == "plug-in kits":
+            continue
+        kits = {target for target in imported(file) if room_of(target) == "plug-in kits"}
+        assert not [target for target in kits if target.split(".")[1] in APART], (
+            f"{module} imports {kits}"
+        )
+
+
+# Kits that plug in (docs/plugins.md), and the modules that still import them.
+PLUGIN_KITS: dict[str, set[str]] = {
+    "speech": {"kit.mfu", "kit.estimate", "tools.estimate", "tools.estimate_config"}
+}
+# They have their own models, next to those of hf/.
+MODEL_KITS = ("kit/speech",)
+
+
+@pytest.mark.parametrize("kit", sorted(PLUGIN_KITS))
+def test_core_imports_no_kit_that_plugs_in(kit: str) -> None:
+    folder = f"kit.{kit}"
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        if module.startswith(f"{folder}.") or any(
+            module.startswith(known) for known in PLUGIN_KITS[kit]
+        ):
+            continue
+        found = {
+            target
+            for target in imported(file)
+            if target == folder or target.startswith(f"{folder}.")
+        }
+        assert not found, (
+            f"{module} imports {sorted(found)}: register it in {folder.replace('.', '/')}/plugin.py"
         )
 
 
@@ -173,7 +240,12 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
         "from transformers import AutoModel\nimport transformers\ntransformers.AutoModel"
     )
     package = ROOT / "mvp_engine"
-    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "hf"]
+    folders = ("hf", *MODEL_KITS)
+    files = [
+        file
+        for file in package.rglob("*.py")
+        if not file.relative_to(package).as_posix().startswith(folders)
+    ]
     sources = {
         str(file): source for file in files if "transformers" in (source := file.read_text())
     }
@@ -219,6 +291,15 @@ def test_no_file_is_past_700_lines_and_recipe_engines_stay_small() -> None:
         assert len(file.read_text().splitlines()) <= 700, file
     for file in (ROOT / "recipes").glob("*/engine.py"):
         assert len(file.read_text().splitlines()) <= 150, file
+
+
+def test_entry_point_of_a_module_comes_last() -> None:
+    """`python -m`, by which torchrun starts ranks, calls it before what follows it is defined."""
+    for file in PACKAGE.rglob("*.py"):
+        source = file.read_text()
+        if '\nif __name__ == "__main__":' in source:
+            last = ast.parse(source).body[-1]
+            assert isinstance(last, ast.If), f"{file}: move `if __name__ == ...` to the end"
 
 
 @pytest.fixture(scope="module")

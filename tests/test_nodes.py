@@ -47,6 +47,31 @@ def slurm(nodes: int, tasks: int, task: int, **others: Any) -> dict[str, str]:
     return {name: str(value) for name, value in {**variables, **others}.items()}
 
 
+def node_options(rank: int, port: int, address: str = "127.0.0.1") -> list[str]:
+    return f"--nnodes 2 --node-rank {rank} --master-addr {address} --master-port {port}".split()
+
+
+def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+    return spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, **options)
+
+
+def wait_for(node: subprocess.Popen[str], text: str) -> None:
+    """Read the output of a node up to a line with this text."""
+    assert node.stdout is not None
+    seen = ""
+    while text not in seen:
+        line = node.stdout.readline()
+        assert line, seen
+        seen += line
+
+
+def outputs_of(nodes: list[subprocess.Popen[str]], code: int) -> list[str]:
+    """The outputs of nodes that all end with this exit code."""
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [code] * len(nodes), outputs
+    return outputs
+
+
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nodes]:
     """resolve("--nproc", "2", NAME=value): the nodes of `mvp train` with these options and variables alone."""
@@ -175,21 +200,12 @@ def test_node_without_the_others_is_a_user_error(
     monkeypatch: pytest.MonkeyPatch, capsys, port: int
 ) -> None:
     monkeypatch.setattr(launcher, "JOIN_SECONDS", 0)
-    words = [
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(port),
-    ]
-    assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
-    assert "the nodes did not meet at 127.0.0.1" in capsys.readouterr().err
-    words[5] = "no.such.host.invalid"
-    assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
-    assert "--master-addr no.such.host.invalid: " in capsys.readouterr().err
+    for address, message in {
+        "127.0.0.1": "the nodes did not meet at 127.0.0.1",
+        "no.such.host.invalid": "--master-addr no.such.host.invalid: ",
+    }.items():
+        assert main(["train", str(TINY), *node_options(1, port, address)]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err
 
 
 def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
@@ -216,23 +232,10 @@ def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
 def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(
     tmp_path: Path, port: int, rank: int
 ) -> None:
-    words = [
-        "--nnodes",
-        "2",
-        "--node-rank",
-        str(rank),
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(port),
-    ]
-    node = spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, f"project.dir={tmp_path}")
-    assert node.stdout is not None
-    assert "the nodes meet at" in node.stdout.readline()
-    node.send_signal(signal.SIGTERM)
-    output = node.communicate(timeout=120)[0]  # the others are waited for ten minutes
-    assert node.returncode == EXIT_INTERRUPTED, output
-    assert output == f"mvp: SIGTERM: {launcher.NOT_STARTED}\n"
+    node = start(*node_options(rank, port), f"project.dir={tmp_path}")
+    wait_for(node, "the nodes meet at")
+    node.send_signal(signal.SIGTERM)  # the others are waited for ten minutes
+    assert outputs_of([node], EXIT_INTERRUPTED) == [f"mvp: SIGTERM: {launcher.NOT_STARTED}\n"]
 
 
 @pytest.mark.slow
@@ -240,26 +243,12 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
     tmp_path: Path, train: Callable[..., int], port: int
 ) -> None:
     """Node 0 has options, node 1 SLURM's variables. A SIGTERM to node 1 alone stops, saves and ends both with 75."""
-    command = [
-        "-m",
-        "mvp_engine.cli",
-        "train",
-        str(TINY),
-        *LONG,
-        f"project.dir={tmp_path / 'nodes'}",
-    ]
-    options = ["--nproc", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    words = [*LONG, f"project.dir={tmp_path / 'nodes'}"]
     variables = slurm(2, 2, 1, SLURM_GPUS_ON_NODE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    nodes = [spawn(*command, *options, "--master-port", str(port)), spawn(*command, env=variables)]
-    assert nodes[0].stdout is not None
-    seen = ""
-    while "step 3/" not in seen:
-        line = nodes[0].stdout.readline()
-        assert line, seen
-        seen += line
+    nodes = [start(*words, "--nproc", "2", *node_options(0, port)), start(*words, env=variables)]
+    wait_for(nodes[0], "step 3/")
     nodes[1].send_signal(signal.SIGTERM)
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [EXIT_INTERRUPTED] * 2, outputs
+    outputs = outputs_of(nodes, EXIT_INTERRUPTED)
     [run] = list_runs(tmp_path / "nodes")
     [checkpoint] = run.checkpoint_list()
     assert len(list(checkpoint.glob("rank_*.safetensors"))) == 4
@@ -272,18 +261,9 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
 
 @pytest.mark.slow
 def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
-    command = [
-        "-m",
-        "mvp_engine.cli",
-        "train",
-        str(TINY),
-        "loop.total_steps=2",
-        f"project.dir={tmp_path}",
-    ]
+    words = ["loop.total_steps=2", f"project.dir={tmp_path}"]
     others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    tasks = [spawn(*command, env=slurm(1, 2, task, **others)) for task in (0, 1)]
-    outputs = [task.communicate(timeout=120)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
+    outputs_of([start(*words, env=slurm(1, 2, task, **others)) for task in (0, 1)], 0)
     [run] = list_runs(tmp_path)
     assert len(list(run.checkpoint_list()[0].glob("rank_*.safetensors"))) == 2
 
@@ -293,53 +273,24 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
 def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(
     tmp_path: Path, port: int
 ) -> None:
-    nodes = []
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-        words = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            rank,
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(port),
-        ]
-        command = ["-m", "mvp_engine.cli", "train", str(TINY), "project.dir=out", *words]
-        nodes.append(spawn(*command, cwd=tmp_path / rank))
-    for node in nodes:
-        output = node.communicate(timeout=120)[0]
-        assert node.returncode == EXIT_USER_ERROR
+    folders = [tmp_path / str(rank) for rank in (0, 1)]
+    for folder in folders:
+        folder.mkdir()
+    nodes = [start("project.dir=out", *node_options(i, port), cwd=f) for i, f in enumerate(folders)]
+    for output in outputs_of(nodes, EXIT_USER_ERROR):
         assert "set project.dir to a folder that all nodes share" in output
 
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
 def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path, port: int) -> None:
-    nodes = []
-    for rank in ("0", "1"):
-        words = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            rank,
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(port),
-        ]
-        words += [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
-        nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, fresh_workers=True))
-    assert nodes[0].stdout is not None
-    while "hanging" not in nodes[0].stdout.readline():
-        assert nodes[0].poll() is None
+    words = [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
+    nodes = [start(*node_options(rank, port), *words, fresh_workers=True) for rank in (0, 1)]
+    wait_for(nodes[0], "hanging")
     [rank1] = child_pids(nodes[1].pid)
     started = time.monotonic()
     os.kill(rank1, signal.SIGKILL)
-    output = nodes[0].communicate(timeout=120)[0]
-    assert nodes[0].returncode == 1
-    assert "a rank on another node of this job died" in output
+    assert "a rank on another node of this job died" in outputs_of(nodes[:1], 1)[0]
     assert time.monotonic() - started < 60
     assert "was killed by SIGKILL" in nodes[1].communicate(timeout=120)[0]
 

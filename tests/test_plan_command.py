@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from test_even_shards import MODELS
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit.plan.hardware import Network
+from mvp_engine.kit.plan.planner import Question
+from mvp_engine.kit.plan.record import Collective, find_differences, ranks_text
+from mvp_engine.kit.plan.simulate import Simulation
 from mvp_engine.model_engine.fsdp import base_engine
-from mvp_engine.tools.estimate_config import Estimator, Question
-from mvp_engine.tools.plan.command import PlanOptions, find_differences, plan
-from mvp_engine.tools.plan.network import EFFICIENCY, Network
-from mvp_engine.tools.plan.record import Collective, ranks_text
-from mvp_engine.tools.plan.simulate import Simulation
-from mvp_engine.tools.plan.step import micro_batches
+from mvp_engine.tools.plan import make_planner, plan
 
 CONFIG = str(ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml")
 ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
@@ -34,7 +34,23 @@ def test_plan_command_prints_memory_collectives_and_no_hang(
     monkeypatch.setattr(
         base_engine, "materialize_weights", None
     )  # a rank of 1,024 has no memory for weights here
-    assert main(["plan", CONFIG, *LAYOUT, "--gpus", "32", "--gpu", "H100", "--tokens", "256"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                CONFIG,
+                *LAYOUT,
+                "--gpus",
+                "32",
+                "--gpu",
+                "H100",
+                "--tokens",
+                "256",
+                "--simulate",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     for part in (
         "weights",
@@ -54,8 +70,8 @@ def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
             f"data.global_batch_size={4 * micro_batches}",
             "model.config.num_hidden_layers=1",
         ]
-        question = Question(CONFIG, words, gpu="H100", gpus=4, tokens=64)
-        return plan(question, PlanOptions())
+        question = Question(CONFIG, words, gpu="H100", gpus=4, tokens=64, simulate=True)
+        return plan(question)
 
     of_two = facts(2)
     of_five = facts(5)
@@ -68,43 +84,33 @@ def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
     assert json.dumps(of_five)
 
 
-def test_estimate_on_several_gpus_includes_communication_of_the_plan(capsys) -> None:
-    words = [
-        CONFIG,
-        "parallel.ulysses=2",
-        "model.config.num_hidden_layers=1",
-        "--gpu",
-        "A100",
-        "--tokens",
-        "64",
-    ]
-    assert main(["estimate", *words, "--gpus", "2", "--communication", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    planned = plan(Question(CONFIG, words[1:3], gpu="A100", gpus=2, tokens=64), PlanOptions())
-    exposed = planned["kinds"][0]["communication"]["exposed_s"]
-    assert exposed > 0
-    assert facts["seconds"]["exposed communication"] == pytest.approx(exposed)
-    assert facts["step_s"] == pytest.approx(planned["step_s"])
-    assert (
-        main(
-            ["estimate", *words, "--gpus", "2", "--gpus-per-node", "1", "--communication", "--json"]
-        )
-        == 0
+def test_plan_on_several_gpus_includes_communication_where_it_is_simulated() -> None:
+    words = ["parallel.ulysses=2", "model.config.num_hidden_layers=1"]
+    question = Question(CONFIG, words, gpu="A100", gpus=2, tokens=64)
+    quick = plan(question)
+    near, far = (plan(replace(question, simulate=True, gpus_per_node=number)) for number in (8, 1))
+    exposed = near["communication"]["exposed_s"]
+    assert 0 < exposed < far["communication"]["exposed_s"]
+    assert near["seconds"].pop("exposed communication") == exposed
+    assert near["seconds"] == quick["seconds"]
+    assert near["compute_s"] == quick["step_s"]
+    assert near["step_s"] == pytest.approx(quick["step_s"] + exposed)
+    assert near["tokens_per_s"] * near["step_s"] == pytest.approx(
+        quick["tokens_per_s"] * quick["step_s"]
     )
-    far = json.loads(capsys.readouterr().out)
-    assert far["communication"]["exposed_s"] > facts["communication"]["exposed_s"]
 
 
 def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
     question = Question(CONFIG, [*LAYOUT, "parallel.replicate=4"], gpu="H100", gpus=64, tokens=64)
-    simulation = Simulation(Estimator(question).config, 64)
+    simulation = Simulation(make_planner(question).config, 64)
     assert simulation.ranks() == [
         0,
         1,
         14,
         48,
-    ]  # of tensor, shard and replicate; three of them have other data
-    assert simulation.ranks("5, 63") == [0, 1, 5, 14, 48, 63]
+        63,
+    ]  # the last of tensor, shard, replicate, and of all
+    assert simulation.ranks("5, 62") == [0, 1, 5, 14, 48, 62, 63]
     assert len(simulation.ranks("all")) == 64
 
 
@@ -122,7 +128,7 @@ def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
         "parallel.expert=4",
         "data.global_batch_size=48",
     ]
-    facts = plan(Question(CONFIG, words, gpu="H100", gpus=32, tokens=64), PlanOptions())
+    facts = plan(Question(CONFIG, words, gpu="H100", gpus=32, tokens=64))
     assert facts["hangs"] == []
     assert facts["micro_batches"] == 3
     assert [kind["stage"] for kind in facts["kinds"]] == [0, 1]
@@ -134,18 +140,17 @@ def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
     assert first == 2 * last  # 1F1B: the first stage keeps two micro-batches
 
 
-def test_plan_bytes_of_ranks_equal_those_of_simulated_ranks() -> None:
+def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> None:
     # 1,024 rows of embeddings on 6 ranks, 4 of attention: uneven shards.
     words = ["parallel.shard=3", "parallel.tensor=2", "model.config.hidden_size=100"]
     words += ["model.config.num_hidden_layers=1"]
-    estimator = Estimator(Question(CONFIG, words, gpu="H100", gpus=6, tokens=64))
-    batches = micro_batches(estimator, estimator.config)[:1]
-    simulation = Simulation(estimator.config, 6)
-    plans = [simulation.run(rank, batches) for rank in range(6)]
-    held = {one.rank: sum(one.held.values()) for one in plans}
-    assert len(set(held.values())) > 1
-    assert plans[0].bytes_of_ranks | plans[1].bytes_of_ranks == held
-    assert len(plans[0].bytes_of_ranks) == 3
+    question = Question(CONFIG, words, gpu="H100", gpus=6, tokens=64, simulate=True)
+    chosen, every = (plan(replace(question, ranks=ranks))["kinds"] for ranks in (None, "all"))
+    for name, pick in {"held_gib_smallest": min, "held_gib_largest": max}.items():
+        assert pick(kind[name] for kind in chosen) == pick(kind[name] for kind in every)
+    assert min(kind["held_gib_smallest"] for kind in every) < max(
+        kind["held_gib_largest"] for kind in every
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,14 +184,14 @@ def test_plan_wrong_options_are_user_errors(words: list[str], message: str, caps
         ),
     ],
 )
-def test_estimate_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
+def test_plan_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
     words = [
         *words,
         "loop.precision=bf16",
         "model.config.num_hidden_layers=1",
         "optim.offload=true",
     ]
-    assert main(["estimate", CONFIG, *words]) == EXIT_USER_ERROR
+    assert main(["plan", CONFIG, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -223,7 +228,7 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
         whole = size // len(ranks) if kind == "all-gather" else size
         return network.seconds(Collective(kind, tuple(ranks), whole, "bfloat16"))
 
-    inside = size * 7 / 8 / (EFFICIENCY * 400e9)
+    inside = size * 7 / 8 / (network.efficiency * 400e9)
     assert seconds("all-gather", range(8)) == pytest.approx(inside, rel=1e-2)
     assert seconds("reduce-scatter", range(8)) == pytest.approx(inside, rel=1e-2)
     assert seconds("all-reduce", range(8)) == pytest.approx(2 * inside, rel=1e-2)
@@ -232,7 +237,7 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     assert seconds("all-gather", range(64)) == pytest.approx(inside * 64 * 63 / 64 / 56, rel=1e-2)
     assert seconds("all-to-all", range(8)) == pytest.approx(inside, rel=1e-2)
     assert seconds("all-to-all", range(16)) == pytest.approx(
-        size / 2 / (EFFICIENCY * 50e9), rel=1e-2
+        size / 2 / (network.efficiency * 50e9), rel=1e-2
     )
 
 
@@ -288,7 +293,20 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
 
 
 def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
-    assert main(["plan", ACTIONS, "--gpus", "2"]) == EXIT_USER_ERROR
+    assert main(["plan", ACTIONS, "--gpus", "2", "--simulate"]) == EXIT_USER_ERROR
     assert (
         "mvp plan does not simulate the loss of model.type=action_model" in capsys.readouterr().err
     )
+
+
+def test_estimate_names_its_new_command(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", CONFIG])
+    assert "Did you mean plan?" in capsys.readouterr().err
+
+
+def test_only_the_command_and_other_plugins_import_the_plan_kit() -> None:
+    package = ROOT / "mvp_engine"
+    files = [file for file in package.rglob("*.py") if file.parent != package / "kit" / "plan"]
+    importers = {file for file in files if "from mvp_engine.kit.plan" in file.read_text()}
+    assert {file.name for file in importers} == {"cli.py", "plan.py"}

@@ -17,6 +17,7 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
+from mvp_engine.tools.profile import page
 from mvp_engine.tools.profile_kernels import (
     MARK,
     Events,
@@ -28,7 +29,6 @@ from mvp_engine.tools.profile_kernels import (
     sampled_clock,
     summary,
 )
-from mvp_engine.tools.profile_page import page
 
 PLAIN = {
     "first_step": 6,

@@ -41,7 +41,7 @@ def composed(file: Path) -> Any:
 def test_recipe_new_all_configs_compose_under_the_new_name(
     origin: str, tmp_path: Path, capsys: Any
 ) -> None:
-    assert main(["recipe", "new", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
+    assert main(["recipe", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
     files = {
@@ -100,7 +100,7 @@ def test_recipe_new_copy_trains_from_any_folder(
 ) -> None:
     (tmp_path / "recipes").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["recipe", "new", "mine", "--from", origin]) == 0
+    assert main(["recipe", "mine", "--from", origin]) == 0
     config, elsewhere = (
         tmp_path / "recipes" / "mine" / "configs" / "train.yaml",
         tmp_path / "elsewhere",
@@ -116,7 +116,7 @@ def test_recipe_new_copy_trains_from_any_folder(
     assert not (elsewhere / "outputs" / "digits_data").exists()
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
-    assert main(["recipe", "list", "--json"]) == 0
+    assert main(["recipe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {*RECIPES, "mine"}
     assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
@@ -168,11 +168,11 @@ def test_recipe_new_user_errors_are_explained(
         (["mine", "--from", str(TINY.parent), "--dir", str(TINY.parent)], "would lie inside"),
         (["mine", "--from", str(TINY.parent), "--dir", "/proc"], "cannot write /proc/mine"),
     ):
-        assert main(["recipe", "new", *words]) == EXIT_USER_ERROR
+        assert main(["recipe", *words]) == EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
     (tmp_path / "taken" / "engine.py").write_text("")
     (tmp_path / "taken" / "train.yaml").write_text("a: [")
-    assert main(["recipe", "new", "mine", "--from", "taken"]) == EXIT_USER_ERROR
+    assert main(["recipe", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
@@ -180,5 +180,5 @@ def test_recipe_new_user_errors_are_explained(
 def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(
     tmp_path: Path, capsys
 ) -> None:
-    assert main(["recipe", "new", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
+    assert main(["recipe", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
     assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

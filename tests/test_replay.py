@@ -1,4 +1,4 @@
-"""`mvp replay`: planted faults lead to their row, micro-batch, step and parameter."""
+"""`mvp check RUN`: planted faults lead to their row, micro-batch, step and parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def newest(folder: Path) -> Run:
 
 def replayed(capsys: Any, folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["replay", str(newest(folder).dir), "--json", *words]) == code
+    assert main(["check", str(newest(folder).dir), "--json", *words]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -59,7 +59,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     assert entry["micro_batch"] == where(run, found["step"], 17)
     assert (entry["parameter"], entry["module"]) == (parameter, module)
     assert not found["weights_blamed"]
-    assert main(["replay", str(run.dir)]) == 0
+    assert main(["check", str(run.dir)]) == 0
     text = capsys.readouterr().out
     assert f"micro-batch {entry['micro_batch']}, row 17\n" in text
     assert len(list_runs(tmp_path)) == 1  # nothing is left behind
@@ -73,7 +73,7 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, c
     text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
     hint = "If a row caused it, this finds the row"
-    assert f"step {found['step']} failed. {hint}: mvp replay {newest(tmp_path).dir}" in text
+    assert f"step {found['step']} failed. {hint}: mvp check {newest(tmp_path).dir}" in text
     [entry] = found["rows"]
     assert (entry["rows"], entry["error"]) == ([17], "IndexError: Target 7 is out of bounds.")
 
@@ -172,7 +172,7 @@ def _replay_rank(arguments: list[str]) -> int:
 def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path: Path, capsys) -> None:
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     run = str(newest(tmp_path).dir)
-    assert main(["replay", run]) == EXIT_USER_ERROR
+    assert main(["check", run]) == EXIT_USER_ERROR
     assert "--step N replays any step" in capsys.readouterr().err
     found = replayed(capsys, tmp_path, "--step", "3", code=EXIT_USER_ERROR)
     assert [entry["micro_batch"] for entry in found["micro_batches"]] == [1, 2]

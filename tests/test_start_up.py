@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mvp_engine.kit.mllm import start_compile_workers
+from mvp_engine.kit.model import start_compile_workers
 from mvp_engine.tools.launcher import DRIVER, created_meanwhile
 
 
@@ -81,7 +81,6 @@ def test_compile_workers_start_for_inductor_on_a_gpu(
     calls: list[str] = []
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: calls.append("started"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    model = SimpleNamespace(compile=setting, compile_cache=str(tmp_path))
-    engine: Any = SimpleNamespace(device=torch.device(device), config=SimpleNamespace(model=model))
-    start_compile_workers(engine)
+    model: Any = SimpleNamespace(compile=setting, compile_cache=str(tmp_path))
+    start_compile_workers(torch.device(device), model)
     assert bool(calls) == started

@@ -22,7 +22,7 @@ SIZES = [
     "log.backends=[jsonl]",
 ]
 SIZES += ["eval_generation.max_new_tokens=2"]
-NEW = ["recipe", "new", "mine", "--from", "digits_vlm"]
+NEW = ["recipe", "mine", "--from", "digits_vlm"]
 CONFIG = "mine/configs/train.yaml"
 # One process for all commands, since it imports torch once. The last one finds the run that `train` has written.
 COMMANDS = """
@@ -78,7 +78,7 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(
     empty = tmp_path / "empty"
     empty.mkdir()
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    words = [*commands(), ["skills", "install"]]
+    words = [*commands(), ["recipe", "--skills"]]
     subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(words)], cwd=empty, env=env, check=True
     )

@@ -1,4 +1,4 @@
-"""Which models can be fine-tuned on which GPUs, by `mvp estimate`: the table of docs/hardware.md.
+"""Which models can be fine-tuned on which GPUs, by `mvp plan`: the table of docs/hardware.md.
 
     PYTHONPATH=. python benchmarks/hardware/table.py --out benchmarks/results/hardware.json   # estimate, about a minute
     PYTHONPATH=. python benchmarks/hardware/table.py                                          # print the table
@@ -32,21 +32,22 @@ def estimate_cell(model: str, gpu: str, count: int) -> dict[str, Any]:
     """The cheapest setting of a model on a number of GPUs."""
     from transformers import AutoConfig
 
-    from mvp_engine.tools.estimate_config import Estimator, Question
+    from mvp_engine.kit.plan.planner import Question
+    from mvp_engine.tools.plan import make_planner
 
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**shapes()[model]).save_pretrained(folder)
         # Rows are as long as packs, so that no advice is to leave out long rows.
-        estimator = Estimator(Question(folder, [f"mllm.row_tokens={TOKENS}"], gpu, count, TOKENS))
-        return {"model": model, **_cell(estimator, gpu, count)}
+        planner = make_planner(Question(folder, [f"mllm.row_tokens={TOKENS}"], gpu, count, TOKENS))
+        return {"model": model, **_cell(planner, gpu, count)}
 
 
-def _cell(estimator: Any, gpu: str, count: int) -> dict[str, Any]:
-    from mvp_engine.tools.estimate import Change, cheapest, lora_change, offload_change
+def _cell(planner: Any, gpu: str, count: int) -> dict[str, Any]:
+    from mvp_engine.kit.plan.planner import Change, cheapest, lora_change, offload_change
 
-    config = estimator.config
+    config = planner.config
     ways = {"full": Change(), "offload": offload_change(config), "LoRA": lora_change(config)}
-    fitting = ((way, found) for way, change in ways.items() if (found := cheapest(estimator, count, change)))
+    fitting = ((way, found) for way, change in ways.items() if (found := cheapest(planner, count, change)))
     method, found = next(fitting, (None, None))
     cell = {"gpu": gpu, "gpus": count, "method": method}
     if found:

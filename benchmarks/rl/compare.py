@@ -6,7 +6,7 @@
 Each side is a process of its own. Both train all weights of the same random model (bf16 autocast over float32 weights)
 with AdamW, one optimizer step on each batch of `--prompts` x `--group` completions, without a reference model: prompts
 of 32 to 1,024 words, completions of up to `--new` tokens at temperature 1. Random weights stop about nowhere, so
-completions have about `--new` tokens. The reward counts a letter. Ours is `mvp_engine.rl` with
+completions have about `--new` tokens. The reward counts a letter. Ours is `mvp_engine.kit.rl` with
 `rollout.backend=packed`; TRL generates with transformers (no server on either side) and pads `--batch` completions.
 Figures are medians over the second half of the steps; `steps_s` are all of them. `update_s` is everything of a step but
 generation and rewards.

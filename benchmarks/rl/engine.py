@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mvp_engine.rl import Answer, RLEngine
+from mvp_engine.kit.rl import Answer, RLEngine
 
 
 def share_of_e(text: str) -> float:

@@ -67,8 +67,8 @@ def receive(port: Any, hashes: Any) -> None:
 
 
 def main() -> None:
-    from mvp_engine.rl.server import Server
-    from mvp_engine.rl.weight_transfer import IPCTransfer
+    from mvp_engine.kit.rl.server_rollout import Server
+    from mvp_engine.kit.rl.vllm_rollout import IPCTransfer
     from mvp_engine.worker import WorkerGroup, WorkerSpec
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

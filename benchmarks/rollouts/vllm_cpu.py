@@ -33,15 +33,12 @@ from PIL import Image
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
+from mvp_engine.kit.rl.rollout import Sample, Sampling, measure_gap, rollout_batch
+from mvp_engine.kit.rl.server_rollout import OpenAIRollout, Server, ServerGone
+from mvp_engine.kit.rl.vllm_plugin import BACKEND
+from mvp_engine.kit.rl.vllm_rollout import VLLMRollout
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
-from mvp_engine.rl.batches import rollout_batch
-from mvp_engine.rl.gap import measure_gap
-from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
-from mvp_engine.rl.rollout import Sample, Sampling
-from mvp_engine.rl.server import Server, ServerGone
-from mvp_engine.rl.server_rollout import OpenAIRollout
-from mvp_engine.rl.vllm_plugin import BACKEND
-from mvp_engine.rl.vllm_rollout import VLLMRollout
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.spec import WorkerSpec
 

@@ -1,77 +1,102 @@
-"""From a YAML file and `key=value` overrides to a validated config: Hydra composes, pydantic validates.
+"""From a YAML file and `key=value` overrides to a validated config.
 
 `default.yaml` comes first, then the recipe's YAML with the files that its `defaults:` list inherits, then the
-command line. `explain.py` writes the error messages.
+command line. OmegaConf resolves interpolations, pydantic validates; Hydra's grammar reads the command line.
+`explain.py` writes the error messages.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.conf import HydraConf
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from mvp_engine.config.engine_class import find_engine
-from mvp_engine.config.explain import explain_invalid
-from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
+from mvp_engine.config.engine_class import find_config_class, find_engine
+from mvp_engine.config.explain import ConfigFile, explain_invalid, place_of, short_path
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_config, shipped_configs
 from mvp_engine.errors import UserError, did_you_mean, similar_path
-from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
 
-# libyaml's parser, where PyYAML has it, takes a tenth of the time.
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DEFAULTS = Path(__file__).parent / "default.yaml"
+NO_VALUE = "__no_value__"  # stands for a value that is missing (???)
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A validated config, its engine class, and the files that it was composed from (later ones win)."""
+    """A validated config, and the files that it was composed from (later ones win)."""
 
     config: Config
-    engine_class: type[Engine]
     files: list[Path]
+
+    @cached_property
+    def engine_class(self) -> type[Engine]:
+        """Imports the engine, and with it torch."""
+        engine_class, spec = find_engine(self.config.engine, self.files[-1])
+        if engine_class.config_class is not type(self.config):
+            raise UserError(
+                f"{spec}: the class has another config_class than its source says: set it in the class body"
+            )
+        return engine_class
 
 
 @dataclass(frozen=True)
 class Draft:
     """The values of all files and overrides, before a schema validates them."""
 
-    file: Path
     files: list[ConfigFile]
     overrides: list[str]
     values: dict[str, Any]
-    missing: list[str]  # keys that have no value (???)
+    missing: list[str]  # keys that have no value (???): it is NO_VALUE
 
-    def validated(self, schema: type[Config], engine: str) -> Config:
+    @property
+    def file(self) -> Path:
+        return self.files[-1].path
+
+    @property
+    def schema(self) -> type[Config]:
+        return self._engine[0]
+
+    @cached_property
+    def _engine(self) -> tuple[type[Config], str]:
+        """The config class of the engine, and the engine's absolute spec."""
+        spec = self.values.get("engine")
+        if spec == NO_VALUE:
+            raise MissingKeys(self.file, self.missing)
+        if not isinstance(spec, str | None):
+            place = place_of("engine", self.files, self.overrides)
+            raise UserError(f"{place}: 'engine' is {spec!r}. Write file.py:Class")
+        return find_config_class(spec, self.file)
+
+    def composed(self, may_miss: bool = False) -> Composed:
+        """`may_miss`: a key without a value is an error only where its value cannot be a text."""
+        schema, engine = self._engine
         problems: list[str] = []
         try:
             config = schema.model_validate({**self.values, "engine": engine})
+            if not self.missing or may_miss:
+                return Composed(config, [source.path for source in self.files])
         except ValidationError as error:
             # Next to missing values, unknown keys only: a misspelt one is often the one without a value.
-            found = explain_invalid(error, schema, self.files, self.overrides, bool(self.missing))
-            problems = list(dict.fromkeys(found))
+            lines = explain_invalid(error, schema, self.files, self.overrides, bool(self.missing))
+            problems = list(dict.fromkeys(lines))
         if self.missing:
             raise MissingKeys(self.file, self.missing, problems)
-        if problems:
-            raise UserError("\n".join(problems))
-        return config
+        raise UserError("\n".join(problems))
 
 
 class MissingKeys(UserError):
@@ -87,27 +112,51 @@ class MissingKeys(UserError):
         self.keys = keys
 
 
-def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
+def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composed:
     """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""
-    draft = read_draft(path, overrides or [], incomplete=True)
-    engine_class, engine = find_engine(draft.values.get("engine"), draft.file)
-    config = draft.validated(engine_class.config_class, engine)
-    return Composed(config, engine_class, [source.path for source in draft.files])
+    return read_draft(path, overrides).composed()
 
 
-def read_draft(path: str | Path, overrides: list[str], incomplete: bool = False) -> Draft:
-    """`incomplete`: keys without a value are not an error yet, but in `Draft.validated`."""
+def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """The values of the files, of those that they inherit, and of the overrides, with interpolations resolved."""
     file = _find_file(Path(path).expanduser())
-    roots = _search_roots(file)
-    files = [ConfigFile(DEFAULTS, ""), *_inherited(file, roots)]
-    values, missing = _compose_values(file, roots, files, overrides)
-    if missing and ("engine" in missing or not incomplete):
-        raise MissingKeys(file, missing)
-    engine = values.get("engine")
-    if engine is not None and not isinstance(engine, str):
-        place = place_of("engine", files, overrides)
-        raise UserError(f"{place}: 'engine' is {engine!r}. Write file.py:Class")
-    return Draft(file, files, overrides, values, missing)
+    inheritance = Inheritance(file)
+    words = [word for word in overrides if not inheritance.select(_parse_override(word))]
+    inheritance.read(file)
+    values = copy.deepcopy(_default_values())
+    for source, tree in inheritance.trees.items():
+        for name in reversed(source.prefix.split(".")[:-1]):
+            tree = {name: tree}
+        _merge(values, tree)
+    try:
+        config = OmegaConf.create(values)
+        for word in words:
+            _override(config, word)
+        missing = sorted(
+            re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)
+        )
+        for key in missing:
+            OmegaConf.update(config, key, NO_VALUE)
+        values = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a name as the index of a list
+        raise UserError(f"{short_path(file)} does not compose: {_in_one_line(error)}") from None
+    files = [ConfigFile(DEFAULTS, ""), *inheritance.trees]
+    return Draft(files, list(overrides), {str(key): values[key] for key in values}, missing)
+
+
+@cache
+def _default_values() -> dict[str, Any]:
+    return dict(load_yaml(DEFAULTS))
+
+
+def _merge(values: dict[Any, Any], tree: dict[Any, Any]) -> None:
+    """Put the values of a later file into those of the files before."""
+    for key, value in tree.items():
+        before = values.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            _merge(before, value)
+        else:
+            values[key] = value
 
 
 # ---- Files ------------------------------------------------------------------------------------------
@@ -117,7 +166,7 @@ def _find_file(file: Path) -> Path:
     """The absolute path of an existing YAML file, or of a shipped recipe's config such as `sft/lora`."""
     if file.is_file():
         if file.suffix != ".yaml":
-            raise UserError(f"config {file} must be called *.yaml: Hydra reads no other files")
+            raise UserError(f"config {file} must be called *.yaml, as all files of configs")
         return file.resolve()
     shipped = shipped_config(file)
     if shipped is not None:
@@ -142,127 +191,83 @@ def _yaml_files(folder: Path) -> str:
     return f"{folder} has: {', '.join(str(file.relative_to(folder)) for file in files)}"
 
 
-def _search_roots(file: Path) -> list[Path]:
-    """The folders in which `defaults:` entries are found: the file's own, then the `configs` folder around it."""
-    outer = [folder for folder in file.parents[1:] if folder.name == "configs"]
-    return [file.parent, *outer[:1]]
+class Inheritance:
+    """The `defaults:` lists of a file and of all files that it inherits.
 
+    An entry is the name of a file, `group: name` for a file in the folder `group`, whose keys go below that name, or
+    `_self_`, the place of the file's own keys (without it they come last).
+    """
 
-def _inherited(
-    file: Path, roots: list[Path], heirs: tuple[Path, ...] = (), prefix: str = ""
-) -> list[ConfigFile]:
-    """The recipe's files in the order in which Hydra applies them; only used to find where a key was set."""
-    if file in heirs:
-        others = " and ".join(short_path(heir) for heir in heirs[1:]) or "itself"
-        raise UserError(f"{short_path(file)} inherits from itself, through {others}")
-    tree = load_yaml(file)
-    entries = tree.get("defaults") or [] if isinstance(tree, dict) else []
-    found: list[ConfigFile] = []
-    for entry in entries:
-        groups = entry if isinstance(entry, dict) else {"": entry}
-        for group, name in groups.items():
-            parent = _find_default(f"{group}/{name}" if group else str(name), roots)
-            if parent is not None:
-                inner = f"{prefix}{group.replace('/', '.')}." if group else prefix
-                found += _inherited(parent, roots, (*heirs, file), inner)
-    return [*dict.fromkeys(found), ConfigFile(file, prefix)]
+    def __init__(self, file: Path) -> None:
+        outer = [folder for folder in file.parents[1:] if folder.name == "configs"]
+        self.roots = [file.parent, *outer[:1]]
+        self.choices: dict[str, str] = {}  # files of groups that the command line selects
+        self.trees: dict[ConfigFile, dict[str, Any]] = {}  # values by file, later ones win
 
+    def select(self, override: Override) -> bool:
+        """Whether the override selects a file, as `model=tiny` does next to a folder `model/`."""
+        group = override.key_or_group
+        is_group = any((root / group).is_dir() for root in self.roots)
+        if is_group:
+            self.choices[group] = str(override.value())
+        return is_group
 
-def _find_default(name: str, roots: list[Path]) -> Path | None:
-    """The file of a `defaults:` entry, such as `base` or `model/tiny@package`."""
-    for root in roots:
-        file = root / f"{name.split('@')[0].lstrip('/')}.yaml"
-        if file.is_file():
-            return file
-    return None
+    def read(self, file: Path, group: str = "", heirs: tuple[Path, ...] = ()) -> None:
+        if file in heirs:
+            others = " and ".join(short_path(heir) for heir in heirs[1:]) or "itself"
+            raise UserError(f"{short_path(file)} inherits from itself, through {others}")
+        tree = load_yaml(file)
+        if not isinstance(tree, dict):
+            raise UserError(f"{short_path(file)} must be a mapping of keys to values")
+        entries = tree.pop("defaults", None) or []
+        for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+            if entry == "_self_":
+                prefix = f"{group.replace('/', '.')}." if group else ""
+                self.trees.setdefault(ConfigFile(file, prefix), tree)
+                continue
+            name = self._name(entry, file)
+            path = name[1:] if name[0] == "/" else f"{group}/{name}".lstrip("/")
+            self.read(self._find(path, file), path.rpartition("/")[0], (*heirs, file))
+
+    def _name(self, entry: object, file: Path) -> str:
+        """The path of an entry of a `defaults:` list; the command line may choose the file of a group."""
+        name = str(entry)
+        if isinstance(entry, dict):
+            [(group, choice), *_] = entry.items()
+            name = f"{group}/{self.choices.get(group, choice)}"
+        if not re.fullmatch(r"/?[\w.+-]+(/[\w.+-]+)*", name):
+            raise UserError(
+                f"{short_path(file)}: {entry!r} in `defaults:` is no name of a file, `group: name` or _self_"
+            )
+        return name
+
+    def _find(self, name: str, heir: Path) -> Path:
+        for root in self.roots:
+            if (file := root / f"{name}.yaml").is_file():
+                return file
+        folders = " or ".join(map(short_path, self.roots))
+        raise UserError(f"{short_path(heir)} inherits {name!r}: {folders} has no {name}.yaml")
 
 
 def load_yaml(file: Path) -> Any:
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), LOADER) or {}
-    except yaml.YAMLError as error:
+        return OmegaConf.to_container(OmegaConf.load(file))
+    except (yaml.YAMLError, OSError) as error:  # OSError: a file with one number or text
         raise UserError(f"{short_path(file)} is not valid YAML: {error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{short_path(file)} is not UTF-8 text: {error}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{short_path(file)} does not compose: {_in_one_line(error)}") from None
 
 
-# ---- Hydra ------------------------------------------------------------------------------------------
+def _in_one_line(error: Exception) -> str:
+    return " ".join(line for line in str(error).splitlines() if line.strip())
 
 
-def _compose_values(
-    file: Path, roots: list[Path], files: list[ConfigFile], overrides: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The values of all files and overrides, and the keys without one; if all have one, interpolations are resolved."""
-    if not isinstance(load_yaml(file), dict):
-        raise UserError(f"{short_path(file)} must be a mapping of keys to values")
-    GlobalHydra.instance().clear()
-    try:
-        words = [_hydra_override(word, roots) for word in overrides]
-        if len(roots) > 1:
-            words.append(f"hydra.searchpath=['file://{roots[1]}']")
-        folder = initialize_config_dir(config_dir=str(file.parent), version_base="1.3")
-        with folder, _own_store() as store:
-            store.store("_mvp_root", {"defaults": ["_mvp_defaults", "_self_", file.stem]})
-            composed = hydra_compose("_mvp_root", overrides=words)
-        missing = OmegaConf.missing_keys(composed) | _open_keys(files[1:], composed, overrides)
-        values = OmegaConf.to_container(composed, resolve=not missing)
-    except (HydraException, OmegaConfBaseException) as error:
-        text = " ".join(line for line in str(error).splitlines() if line.strip())
-        text = text.split(" Config search")[0]
-        raise UserError(f"{short_path(files[-1].path)} does not compose: {text}") from None
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}, sorted(missing)
+# ---- The command line -------------------------------------------------------------------------------
 
 
-class _Configs(dict[str, Any]):
-    """What Hydra's store holds. Hydra copies all of it in each composition, and then again what it reads."""
-
-    def __deepcopy__(self, _: object) -> _Configs:
-        return self
-
-
-_OWN_CONFIGS = _Configs()
-
-
-@contextlib.contextmanager
-def _own_store() -> Iterator[ConfigStore]:
-    """A context in which Hydra's store holds `default.yaml`, and no settings of Hydra (loggers, sweepers).
-
-    It is filled once: that would be half of the time of a composition.
-    """
-    store = ConfigStore.instance()
-    outside = store.repo
-    store.repo = _OWN_CONFIGS
-    try:
-        if not _OWN_CONFIGS:
-            store.store("_mvp_defaults", OmegaConf.load(DEFAULTS))
-            store.store("config", HydraConf(defaults=[]), group="hydra")
-        yield store
-    finally:
-        store.repo = outside
-
-
-def _open_keys(files: list[ConfigFile], composed: Any, overrides: list[str]) -> set[str]:
-    """Keys that are ??? in the files, over a default: Hydra silently keeps the default, such as null."""
-    values = dict[str, object]()
-    for file in files:
-        for key, value in flat_keys(load_yaml(file.path)).items():
-            values[f"{file.prefix}{key}"] = value
-    given = [override_key(word) for word in overrides]
-    found = set[str]()
-    for key, value in values.items():
-        is_given = any(f"{key}.".startswith(f"{one}.") for one in given)
-        section = key.rpartition(".")[0] or key
-        if value == "???" and not is_given and OmegaConf.select(composed, section) is not None:
-            found.add(key)
-    return found
-
-
-def _hydra_override(word: str, roots: list[Path]) -> str:
-    """The override as Hydra expects it: `++key=value`, since a key may be known to the schema alone.
-
-    A word that selects a file of a config group (`model=tiny` next to a folder `model/`) stays as it is.
-    """
+def _parse_override(word: str) -> Override:
     if "=" not in word and not word.startswith("~"):
         raise UserError(f"{word!r} on the command line is not of the form key=value")
     try:
@@ -276,7 +281,25 @@ def _hydra_override(word: str, roots: list[Path]) -> str:
             f"{word!r} on the command line has several values, and a training takes one: start one for each. A list is "
             f"{key}=[{value}], a text with a comma \"{key}='{value}'\""
         )
-    if override.key_or_group.startswith("hydra"):
-        raise UserError(f"{word!r} on the command line: Hydra's own settings have no effect here")
-    is_group = any((root / override.key_or_group).is_dir() for root in roots)
-    return word if word[0] in "+~" or is_group else f"++{word}"
+    if override.package is not None:
+        raise UserError(f"{word!r} on the command line cannot be read: @ is no part of a key")
+    return override
+
+
+def _override(config: DictConfig, word: str) -> None:
+    """Set or, with `~key`, remove a key. A dict is merged into the one that is there; `+key=value` adds a key."""
+    override = _parse_override(word)
+    key, value = override.key_or_group, override.value()
+    before = OmegaConf.select(config, key, throw_on_missing=False)
+    if override.is_delete():
+        if before is None or value not in (None, before):
+            reason = f"there is no key {key}" if before is None else f"its value is {before!r}"
+            raise UserError(f"{word!r} on the command line removes nothing: {reason}")
+        section, _, name = key.rpartition(".")
+        del (OmegaConf.select(config, section) if section else config)[name]
+    elif override.is_add() and before is not None and not isinstance(value, dict | list):
+        raise UserError(
+            f"{word!r} on the command line adds a key that has a value: write {key}=..."
+        )
+    else:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)

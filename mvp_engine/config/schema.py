@@ -171,15 +171,31 @@ class Checkpoint(Section):
     patience: Count | None
 
 
-class Parallel(Section):
-    replicate: Literal[-1] | Count
-    shard: Count
+class GroupParallel(Section):
+    """How the ranks of a group share a model; the sizes multiply to its number of ranks."""
+
+    replicate: Literal[-1] | Count = -1
+    """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
+    shard: Count = 1
+    """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
     context: Count = 1
+    """Sequence parallel: ranks that shard the queries of a batch and gather keys and values."""
     pipeline: Count = 1
-    ulysses: Count
-    tensor: Count
+    """Pipeline parallel: stages of the model, each with a slice of the decoder's blocks."""
+    ulysses: Count = 1
+    """Sequence parallel (Ulysses): ranks that shard the tokens of a batch."""
+    tensor: Count = 1
+    """Tensor parallel: ranks that shard each weight matrix."""
     expert: Count = 1
+    """Expert parallel: so many of the shard x context x ulysses ranks share the experts; it multiplies no ranks."""
     reshard: bool = True
+    """FSDP: gather parameters in every forward and backward; false: once per step, and once per sampling of answers."""
+
+    def with_timeout(self, timeout: float) -> Parallel:
+        return Parallel(**self.model_dump(), timeout=timeout)
+
+
+class Parallel(GroupParallel):
     timeout: Positive
 
 

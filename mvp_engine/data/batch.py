@@ -17,12 +17,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from mvp_engine.data.media import Media, concat_media
+from mvp_engine.data.media import IGNORE, Media, concat_media
 from mvp_engine.errors import UserError
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
 
-IGNORE = -100
 # Of media; what names end with.
 HOST_FIELDS = ("grid_thw", "merge_sizes", "_counts", "feature_attention_mask")
 
@@ -116,6 +115,16 @@ class PackedBatch:
             {name: value[chosen] for name, value in self.sequence_fields.items()},
             {kind: media.select(sequences) for kind, media in self.media.items()},
         )
+
+    def without_targets(self) -> PackedBatch:
+        """The batch without the media that a model predicts, as a prompt of generation."""
+        if not any(items.is_target for items in self.media.values()):
+            return self
+        media = {
+            kind: items.select([]) if items.is_target else items
+            for kind, items in self.media.items()
+        }
+        return dataclasses.replace(self, media=media)
 
     @staticmethod
     def concat(batches: list[PackedBatch]) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
+
+IGNORE = -100  # the label of what carries no loss
 
 
 @dataclass(eq=False)
@@ -24,6 +27,8 @@ class Media:
     fields: dict[str, Tensor] = field(default_factory=dict)  # (N, ...) each, such as grids
     # (S,) int64: the sequence whose items each sequence uses, an earlier one or itself. None: all use their own.
     shared_with: Tensor | None = None
+    # The column of integer `values` with labels, of items that a model predicts; None: inputs of an encoder.
+    label_column: int | None = None
 
     def __post_init__(self) -> None:
         total = int(self.row_counts.sum())
@@ -42,6 +47,19 @@ class Media:
         shared = self.shared_with
         if shared is not None and not torch.equal(shared[self.sequence_ids], self.sequence_ids):
             raise ValueError("media items belong to a sequence that uses those of another one")
+
+    @property
+    def is_target(self) -> bool:
+        """Whether a model predicts the items: no encoder reads them, and a prompt has none."""
+        return self.label_column is not None
+
+    def without_labels(self) -> Media:
+        """The same items without loss, for dummy sequences."""
+        if self.label_column is None:
+            return self
+        values = self.values.clone()
+        values[:, self.label_column] = IGNORE
+        return dataclasses.replace(self, values=values)
 
     def items_of(self, sequence: int) -> list[int]:
         """The items that a sequence uses."""
@@ -73,6 +91,7 @@ class Media:
             torch.tensor(sequence_ids, dtype=torch.long),
             {name: value[index] for name, value in self.fields.items()},
             _unless_own(torch.tensor(shared_with)),
+            self.label_column,
         )
 
 
@@ -103,6 +122,7 @@ def concat_media(kind: str, parts: list[Media], num_sequences: list[int]) -> Med
         torch.cat(sequence_ids),
         {name: cat_padded([media.fields[name] for media in kept]) for name in parts[0].fields},
         _unless_own(torch.cat(shared_with)),
+        parts[0].label_column,
     )
 
 

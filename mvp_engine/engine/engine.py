@@ -33,7 +33,7 @@ from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
 from mvp_engine.engine.state import collect_state, record_setup, restore_state, with_intervals
 from mvp_engine.errors import Interrupted, UserError
-from mvp_engine.hf.weights.hub_pins import pin_config
+from mvp_engine.hf.weights.hub import pin_config
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
 from mvp_engine.log.format import number
@@ -84,6 +84,7 @@ class Engine(EngineHooks):
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
+        self.has_data = False  # `open_data` was called
         self._closing = ExitStack()
 
     def __enter__(self) -> Engine:
@@ -115,15 +116,14 @@ class Engine(EngineHooks):
     # ---- Training -------------------------------------------------------------------------------------------------
 
     def before_train(self) -> None:
-        """Build loader, model, optimizer; load the checkpoint; open the log."""
+        """Build data, model and optimizer; load the checkpoint; open the log."""
         config = self.config
         if config.loop.total_steps is None and config.loop.epochs is None:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
-        if not self.model_before_data:
-            self._open_feed()
+        self.start_data()
         self.model_engine = self._build_model_engine()
-        self.model_engine.initialize(self._optimizer_after_data, self.prepare_scheduler)
+        self.model_engine.initialize(self.build_optimizer, self.prepare_scheduler)
         if config.loop.eval_interval and self._eval_loader is None:
             # Here a stop signal ends the measuring of rows at once, and errors come before hours of training.
             self._eval_loader = self._loader("eval")
@@ -193,7 +193,7 @@ class Engine(EngineHooks):
 
     @property
     def parallel(self) -> Parallel:
-        """The layout of the model that is trained, for logs; in RL that of the actor."""
+        """The layout of the model that is trained, for logs."""
         return self.config.parallel
 
     @property
@@ -414,7 +414,16 @@ class Engine(EngineHooks):
             raise UserError(f"prepare_dataloader({split!r}) gave None, so there is no data for it")
         return loader
 
-    def _open_feed(self) -> None:
+    def start_data(self) -> None:
+        """Open the data before the model is built: the workers of the loader load meanwhile.
+
+        An override may only start what `open_data` waits for. The data is then opened when the model has its weights.
+        """
+        self.open_data()
+
+    def open_data(self) -> None:
+        """Open the training data, after which the number of steps is known."""
+        self.has_data = True
         loader = self._loader("train")
         batch_sizes = self.global_batch_size, self.config.data.micro_batch_size
         accumulation = micro_batches_per_step(loader, *batch_sizes, self.layout)
@@ -423,10 +432,10 @@ class Engine(EngineHooks):
         self.total_steps = feed.planned_steps(self.config.loop)
         self.config = with_intervals(self.config, self.total_steps)
 
-    def _optimizer_after_data(self, model: nn.Module) -> Optimizer:
-        """The optimizer; by now the model has its weights, and the schedule needs the number of steps."""
-        if self.model_before_data:
-            self._open_feed()
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer, for a model that has its weights. Its schedule needs the number of steps."""
+        if not self.has_data:
+            self.open_data()
         with recorded_reads(self.config.optim) as read:
             optimizer = self.prepare_optimizer(model)
         if ignored := ignored_keys(self.config.optim, read):

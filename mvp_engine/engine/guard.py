@@ -59,7 +59,7 @@ class SkipGuard:
         self.file = folder / (
             "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
         )
-        self.replay_command = f"mvp replay {folder}"
+        self.replay_command = f"mvp check {folder}"
         self.total = self.consecutive = self.overflows = 0
         self.trend = LossTrend()
         self._steps: deque[dict[str, Any]] = deque()  # steps without a status yet
@@ -132,7 +132,7 @@ class SkipGuard:
 
     @contextmanager
     def recorded_errors(self, feed: Feed, meter: Meter) -> Iterator[None]:
-        """A context for a step: it records one whose error a row may have caused, for `mvp replay`.
+        """A context for a step: it records one whose error a row may have caused, for `mvp check RUN`.
 
         No row causes an error outside of forward and backward, that of a collective whose other ranks have died, or
         that of too little memory.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ from mvp_engine.model_engine.ema import eval_weights
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 
 
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage of `mvp check` found out."""
+
+    says: str  # one line, for the terminal
+    facts: dict[str, Any]  # for `--json`, under the name of the stage
+    figures: list[tuple[str, str]] = field(default_factory=list)  # name and text, at the end
+    warnings: list[str] = field(default_factory=list)
+
+
+# A stage gets the log records of the steps of a check.
+CheckStage = Callable[[list[dict[str, Any]]], StageResult]
+
+
 class EngineHooks:
     config_class: type[Config] = Config
     config: Config
@@ -33,7 +48,9 @@ class EngineHooks:
     batch_unit = "sample"  # what `global_batch_size` counts
     # How a global batch is divided, for the log; by default among ranks and micro-batches.
     batch_division = ""
-    model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
+    # Config keys that say how large a step is.
+    batch_size_keys: tuple[str, ...] = ("data.global_batch_size", "mllm.micro_batch_tokens")
+    trains_in_process = True  # False: parameters, gradients and optimizer are in other processes
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 
@@ -93,6 +110,37 @@ class EngineHooks:
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `extra_state` returned."""
+
+    # ---- What commands ask ----------------------------------------------------------------------------------------
+
+    def describe_layout(self) -> str:
+        """The ranks that train, and their device."""
+        return f"{self.layout.world.size} x {self.device.type}"
+
+    def describe_training(self) -> dict[str, Any]:
+        """What summaries and model cards say of this kind of training; it is noted in run.json.
+
+        `method`: its name, with `{how}` in place of "LoRA" or "fine-tuning of all weights". `headline`: the metric that
+        says how it went, by default the loss. `keys`: config keys for the model card, with those of the size of a step.
+        `next_steps`: commands by what they do, with `{export}` in place of the newest export.
+        """
+        return {}
+
+    @property
+    def samples_per_step(self) -> float | None:
+        """Samples that a step trains on, over all ranks; None if they vary."""
+        return self.global_batch_size
+
+    def check_stages(self) -> Mapping[str, CheckStage]:
+        """More stages of `mvp check`, by name: they run after its training steps."""
+        return {}
+
+    @classmethod
+    def check_command(cls, config: Any, command: str, run: Path | None, step: int) -> None:
+        """Raise `UserError` if `mvp profile` or `mvp check RUN` cannot train with this config in its process.
+
+        `run`: the folder of a run whose step is to be repeated.
+        """
 
     # ---- For use in hooks -----------------------------------------------------------------------------------------
 

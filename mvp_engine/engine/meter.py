@@ -34,9 +34,9 @@ COUNTED_EVALUATIONS = 3  # by then; the first one compiles
 SETTLING = 2  # intervals after which what was made stays, such as compiled graphs
 # The phases of a step in their order; those in which ranks wait for each other, so that one can be slow in them because
 # another one is late.
-PHASES = ["data", "rollouts", "train_pre_step", "forward", "backward", "update", "optimizer"]
-PHASES += ["train_post_step", "other ranks", "logging", "evaluation", "checkpoint"]
-WAITING = {"forward", "backward", "update", "optimizer", "other ranks"}
+PHASES = ["data", "train_pre_step", "forward", "backward", "optimizer", "train_post_step"]
+PHASES += ["other ranks", "logging", "evaluation", "checkpoint"]
+WAITING = {"forward", "backward", "optimizer", "other ranks"}
 WARM_UP_STEPS = 3  # of a launch: they compile, and start workers
 FEWEST_STEPS = 10  # of a launch, before which none is called slow
 COMPARED_STEPS = 50  # steps between two comparisons of all ranks
@@ -81,6 +81,8 @@ class StepTimes:
 
 
 class Meter:
+    evaluation_keys = "loop.eval_batches or eval_generation.max_samples"  # which make it shorter
+
     def __init__(self, world: World, folder: Path, step: int) -> None:
         """`step`: the last one before this launch; slow steps after it will run again, so their records are removed."""
         self.world = world
@@ -127,7 +129,7 @@ class Meter:
     def mark(self, phase: str) -> None:
         """The time from here on is that of `phase`; on a GPU, from where it has done what it was given so far."""
         event = None
-        # The controller of an RL training with models in other processes computes nothing on its GPU.
+        # A controller of models in other processes computes nothing on its GPU.
         if self.world.device.type == "cuda" and torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -205,11 +207,15 @@ class Meter:
         share = sum(self._evaluations) / (now - self._first)
         if len(self._evaluations) == COUNTED_EVALUATIONS and share > MOST_EVALUATING:
             LOGGER.warning(
-                "evaluations take %.0f %% of the time, %.1f s each: raise loop.eval_interval, or lower "
-                "loop.eval_batches or eval_generation.max_samples (of RL: evaluation.samples)",
+                "evaluations take %.0f %% of the time, %.1f s each: raise loop.eval_interval, or lower %s",
                 100 * share,
                 sum(self._evaluations) / len(self._evaluations),
+                self.evaluation_keys,
             )
+
+    def peak(self) -> int:
+        """Peak memory so far in bytes, of the process that trains."""
+        return peak_memory(self.world.device)
 
     def read(
         self, totals: dict[str, float], waited: float, remaining_steps: int | None
@@ -252,7 +258,9 @@ def _slow_rank(of_ranks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     found = [{"rank": rank, **record} for rank, record in enumerate(of_ranks) if record is not None]
     most = max(_lost(record) for record in found)
     slow = [record for record in found if _lost(record) > most / 2]
-    first = min(slow, key=lambda record: (PHASES.index(record["phase"]), -_lost(record)))
+    order = {phase: place for place, phase in enumerate(PHASES)}
+    # An engine with phases of its own runs on one rank.
+    first = min(slow, key=lambda record: (order.get(record["phase"], 0), -_lost(record)))
     return None if first["phase"] in WAITING and len(slow) < len(found) else first
 
 

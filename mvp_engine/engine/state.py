@@ -167,7 +167,7 @@ def with_intervals(config: Config, total_steps: int | None) -> Config:
 
 def record_setup(engine: Engine, accumulation: int) -> None:
     """Log the setup and note it in the run folder. `accumulation`: micro-batches of a rank in one step."""
-    world = engine.model_engine.world  # in RL not the controller's own
+    world = engine.model_engine.world  # of the ranks that train, which may be other processes
     layout = layout_text(engine.parallel, world.size)
     parts = trained_parts(engine.model, engine.model_engine.param_groups)
     setup = {
@@ -180,6 +180,8 @@ def record_setup(engine: Engine, accumulation: int) -> None:
         "parts": parts,
         "versions": _versions(),
     }
+    if described := engine.describe_training():
+        setup["training"] = described
     if world.is_main:
         engine.run.note(setup=setup)
     division = engine.batch_division or (

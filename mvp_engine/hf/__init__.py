@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from mvp_engine.hf.actions.action_model import ActionModel
     from mvp_engine.hf.model.language_model import LanguageModel, ValueModel
     from mvp_engine.hf.model.packed_model import PackedModel
-    from mvp_engine.hf.speech.omni_model import OmniModel
-else:  # the sections of configs are here too, and `mvp config show` imports no torch
+else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
-__all__ = ["ActionModel", "LanguageModel", "OmniModel", "PackedModel", "ValueModel"]
+__all__ = ["ActionModel", "LanguageModel", "PackedModel", "ValueModel"]

@@ -11,33 +11,35 @@ if TYPE_CHECKING:
     from mvp_engine.kit.actions.kit import ActionDataKit
     from mvp_engine.kit.actions.rollout import rollout
     from mvp_engine.kit.actions.settings import ActionConfig, ActionData
-    from mvp_engine.kit.contrastive import ContrastiveEngine, ContrastiveLossKit
-    from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
     from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
-    from mvp_engine.kit.distil import DistilEngine, DistilLossKit
-    from mvp_engine.kit.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.examples import examples_of
+    from mvp_engine.kit.flow import Flow, FlowTimes
     from mvp_engine.kit.flow_policy import action_loss, sample_actions
-    from mvp_engine.kit.flow_settings import Flow, FlowTimes
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
     from mvp_engine.kit.mfu import MFUKit
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
-    from mvp_engine.kit.player import Player, Sound, speak
-    from mvp_engine.kit.preference import PreferenceLossKit, StepTerms
-    from mvp_engine.kit.preference_engine import PreferenceEngine
-    from mvp_engine.kit.preference_settings import PreferenceConfig, PreferenceLoss
-    from mvp_engine.kit.reward import RewardEngine, RewardLossKit
-    from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
+    from mvp_engine.kit.preference.contrastive import ContrastiveEngine, ContrastiveLossKit
+    from mvp_engine.kit.preference.distil import DistilEngine, DistilLossKit
+    from mvp_engine.kit.preference.engine import PreferenceEngine
+    from mvp_engine.kit.preference.losses import PreferenceLossKit, StepTerms
+    from mvp_engine.kit.preference.reward import RewardEngine, RewardLossKit
+    from mvp_engine.kit.preference.settings import (
+        ContrastiveConfig,
+        ContrastiveLoss,
+        Distil,
+        DistilConfig,
+        PreferenceConfig,
+        PreferenceLoss,
+        RewardConfig,
+        RewardLoss,
+    )
     from mvp_engine.kit.row_checks import check_labels, check_rows
-    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
-    from mvp_engine.kit.speech.codec import Codec, open_codec
-    from mvp_engine.kit.speech.kmeans import ResidualKMeans
-    from mvp_engine.kit.speech_loss import SpeechLossKit
-else:  # the sections of configs are here too, and `mvp config show` imports no torch
+    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
+else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 
@@ -47,7 +49,6 @@ __all__ = [
     "ActionDataKit",
     "ActionEngine",
     "Answer",
-    "Codec",
     "Completion",
     "ContrastiveConfig",
     "ContrastiveEngine",
@@ -72,19 +73,14 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
-    "Player",
     "PreferenceConfig",
     "PreferenceEngine",
     "PreferenceLoss",
     "PreferenceLossKit",
-    "ResidualKMeans",
     "RewardConfig",
     "RewardEngine",
     "RewardLoss",
     "RewardLossKit",
-    "Sound",
-    "SpeechLoss",
-    "SpeechLossKit",
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
@@ -97,9 +93,7 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
-    "open_codec",
     "rollout",
     "sample_actions",
-    "speak",
     "stop_at",
 ]

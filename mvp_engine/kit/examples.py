@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,15 +40,8 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         # A row that is a caption has no messages before its answer: the prompt is its media alone.
         question = conversation_text(messages) if messages else answer.prompt
         example = Example(media, question, answer.expected, answer.written, answer.verdict)
-        if answer.speech:
-            example = replace(example, spoken=partial(_sound_file, answer.speech))
-        found.append(example)
+        found.append(replace(example, spoken=answer.media_files))
     return found
-
-
-def _sound_file(file: str) -> list[bytes]:
-    path = Path(file)
-    return [path.read_bytes()] if path.is_file() else []
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

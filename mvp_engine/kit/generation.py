@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from mvp_engine import plugins
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import without_speech
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
@@ -32,15 +32,16 @@ class Answer:
     prompt: str = ""
     # The row is plain text, not a chat: no completion is right or wrong.
     is_continuation: bool = False
-    speech: str = ""  # the file of the spoken answer
-    speaker: str | None = None
-    speech_ended: bool | None = None  # whether the model itself ended it
     verdict: bool | None = None  # whether `score` calls it right; None: neither right nor wrong
 
     @property
     def right(self) -> bool:
         """Whether it is the expected text, to the letter."""
         return self.written == self.expected
+
+    def media_files(self) -> list[bytes]:
+        """Media of the answer itself, for the report page."""
+        return []
 
 
 Verdicts = Sequence[bool | None]  # of answers, in their order
@@ -60,9 +61,9 @@ def check_writes(model: Any, key: str | None) -> None:
     """Raise if `key` asks a model for text that writes none."""
     if key is not None and "next_logits" not in model.provides:
         name = model.hf.config.model_type
-        raise UserError(
-            f"{key}: {name} writes no text: set {key}=null. CSM speaks the text that it is given (mvp_engine.kit.speak)"
-        )
+        does = plugins.without_text().get(name)
+        it_does = f". It {does}" if does else ""
+        raise UserError(f"{key}: {name} writes no text: set {key}=null{it_does}")
 
 
 def generate_answers(
@@ -86,7 +87,7 @@ def generate_answers(
     for batch in batches:
         rows += [(batch, prompt) for prompt in split_prompts(batch, prompt_tokens)]
     packed = (
-        PackedBatch.concat([without_speech(prompt.batch) for _, prompt in rows]) if rows else None
+        PackedBatch.concat([prompt.batch.without_targets() for _, prompt in rows]) if rows else None
     )
     completions = generate(
         engine,

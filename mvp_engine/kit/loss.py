@@ -78,3 +78,28 @@ class TokenNormedLossKit:
         weight_T = (batch.labels != IGNORE).float()
         own: Any = batch.token_fields.get("weight")
         return weight_T if own is None else weight_T * own
+
+
+# Values of tokens and of sequences, for losses that compare sequences. Legend: T tokens, S sequences.
+
+
+def sequence_sums(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """The sum over each sequence's tokens, in a fixed order: an `index_add` on a GPU has none."""
+    offsets = batch.cu_seqlens.long()
+    sums: Tensor = torch.segment_reduce(values_T.float(), "sum", offsets=offsets, unsafe=True)
+    return sums
+
+
+def sequence_log_probs(log_probs_T: Tensor, batch: PackedBatch) -> Tensor:
+    """The log-prob of each sequence's answer: the sum over its tokens with a label."""
+    return sequence_sums(torch.where(batch.labels == IGNORE, 0.0, log_probs_T), batch)
+
+
+def per_token(values_S: Tensor, batch: PackedBatch) -> Tensor:
+    """The value of each token's sequence."""
+    return values_S.repeat_interleave(batch.lengths, output_size=batch.num_tokens)
+
+
+def last_token_scores(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """The value of each sequence at its last token."""
+    return values_T[batch.cu_seqlens[1:].long() - 1]

@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.speech.csm import CsmModel
-from mvp_engine.hf.speech.omni_model import OmniModel
 from mvp_engine.kit.action_flops import (
     add_action_costs,
     language_backbone,
@@ -37,13 +34,16 @@ from mvp_engine.kit.action_flops import (
     suffix_pairs,
 )
 from mvp_engine.kit.flop_costs import FlopCosts, flop_costs
-from mvp_engine.kit.speech_flops import (
+from mvp_engine.kit.speech.csm import CsmModel
+from mvp_engine.kit.speech.flops import (
     SPEAKING,
     add_speech_costs,
     speech_costs_alone,
     speech_work,
     thinker_share,
 )
+from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.rows import SPEECH
 
 LOGGER = logging.getLogger("mvp_engine")
 

@@ -12,12 +12,9 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -29,18 +26,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.config.schema import Config
-from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import num_positions
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import trained_parts
+from mvp_engine.kit.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.data.pack.packs import PackLoader
-from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
-from mvp_engine.kit.estimate.sample import repeated
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import (
     Answer,
@@ -53,13 +47,10 @@ from mvp_engine.kit.generation import (
 )
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
-from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.model import MLLMModelKit, compile_blocks, export_link, prepare_kernels
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
-from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
-from mvp_engine.model_engine.fsdp.compile import use_cache
-from mvp_engine.ops import flash_attention
+from mvp_engine.kit.settings import MLLMConfig
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -71,7 +62,6 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
-    model_before_data = True
     eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     answers: Sequence[Answer] = ()
 
@@ -95,7 +85,7 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
-        config.check_speech()
+        config.check_engine()
         model_config = read_config(config.model.path, config.model.config)
         return MLLMDataKit(
             config.mllm,
@@ -109,26 +99,13 @@ class MLLMEngine(Engine):
         return self.data_kit(self.config)
 
     @cached_property
-    def player(self) -> Any:
-        """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
-        from mvp_engine.kit.player import Player
-
-        if self.config.model.path is not None:
-            return Player.of_folder(self.config.model.path)
-        speech: Any = self.data.row_encoder.speech  # the config has a codec
-        return Player.of_codec(speech.store.codec)
-
-    @cached_property
     def optim(self) -> OptimKit:
         return OptimKit(self.config.optim, self.config.seed)
 
     @cached_property
-    def loss(self) -> TokenNormedLossKit | SpeechLossKit:
-        text = TokenNormedLossKit(self.config.loss)
-        if self.config.model.type != "omni_model":
-            return text
-        # Without text, no thinker block runs on rows of text.
-        return SpeechLossKit(self.config.speech_loss, text if trains_text(self.model) else None)
+    def loss(self) -> Any:
+        """The loss kit of `forward_step`: `(loss_sum, weight)` of a micro-batch."""
+        return TokenNormedLossKit(self.config.loss)
 
     @property
     def global_batch_size(self) -> int:
@@ -196,10 +173,6 @@ class MLLMEngine(Engine):
 
     def before_train(self) -> None:
         export_link(self.config.export)
-        self._closing.callback(self.data.stop_measuring)
-        # With costs in the cache the loader comes first: its workers load packs while the model is built.
-        self.model_before_data &= self.world.any(self.data.measure_ahead(self.measured_splits))[0]
-        prepare_kernels(self)
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
@@ -207,13 +180,25 @@ class MLLMEngine(Engine):
     def measured_splits(self) -> list[str]:
         return ["train", "eval"] if self.config.loop.eval_interval else ["train"]
 
-    def _open_feed(self) -> None:
-        if self.model_before_data:
-            compile_blocks(self)
+    def start_data(self) -> None:
+        """Open the data, or start to measure rows whose costs are not in the cache, while the model is built."""
+        self._closing.callback(self.data.stop_measuring)
+        is_measuring = self.world.any(self.data.measure_ahead(self.measured_splits))[0]
+        prepare_kernels(self.device, self.config.model)
+        if not is_measuring:
+            super().start_data()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        if not self.has_data:
+            with smaller_after_out_of_memory(self):
+                compile_blocks(self)
+        return super().build_optimizer(model)
+
+    def open_data(self) -> None:
         if self.config.loop.eval_interval:
             # Errors in held-out rows are raised now, not after hours of training.
             self._eval_loader = self._loader("eval")
-        super()._open_feed()
+        super().open_data()
         if isinstance(self.feed.loader, PackLoader) and self.checkpoint is None:
             self._closing.enter_context(self.feed.loader.started())
 
@@ -225,11 +210,15 @@ class MLLMEngine(Engine):
         model: Any = self.model
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
-        num_tokens = sum(map(num_positions, ctx.micro_batches))
+        num_tokens = sum(map(self.num_positions, ctx.micro_batches))
         capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
+
+    def num_positions(self, batch: PackedBatch) -> int:
+        """What a micro-batch holds of the budget of a pack."""
+        return batch.num_tokens
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         refuse_preference_rows(micro_batch)
@@ -277,7 +266,7 @@ class MLLMEngine(Engine):
         completions: list[tuple[Prompt, list[int]]] = []
         # Where ranks run one forward together, the others wait in it: then the job cannot continue.
         runs_alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
-        with self._keep_training(ctx, "generation", runs_alone):
+        with self.keep_training(ctx, "generation", runs_alone):
             self.answers = generate_answers(
                 self.model_engine,
                 self.generation_batches,
@@ -288,47 +277,25 @@ class MLLMEngine(Engine):
                 budget=self.config.mllm.pack_tokens,
                 keep=completions,
             )
-        if settings.speech is not None:
-            with self._keep_training(ctx, "speech"):
-                self.answers = self._speak(ctx, settings.speech, completions)
-        with self._keep_training(ctx, "score"):
+        self.after_generation(ctx, completions)
+        with self.keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):
                 own = [answer for answer in self.answers if answer.source == i]
                 others = [answer for answer in self.answers if answer.source != i]
                 self.answers = others + with_verdicts(own, self.score(ctx, name, own))
         answers = self._gather_answers()
-        with self._keep_training(ctx, "writing answers.jsonl"):
+        with self.keep_training(ctx, "writing answers.jsonl"):
             if self.world.is_main:
                 names = self.data.source_names("eval")
                 write_answers(self.run.dir / "answers.jsonl", ctx.step, names, answers)
 
-    def _speak(
-        self,
-        ctx: StepContext,
-        settings: SpeechGeneration,
-        completions: Sequence[tuple[Prompt, Any]],
-    ) -> list[Answer]:
-        """The answers with their sounds, which are written into the run folder."""
-        from mvp_engine.kit.player import speak_completions
-
-        speech = self.data.row_encoder.speech
-        assert speech is not None, "the config is checked"
-        model: Any = self.model_engine.model
-        sounds = speak_completions(model, completions, self.player, speech.protocol, settings)
-        folder = self.run.dir / "speech" / f"step_{ctx.step}"
-        answers = []
-        for answer, sound in zip(self.answers, sounds, strict=True):
-            file = folder / f"{answer.source}_{answer.sample}.wav"
-            sound.save(file)
-            answers.append(
-                replace(answer, speech=str(file), speaker=sound.speaker, speech_ended=sound.ended)
-            )
-        ended = sum(sound.ended for sound in sounds)
-        ctx.log("speech_ended", ended, len(sounds))
-        return answers
+    def after_generation(
+        self, ctx: StepContext, completions: Sequence[tuple[Prompt, list[int]]]
+    ) -> None:
+        """Called before `score`, with the prompts of `self.answers` and the tokens that complete them."""
 
     @contextmanager
-    def _keep_training(
+    def keep_training(
         self, ctx: StepContext, what: str, can_continue: bool = True
     ) -> Iterator[None]:
         """An error inside is a warning if it happens in an evaluation of a training; `mvp check` raises it."""
@@ -415,101 +382,3 @@ class MLLMEngine(Engine):
         losses = self.data.source_losses(-loss_T, batch, ctx.split)
         for name, (loss_sum, weight) in losses.items():
             ctx.log(name, loss_sum, weight)
-
-
-# What is compiled before the first step, or prepared for it: worker processes of Inductor, attention kernels, and the
-# blocks of a model on a few rows, while the costs of all rows are measured.
-
-LOGGER = logging.getLogger("mvp_engine")
-# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
-# enough where its sizes are marked (`model.compile_dynamic`).
-SHARES = (1.0, 0.9)
-
-
-def prepare_kernels(engine: MLLMEngine) -> None:
-    start_compile_workers(engine)  # first: it names the folder of the compile cache
-    prepare_attention(engine.device)
-
-
-def start_compile_workers(engine: MLLMEngine) -> None:
-    """Start the processes that compile kernels for Inductor, if the config compiles blocks on a GPU.
-
-    They import torch for some seconds. Inductor would start them with its first graph, whose kernels are compiled in
-    this process one by one until they are ready.
-    """
-    setting = engine.config.model.compile
-    backends = setting.values() if isinstance(setting, dict) else [setting]
-    if engine.device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
-        return
-    use_cache(engine.config.model.compile_cache)  # the processes inherit its environment variable
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.use_process_pool()
-
-
-def prepare_attention(device: torch.device) -> None:
-    """Import FlashAttention 4 in a thread, which takes a second or two; or log that it would be faster on this GPU."""
-    if device.type != "cuda" or not flash_attention.runs_on(device):
-        return
-    if flash_attention.INSTALLED:
-        threading.Thread(target=flash_attention.load, daemon=True).start()
-    else:
-        LOGGER.info(
-            "attention with heads of 64 or 128 would be faster on this GPU with flash-attn-4 %s: "
-            "pip install 'mvp-engine[cuda]'",
-            flash_attention.VERSION,
-        )
-
-
-def compile_blocks(engine: MLLMEngine) -> None:
-    """Run forward and backward on packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
-
-    It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
-    """
-    model: Any = engine.model
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    if not is_compiled or engine.layout.pipeline > 1 or engine.data.is_stream():
-        return
-    random_state = rng_state()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    sample: PackedBatch | None = None
-    with smaller_after_out_of_memory(engine):
-        for share in SHARES[:1] if engine.config.model.compile_dynamic else SHARES:
-            if not engine.world.any(engine.data.is_measuring)[0]:
-                break
-            sample = sample or engine.data.sample()
-            tokens = int(share * engine.config.mllm.pack_tokens)
-            _forward_backward(engine, repeated(sample, tokens))
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    set_rng_state(random_state)
-
-
-def _forward_backward(engine: MLLMEngine, batch: PackedBatch) -> None:
-    model: Any = engine.model
-    name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
-    with engine.model_engine.autocast():
-        found = model(batch.to(engine.device), [name])[name]
-    if found.requires_grad:
-        found.float().mean().backward()
-    model.zero_grad(set_to_none=True)
-
-
-# The symlink that the config key `export` names.
-
-
-def export_link(export: str | None) -> Path | None:
-    """The path of the link, after a check that it can be written."""
-    if export is None:
-        return None
-    link = Path(export).expanduser()
-    if link.exists() and not link.is_symlink():
-        raise UserError(
-            f"export={link} exists and is no link of an earlier run: set export to another path"
-        )
-    parent = next(folder for folder in link.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(
-            f"export={link}: nothing can be written into {parent}. Set export to another path"
-        )
-    return link

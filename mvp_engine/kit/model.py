@@ -1,4 +1,4 @@
-"""MLLMModelKit: a Hugging Face model from a folder or a config, its parts by name, and LoRA adapters.
+"""MLLMModelKit: a Hugging Face model from a folder or a config, its parts by name, LoRA adapters, and its kernels.
 
     def prepare_model(self):
         return MLLMModelKit(self.config.lora).build(self.config.model)
@@ -8,19 +8,28 @@ Freezing, learning rates, activation checkpointing and compilation by part are c
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from mvp_engine.config.schema import Model, Part
+from mvp_engine.data import rng_state, set_rng_state
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_export import export_adapter
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import parts_of, table, trained_parts
+from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
+from mvp_engine.model_engine.fsdp.compile import use_cache
+from mvp_engine.ops import flash_attention
 
 
 class MLLMModelKit:
@@ -74,3 +83,100 @@ class MLLMModelKit:
         export_adapter(
             engine.model, path, lambda name: full_tensor(params[name].detach()), engine.world
         )
+
+
+# What is compiled before the first step, or prepared for it: worker processes of Inductor, attention kernels, and the
+# blocks of a model on a few rows, while the costs of all rows are measured.
+
+LOGGER = logging.getLogger("mvp_engine")
+# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
+# enough where its sizes are marked (`model.compile_dynamic`).
+SHARES = (1.0, 0.9)
+
+
+def prepare_kernels(device: torch.device, model: Model) -> None:
+    start_compile_workers(device, model)  # first: it names the folder of the compile cache
+    prepare_attention(device)
+
+
+def start_compile_workers(device: torch.device, model: Model) -> None:
+    """Start the processes that compile kernels for Inductor, if the config compiles blocks on a GPU.
+
+    They import torch for some seconds. Inductor would start them with its first graph, whose kernels are compiled in
+    this process one by one until they are ready.
+    """
+    setting = model.compile
+    backends = setting.values() if isinstance(setting, dict) else [setting]
+    if device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
+        return
+    use_cache(model.compile_cache)  # the processes inherit its environment variable
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
+
+
+def prepare_attention(device: torch.device) -> None:
+    """Import FlashAttention 4 in a thread, which takes a second or two; or log that it would be faster on this GPU."""
+    if device.type != "cuda" or not flash_attention.runs_on(device):
+        return
+    if flash_attention.INSTALLED:
+        threading.Thread(target=flash_attention.load, daemon=True).start()
+    else:
+        LOGGER.info(
+            "attention with heads of 64 or 128 would be faster on this GPU with flash-attn-4 %s: "
+            "pip install 'mvp-engine[cuda]'",
+            flash_attention.VERSION,
+        )
+
+
+def compile_blocks(engine: Any) -> None:
+    """Run forward and backward on packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
+
+    It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
+    """
+    model: Any = engine.model
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    if not is_compiled or engine.layout.pipeline > 1 or engine.data.is_stream():
+        return
+    random_state = rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    sample: PackedBatch | None = None
+    for share in SHARES[:1] if engine.config.model.compile_dynamic else SHARES:
+        if not engine.world.any(engine.data.is_measuring)[0]:
+            break
+        sample = sample or engine.data.sample()
+        tokens = int(share * engine.config.mllm.pack_tokens)
+        _forward_backward(engine, repeated(sample, tokens))
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    set_rng_state(random_state)
+
+
+def _forward_backward(engine: Any, batch: PackedBatch) -> None:
+    model: Any = engine.model
+    name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
+    with engine.model_engine.autocast():
+        output = model(batch.to(engine.device), [name])[name]
+    if output.requires_grad:
+        output.float().mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+# The symlink that the config key `export` names.
+
+
+def export_link(export: str | None) -> Path | None:
+    """The path of the link, after a check that it can be written."""
+    if export is None:
+        return None
+    link = Path(export).expanduser()
+    if link.exists() and not link.is_symlink():
+        raise UserError(
+            f"export={link} exists and is no link of an earlier run: set export to another path"
+        )
+    parent = next(folder for folder in link.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(
+            f"export={link}: nothing can be written into {parent}. Set export to another path"
+        )
+    return link

@@ -45,26 +45,21 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours}:{minutes:02d}:{rest:02d}"
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}"
+    if not (days or hours):
+        return f"{minutes}:{rest:02d}"
+    prefix = f"{days}d " if days else ""
+    return f"{prefix}{hours}:{minutes:02d}:{rest:02d}"
 
 
 def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The (name, text) pairs of a record in reading order, without bookkeeping keys."""
-    pairs = []
-    if "loss" in record:
-        pairs.append(("loss", number(record["loss"])))
-    if "grad_norm" in record:
-        pairs.append(("grad", number(record["grad_norm"])))
+    names = {"loss": "loss", "grad_norm": "grad"}
+    pairs = [(name, number(record[key])) for key, name in names.items() if key in record]
+    rates = [key for key in record if is_learning_rate(key)]
+    pairs += [(key, f"{record[key]:.2e}") for key in rates]
     for key, value in record.items():
-        if is_learning_rate(key):
-            pairs.append((key, f"{value:.2e}"))
-    for key, value in record.items():
-        hidden = key in _NOT_IN_ORDER or (key == "skipped" and not value)
-        if not hidden and not is_learning_rate(key):
+        is_hidden = key in _NOT_IN_ORDER or (key == "skipped" and not value)
+        if not is_hidden and key not in rates:
             pairs.append((key, number(value)))
     return pairs + _performance({"fill": record.get("fill"), **record.get("perf", {})})
 

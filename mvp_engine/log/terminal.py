@@ -39,20 +39,15 @@ class Terminal:
         self.doing = ""
         self.losses: list[float] = []
         self.started = time.monotonic()
-        self.first: tuple[int, float] | None = (
-            None  # the first step of this process, and when it ended
-        )
+        # The first step of this process, and when it ended.
+        self.first: tuple[int, float] | None = None
         self.early_eta_s: float | None = None  # by the second step: a record with an ETA may be far
         self.latest: dict[str, dict[str, Any]] = {}  # the last record of each split
         self.live: Live | None = None
         if live and self.console.is_terminal:
             # Its thread draws the panel again twice a second, with the step of that moment.
-            self.live = Live(
-                get_renderable=self._panel,
-                console=self.console,
-                refresh_per_second=2,
-                transient=True,
-            )
+            options: Any = {"console": self.console, "refresh_per_second": 2, "transient": True}
+            self.live = Live(get_renderable=self._panel, **options)
             self.live.start()
 
     def advance(self, step: int, doing: str, is_logged: bool) -> None:
@@ -101,13 +96,9 @@ class Terminal:
             parts.append(_metrics_table(record))
             curve = sparkline(self.losses, max(10, self.console.width - MARGIN - 12))
             parts.append(Text.assemble(("loss ", "dim"), (curve, "cyan")))
-        return Panel(
-            Group(*parts),
-            title=self.title,
-            title_align="left",
-            border_style="dim",
-            width=max(20, self.console.width - MARGIN),
-        )
+        style: Any = {"title_align": "left", "border_style": "dim"}
+        width = max(20, self.console.width - MARGIN)
+        return Panel(Group(*parts), title=self.title, width=width, **style)
 
     def _progress(self, record: dict[str, Any] | None) -> Table:
         follows = self.doing
@@ -159,8 +150,5 @@ def sparkline(values: list[float], width: int) -> str:
         means = [math.log(mean) for mean in means]
     low = min(means)
     span = (max(means) - low) or 1.0
-    line = ""
-    for mean in means:
-        height = int(len(BARS) * (mean - low) / span)
-        line += BARS[min(height, len(BARS) - 1)]
-    return line
+    heights = [int(len(BARS) * (mean - low) / span) for mean in means]
+    return "".join(BARS[min(height, len(BARS) - 1)] for height in heights)

@@ -36,7 +36,7 @@ ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model engine runs its model: the settings that engine, `mvp check` and `mvp estimate` share."""
+    """How a model engine runs its model: the settings that engine, `mvp check` and `mvp plan` share."""
 
     precision: str = "fp32"  # of the computation; master weights and gradient sums stay float32
     clip_grad_norm: float | None = None

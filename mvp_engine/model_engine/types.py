@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf import ActionModel, LanguageModel, OmniModel, PackedModel, ValueModel
+from mvp_engine.hf import ActionModel, LanguageModel, PackedModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import register
 
 
-class _PackedModelEngine(FSDPEngine):
+class PackedModelEngine(FSDPEngine):
+    """A model of `hf/` on the FSDP backend."""
+
     model_class: type[PackedModel]
 
     @classmethod
@@ -19,28 +21,21 @@ class _PackedModelEngine(FSDPEngine):
 
 
 @register("language_model", "fsdp")
-class LanguageModelEngine(_PackedModelEngine):
+class LanguageModelEngine(PackedModelEngine):
     """A language model: per-token log-probs, entropy and loss."""
 
     model_class = LanguageModel
 
 
-@register("omni_model", "fsdp")
-class OmniModelEngine(_PackedModelEngine):
-    """A language model that also speaks: the outputs of its thinker, and log-probs, entropy and loss of speech."""
-
-    model_class = OmniModel
-
-
 @register("value_model", "fsdp")
-class ValueModelEngine(_PackedModelEngine):
+class ValueModelEngine(PackedModelEngine):
     """A value model: one number per token."""
 
     model_class = ValueModel
 
 
 @register("action_model", "fsdp")
-class ActionModelEngine(_PackedModelEngine):
+class ActionModelEngine(PackedModelEngine):
     """An action model: chunks of actions from images, a prompt and a state."""
 
     model_class = ActionModel

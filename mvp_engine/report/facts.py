@@ -9,23 +9,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mvp_engine import plugins
 from mvp_engine.log.format import duration, is_learning_rate, is_share, number, rate
 from mvp_engine.runs import REASON, SLOW_STEPS, Run
 
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 Record = dict[str, Any]
-Rows = list[list[str]]  # of a table, the first with the column names
+Rows = list[list[str]]  # of a table, the first with the column names; empty: no table
 LEFT_OUT = ("bad_rows.jsonl", "overlong_rows.jsonl")  # lists of rows, with source and reason
 OUTLIER = 2.0  # times the usual seconds of such a step, above which a step is slow,
 LEAST_LOST = 0.05  # if it took so many seconds more: steps of milliseconds vary
 SLOW_STEPS_SHOWN = 5  # on the terminal
 # The phases of a step that are not called by the name of their hook.
 PHASES = {"data": "the wait for data", "other ranks": "the wait for other ranks"}
+# Phases that a profile of the step does not repeat.
+NOT_REPEATED = ("evaluation", "checkpoint")
 _NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
 
 
@@ -35,13 +34,21 @@ class RunFacts:
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        file = self.run.dir / "run.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return self.run.info if (self.run.dir / "run.json").is_file() else {}
 
     @cached_property
     def setup(self) -> dict[str, Any]:
         """What the last launch noted; empty for a run of an older version."""
         return dict(self.info.get("setup", {}))
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        return training_facts(self.run)
+
+    @property
+    def headline(self) -> str:
+        """The metric that says how the training went."""
+        return str(self.training.get("headline", "loss"))
 
     @cached_property
     def records(self) -> list[Record]:
@@ -71,36 +78,29 @@ class RunFacts:
         meta = self.run.checkpoints / "best" / "meta.json"
         if meta.is_file():
             return dict(json.loads(meta.read_text())["best"])
-        found = [record for record in self.records if record["split"] == "eval"]
-        found = [record for record in found if record.get("loss") is not None]
-        if not found:
-            return None
-        lowest = min(found, key=lambda record: record["loss"])
-        return {"metric": "loss", "value": lowest["loss"], "step": lowest["step"]}
+        evals = [r for r in self.records if r["split"] == "eval" and r.get("loss") is not None]
+        lowest = min(evals, key=lambda record: record["loss"], default=None)
+        return lowest and {"metric": "loss", "value": lowest["loss"], "step": lowest["step"]}
 
     @cached_property
     def left_out(self) -> Counter[tuple[str, str]]:
         """Rows that were not trained on, by source and reason."""
-        counts: Counter[tuple[str, str]] = Counter()
-        for name in LEFT_OUT:
-            file = self.run.dir / name
-            for line in file.read_text().splitlines() if file.is_file() else []:
-                record = json.loads(line)
-                counts[record["source"], record["reason"]] += 1
-        return counts
+        records = [record for name in LEFT_OUT for record in self._lines(name)]
+        return Counter((record["source"], record["reason"]) for record in records)
 
     @cached_property
     def slowest(self) -> list[Record]:
         """The slowest steps, slowest first."""
-        file = self.run.dir / SLOW_STEPS
-        return (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        )
+        return self._lines(SLOW_STEPS)
 
     @property
     def slow_steps(self) -> list[Record]:
         """Those of them that took far longer than usual."""
-        return [one for one in self.slowest if _is_slow(one["seconds"], one["usual_seconds"])]
+        return [record for record in self.slowest if _is_slow(record)]
+
+    def _lines(self, name: str) -> list[Record]:
+        file = self.run.dir / name
+        return list(map(json.loads, file.read_text().splitlines())) if file.is_file() else []
 
     @property
     def sources(self) -> list[str]:
@@ -110,25 +110,18 @@ class RunFacts:
     def speed(self) -> dict[str, str]:
         """Throughput and its reasons: medians over the log, without the first step, which compiles and warms up."""
         train = [record for record in self.records if record["split"] == "train"]
-        steady = [record for record in train if record["step"] > 1] or train
         values: dict[str, list[float]] = {}
-        for record in steady:
-            figures = {**record.get("perf", {}), "fill": record.get("fill")}
-            for name, value in figures.items():
+        for record in [record for record in train if record["step"] > 1] or train:
+            for name, value in {**record.get("perf", {}), "fill": record.get("fill")}.items():
                 if value is not None:
                     values.setdefault(name, []).append(value)
-        median = {name: statistics.median(found) for name, found in values.items()}
+        median = {name: statistics.median(series) for name, series in values.items()}
         shown = {}
         for name, value in median.items():
             if name.endswith("_per_s") and name != "flops_per_s":
                 shown[f"{name.removesuffix('_per_s')}/s"] = rate(value)
-        for name, key in (
-            ("MFU", "mfu"),
-            ("fill of packs", "fill"),
-            ("wait for data", "data_wait"),
-        ):
-            if key in median:
-                shown[name] = percent(median[key])
+        names = {"mfu": "MFU", "fill": "fill of packs", "data_wait": "wait for data"}
+        shown |= {name: percent(median[key]) for key, name in names.items() if key in median}
         if "step_s" in median:
             shown["seconds per step"] = number(median["step_s"])
         if "memory_gib" in values:
@@ -142,72 +135,63 @@ class RunFacts:
         train, held_out = self.last("train"), self.last("eval")
         kinds: dict[str, None] = {}
         for source in self.sources:
-            for name in held_out:
-                if is_share(name) and name.endswith(f"_{source}"):
-                    kinds[name.removesuffix(f"_{source}")] = None
+            names = [name for name in held_out if is_share(name) and name.endswith(f"_{source}")]
+            kinds |= dict.fromkeys(name.removesuffix(f"_{source}") for name in names)
         rows = []
         for source in self.sources:
-            row = [
-                source,
-                number(train.get(f"loss_{source}")),
-                number(held_out.get(f"loss_{source}")),
-            ]
-            rows.append([*row, *(percent(held_out.get(f"{kind}_{source}")) for kind in kinds)])
-        return [["source", "train loss", "eval loss", *kinds], *rows] if rows else []
+            losses = [number(record.get(f"loss_{source}")) for record in (train, held_out)]
+            shares = [percent(held_out.get(f"{kind}_{source}")) for kind in kinds]
+            rows.append([source, *losses, *shares])
+        return _table(["source", "train loss", "eval loss", *kinds], rows)
 
     def left_out_rows(self) -> Rows:
         rows = [[source, reason, f"{n:,}"] for (source, reason), n in self.left_out.most_common()]
-        return [["source", "reason", "rows"], *rows] if rows else []
+        return _table(["source", "reason", "rows"], rows)
 
     def slow_step_rows(self) -> Rows:
         """Slow steps, the phase that took most more than usual, and how to find its line."""
         rows = []
-        for one in self.slow_steps:
-            seconds = [number(one["seconds"]), number(one["usual_seconds"])]
-            rows.append([str(one["step"]), str(one["rank"]), *seconds, slow_phases(one)])
-        return [["step", "rank", "seconds", "usually", "of which"], *rows] if rows else []
+        for record in self.slow_steps:
+            seconds = [number(record["seconds"]), number(record["usual_seconds"])]
+            rows.append([str(record["step"]), str(record["rank"]), *seconds, slow_phases(record)])
+        return _table(["step", "rank", "seconds", "usually", "of which"], rows)
 
     def slow_step_lines(self) -> list[tuple[str, str]]:
         """The slowest of them for the terminal: the first line with a name, columns of equal width."""
         lines: list[tuple[str, str]] = []
-        for row in self.slow_step_rows()[: 1 + SLOW_STEPS_SHOWN]:
-            *figures, what = row
+        for *figures, phase in self.slow_step_rows()[: 1 + SLOW_STEPS_SHOWN]:
             cells = "".join(f"{text:<9}" for text in figures)
-            lines.append(("" if lines else "slow steps", f"{cells}{what}"))
+            lines.append(("" if lines else "slow steps", f"{cells}{phase}"))
         return lines
 
     def part_rows(self) -> Rows:
         """What trains: parts of the model with their parameters and learning rates."""
         rows = []
         for part in self.setup.get("parts", []):
-            share = part["trained"] / max(1, part["parameters"])
             rates = ", ".join(f"{value:g}" for value in part["rates"])
             rates = rates if part["trained"] else "frozen"
             if part["adapters"]:
                 rates += f", LoRA on {part['adapters']} layers"
-            figures = [f"{part['parameters']:,}", f"{part['trained']:,}", percent(share)]
+            share = percent(part["trained"] / max(1, part["parameters"]))
+            figures = [f"{part['parameters']:,}", f"{part['trained']:,}", share]
             rows.append([part["part"], *figures, rates])
-        return [["part", "parameters", "trained", "", "learning rate"], *rows] if rows else []
+        return _table(["part", "parameters", "trained", "", "learning rate"], rows)
 
     def machine_rows(self) -> Rows:
         """Device, time, throughput and versions, as pairs."""
         setup = self.setup
-        rows = [["", ""]]
+        pairs: dict[str, str] = {}
         if setup:
-            rows.append(["device", f"{setup['ranks']} x {setup['device']}, {setup['precision']}"])
+            pairs["device"] = f"{setup['ranks']} x {setup['device']}, {setup['precision']}"
             if "layout" in setup:
-                rows.append(["layout", setup["layout"]])
-            rows.append(["global batch", setup["global_batch"]])
-        rows.append(["time of the training steps", duration(self.seconds)])
-        rows += [[name, text] for name, text in self.speed().items()]
-        versions = setup.get("versions", {})
-        if versions:
-            rows.append(
-                ["versions", ", ".join(f"{name} {text}" for name, text in versions.items())]
-            )
+                pairs["layout"] = setup["layout"]
+            pairs["global batch"] = setup["global_batch"]
+        pairs |= {"time of the training steps": duration(self.seconds), **self.speed()}
+        if versions := setup.get("versions"):
+            pairs["versions"] = ", ".join(f"{name} {text}" for name, text in versions.items())
         if self.info.get("git"):
-            rows.append(["git commit", self.info["git"][:12]])
-        return rows
+            pairs["git commit"] = self.info["git"][:12]
+        return [["", ""], *map(list, pairs.items())]
 
     # ---- Defaults of the page -----------------------------------------------------------------------------
 
@@ -215,8 +199,7 @@ class RunFacts:
         """Metrics of the last evaluation, or of the last step without one, as text."""
         record = self.last("eval") or self.last("train")
         shown = metric_texts({k: v for k, v in record.items() if k not in _NO_METRICS})
-        parts = self.setup.get("parts")
-        if parts:
+        if parts := self.setup.get("parts"):
             shown["trained parameters"] = f"{parts[-1]['trained']:,}"
         return shown
 
@@ -225,64 +208,70 @@ class RunFacts:
         panels = {"loss": {"eval": "loss"}}
         if self.sources:
             panels["loss by source"] = {source: f"loss_{source}" for source in self.sources}
-        shares: dict[str, str] = {}
-        for name in self.last("eval"):
+        held_out = self.last("eval")
+        shares = {name: name for name in held_out if is_share(name)}
+        for name in held_out:
             is_known = name in _NO_METRICS or name.startswith("loss") or is_learning_rate(name)
-            if is_share(name):
-                shares[name] = name
-            elif not is_known:
+            if not is_known and name not in shares:
                 panels[name] = {"eval": name}
-        if shares:
-            panels["held-out rows"] = shares
-        return panels
+        return {**panels, "held-out rows": shares} if shares else panels
 
     def next_steps(self) -> dict[str, str]:
         """Commands that make sense now, by what they do."""
-        folder = shlex.quote(str(self.run.dir))
-        config_file = self.run.dir / "config.yaml"
-        config = yaml.load(config_file.read_text(), LOADER) if config_file.is_file() else {}
+        run = self.run
+        config = run.config
+        folder = shlex.quote(str(run.dir))
+        has_checkpoint = bool(run.checkpoint_list())
         steps = {}
-        # A profile repeats the step without its evaluation and checkpoint.
-        repeated = [
-            one for one in self.slow_steps if one["phase"] not in ("evaluation", "checkpoint")
-        ]
+        repeated = [r["step"] for r in self.slow_steps if r["phase"] not in NOT_REPEATED]
         if repeated:
-            steps["Find the slow line"] = f"mvp profile {folder} --step {repeated[0]['step']}"
-        if (self.run.dir / "processor").is_dir():
-            exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
-            if writes_text(self.run):
+            steps["Find the slow line"] = f"mvp profile {folder} --step {repeated[0]}"
+        if (run.dir / "processor").is_dir():
+            exports = sorted(run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
+            if writes_text(run):
                 steps["Chat with it"] = f"mvp chat {folder}"
-            elif exports and config["model"]["type"] == "value_model":
-                steps["Train with it"] = (
-                    f"mvp train RL_CONFIG reward.model={shlex.quote(str(exports[-1]))}"
-                )
-            if not exports and self.run.checkpoint_list():
-                steps["Export it"] = self.run.resume_command("workflow=export")
-            steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
+            elif exports:
+                export = shlex.quote(str(exports[-1]))
+                more = self.training.get("next_steps", {})
+                steps |= {what: text.format(export=export) for what, text in more.items()}
+            if not exports and has_checkpoint:
+                steps["Export it"] = run.resume_command("workflow=export")
+            steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{run.info['name']}"
         loop = config.get("loop", {})
         key = "total_steps" if loop.get("total_steps") else "epochs"
-        if self.run.checkpoint_list() and loop.get(key):
+        if has_checkpoint and loop.get(key):
             longer = f"loop.{key}={2 * loop[key]}"
             patience = config.get("checkpoint", {}).get("patience")
             if patience and self.step < (self.setup.get("total_steps") or 0):
                 longer = f"checkpoint.patience={2 * patience}"
-            steps["Train longer"] = self.run.resume_command(longer)
-        steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
+            steps["Train longer"] = run.resume_command(longer)
+        steps["Compare runs"] = f"mvp runs --dir {shlex.quote(str(run.dir.parent))}"
         return steps
 
 
+def training_facts(run: Run) -> dict[str, Any]:
+    """What the run's engine says of its kind of training (`EngineHooks.describe_training`)."""
+    return dict(run.info.get("setup", {}).get("training", {}))
+
+
 def writes_text(run: Run) -> bool:
-    """Whether the run's model writes text, so that one can chat with it. CSM, a model type of speech, does not."""
-    file = run.dir / "config.yaml"
-    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    """Whether the run's model writes text, so that one can chat with it."""
     described = run.dir / "hf" / "config.json"
-    if described.is_file() and json.loads(described.read_text()).get("model_type") == "csm":
+    if (
+        described.is_file()
+        and json.loads(described.read_text()).get("model_type") in plugins.without_text()
+    ):
         return False
-    return config.get("model", {}).get("type") not in ("action_model", "value_model")
+    return run.config.get("model", {}).get("type") not in ("action_model", "value_model")
 
 
-def _is_slow(seconds: float, usual: float) -> bool:
-    return seconds > OUTLIER * usual and seconds > usual + LEAST_LOST
+def _table(names: list[str], rows: Rows) -> Rows:
+    return [names, *rows] if rows else []
+
+
+def _is_slow(record: Record) -> bool:
+    usual = record["usual_seconds"]
+    return bool(record["seconds"] > max(OUTLIER * usual, usual + LEAST_LOST))
 
 
 def slow_phases(record: Record) -> str:
@@ -304,14 +293,12 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def metric_text(name: str, value: float | None) -> str:
+    """A metric as text: shares in percent."""
+    return percent(value) if is_share(name) else number(value)
+
+
 def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """Metrics as text: the loss first, shares in percent."""
-    shown = {}
-    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
-        shown[name] = percent(value) if is_share(name) else number(value)
-    return shown
-
-
-def config_text(run: Run) -> str:
-    file: Path = run.dir / "config.yaml"
-    return file.read_text() if file.is_file() else ""
+    """Metrics as text, the loss first."""
+    ordered = sorted(metrics.items(), key=lambda item: item[0] != "loss")
+    return {name: metric_text(name, value) for name, value in ordered}

@@ -8,29 +8,21 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import cycle
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from mvp_engine.errors import count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
-from mvp_engine.report.facts import RunFacts, config_text, percent
-from mvp_engine.report.page_media import media_item
-from mvp_engine.report.page_rollouts import PromptRollouts, rollouts_html
-from mvp_engine.report.plot import (
-    COLOURS,
-    GRID,
-    INK,
-    Curve,
-    Record,
-    draw_curves,
-    lay_out,
-    new_figure,
-)
+from mvp_engine.report.facts import Record, RunFacts, percent
+from mvp_engine.report.plot import COLOURS, DARK, GRID, INK, Curve, draw_curves, lay_out, new_figure
 from mvp_engine.runs import Run
 
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
@@ -47,7 +39,7 @@ class Example:
     expected: str
     written: str
     right: bool | None  # None: neither right nor wrong, as for answers that nothing has judged
-    spoken: Callable[[], Sequence[bytes]] = list  # the answer as speech: WAV files
+    spoken: Callable[[], Sequence[bytes]] = list  # the answer as sound: WAV files
 
 
 def write_report(
@@ -59,7 +51,7 @@ def write_report(
     figures: Mapping[str, str] | None = None,
     panels: Mapping[str, Mapping[str, str]] | None = None,
     examples: Sequence[Example] = (),
-    rollouts: Mapping[str, Sequence[PromptRollouts]] | None = None,
+    sections: Sequence[str] = (),
     config: str | None = None,
     next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
@@ -69,39 +61,34 @@ def write_report(
 
     `figures` are metrics as text. `panels` are metrics to plot, by title and label. `next_steps` are commands, by
     what they do. `tables` are rows of texts by title, the first row with the column names. At most `shown` examples
-    are on the page, in their order; up to half of them are wrong answers. `rollouts` are prompts with several
-    completions and their rewards, by title.
+    are on the page, in their order; up to half of them are wrong answers. `sections` are more HTML, after them.
     """
     facts = RunFacts(run)
-    figures = facts.figures() if figures is None else figures
-    figure_boxes = "".join(_figure(name, text) for name, text in figures.items())
-    parts = [
-        f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
-        f"<div class=figures>{figure_boxes}</div>",
-        "<h2>Curves</h2><div class=curves>",
-    ]
-    parts += _curves(facts, facts.panels() if panels is None else panels)
-    parts.append("</div>")
+    parts = [f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>"]
+    boxes = ""
+    for name, text in (facts.figures() if figures is None else figures).items():
+        boxes += f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
+    curves = _curves(facts, facts.panels() if panels is None else panels)
+    parts.append(f"<div class=figures>{boxes}</div>")
+    parts += ["<h2>Curves</h2><div class=curves>", *curves, "</div>"]
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
     parts += _examples(examples, shown)
-    for name, prompts in (rollouts or {}).items():
-        parts += rollouts_html(name, prompts)
+    parts += sections
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
     parts += _table("Slow steps", facts.slow_step_rows())
     parts += _table("What trains", facts.part_rows())
     parts += _table("Device and throughput", facts.machine_rows())
-    parts += _next_steps(facts.next_steps() if next_steps is None else next_steps)
-    text = config_text(run) if config is None else config
-    parts += [
-        "<h2>Config</h2>",
-        f"<details><summary>all keys of this run</summary><pre>{escape(text)}</pre></details>",
-    ]
-    atomic_write_text(file, _page(title, parts))
-
-
-def _page(title: str, parts: list[str]) -> str:
+    parts.append("<h2>Next steps</h2>")
+    for purpose, command in (facts.next_steps() if next_steps is None else next_steps).items():
+        command = f"<code class=command>{escape(command)}</code>"
+        parts.append(f"<div>{escape(purpose)}{command}</div>")
+    if config is None:
+        config_file = run.dir / "config.yaml"
+        config = config_file.read_text() if config_file.is_file() else ""
+    summary = "<summary>all keys of this run</summary>"
+    parts += ["<h2>Config</h2>", f"<details>{summary}<pre>{escape(config)}</pre></details>"]
     head = (
         "<meta charset=utf-8>"
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -109,22 +96,17 @@ def _page(title: str, parts: list[str]) -> str:
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(parts)
-    return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
-
-
-def _figure(name: str, text: str) -> str:
-    return f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
+    page = f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
+    atomic_write_text(file, page)
 
 
 def _curves(facts: RunFacts, panels: Mapping[str, Mapping[str, str]]) -> list[str]:
     rates = {name: name for record in facts.records for name in record if is_learning_rate(name)}
     loads = {"mean of layers": "expert_load", "worst layer": "expert_load_max"}
-    every = {**panels, "learning rate": rates, "gradient norm": {"": "grad_norm"}}
-    every["load of the busiest expert / mean"] = loads
+    panels = {**panels, "learning rate": rates, "gradient norm": {"": "grad_norm"}}
     images = []
-    for title, metrics in every.items():
-        svg = curves_svg(facts.records, title, metrics)
-        if svg:
+    for title, metrics in {**panels, "load of the busiest expert / mean": loads}.items():
+        if svg := curves_svg(facts.records, title, metrics):
             data = base64.b64encode(svg.encode()).decode()
             images.append(f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">')
     return images
@@ -135,20 +117,10 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     lines = [f"<h2>{escape(title)}</h2><div class=scroll><table>"]
-    for number, row in enumerate(rows):
-        if not any(row):
-            continue
-        cell = "td" if number else "th"
-        cells = "".join(f"<{cell}>{escape(text)}" for text in row)
-        lines.append(f"<tr>{cells}</tr>")
+    for cell, row in zip(chain(["th"], repeat("td")), rows, strict=False):
+        if any(row):
+            lines.append(f"<tr>{''.join(f'<{cell}>{escape(text)}' for text in row)}</tr>")
     return [*lines, "</table></div>"]
-
-
-def _next_steps(commands: Mapping[str, str]) -> list[str]:
-    lines = ["<h2>Next steps</h2>"]
-    for what, command in commands.items():
-        lines.append(f"<div>{escape(what)}<code class=command>{escape(command)}</code></div>")
-    return lines
 
 
 # ---- Examples ---------------------------------------------------------------------------------------
@@ -159,17 +131,14 @@ def _examples(examples: Sequence[Example], shown: int) -> list[str]:
     if not chosen:
         return []
     if all(example.right is None for example in chosen):
-        lines = [
-            "<h2>Completions</h2>",
-            f"<p class=dim>{len(examples):,} prompts were completed.</p>",
-        ]
+        title, text = "Completions", f"{len(examples):,} prompts were completed."
         names = ["prompt", "reference", "the model's completion"]
     else:
-        lines = ["<h2>Answers</h2>", f"<p class=dim>{_counts(examples, chosen)}.</p>"]
+        title, text = "Answers", f"{_counts(examples, chosen)}."
         names = ["prompt", "expected answer", "the model's answer"]
-    lines.append("<div class=cards>")
-    lines += [_example(example, names) for example in chosen]
-    return [*lines, "</div>"]
+    cards = [_example(example, names) for example in chosen]
+    head = [f"<h2>{title}</h2>", f"<p class=dim>{text}</p>", "<div class=cards>"]
+    return [*head, *cards, "</div>"]
 
 
 def _choose(examples: Sequence[Example], shown: int) -> list[Example]:
@@ -183,14 +152,13 @@ def _choose(examples: Sequence[Example], shown: int) -> list[Example]:
 
 def _counts(examples: Sequence[Example], chosen: Sequence[Example]) -> str:
     text = f"{count(len(examples), 'prompt')} {'was' if len(examples) == 1 else 'were'} answered"
-    judged = sum(example.right is not None for example in examples)
-    wrong = sum(example.right is False for example in examples)
-    shown_wrong = sum(example.right is False for example in chosen)
-    shown_right = sum(example.right is True for example in chosen)
-    of_judged = "" if judged == len(examples) else f" of {judged:,} that were judged"
+    numbers = Counter(example.right for example in examples)
+    shown = Counter(example.right for example in chosen)
+    wrong, judged = numbers[False], numbers[False] + numbers[True]
+    of_judged = f" of {judged:,} that were judged" if numbers[None] else ""
     return (
         f"{text}, {wrong:,} answers{of_judged} are wrong ({percent(wrong / judged)}). "
-        f"Shown are {shown_wrong:,} wrong ones, marked, and {shown_right:,} right ones"
+        f"Shown are {shown[False]:,} wrong ones, marked, and {shown[True]:,} right ones"
     )
 
 
@@ -200,8 +168,8 @@ def _example(example: Example, names: Sequence[str]) -> str:
     html += "<dl>"
     texts = (example.question, example.expected, example.written)
     for name, text in zip(names, texts, strict=True):
-        collapsed = _EMPTY_LINES.sub("\n\n", text)
-        html += f"<dt>{name}<dd>{escape(collapsed)}" if text else f"<dt>{name}<dd class=dim>(empty)"
+        text = escape(_EMPTY_LINES.sub("\n\n", text))
+        html += f"<dt>{name}<dd>{text}" if text else f"<dt>{name}<dd class=dim>(empty)"
     spoken = "".join(media_item(data) for data in example.spoken())
     html += f"<dt>spoken<dd class=media>{spoken}" if spoken else ""
     if example.right is None:
@@ -216,22 +184,39 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
     return [numbers[i * len(numbers) // count] for i in range(count)]
 
 
+# Images that a click enlarges, and audio, inside the HTML file.
+
+# Image formats by the first bytes of a file.
+_IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
+
+
+def media_item(data: bytes) -> str:
+    """The HTML of a PNG, JPEG, GIF, WebP or WAV file."""
+    text = base64.b64encode(data).decode()
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return f'<audio controls src="data:audio/wav;base64,{text}"></audio>'
+    for first_bytes, kind in _IMAGE_KINDS.items():
+        if data.startswith(first_bytes):
+            small = " class=small" if _is_small(data) else ""
+            image = f'<img alt=""{small} src="data:image/{kind};base64,{text}">'
+            # Without a script: the state of the checkbox enlarges the image.
+            return f'<label class=zoom><input type=checkbox aria-label="enlarge">{image}</label>'
+    return "[?]"
+
+
+def _is_small(data: bytes) -> bool:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return max(image.size) < SMALL_IMAGE
+    except OSError:  # not readable here; the browser shows what it can
+        return False
+
+
 # The curves of a report page: metrics over steps, one SVG image for each panel, in light and dark colours.
 
 # Colours of the plot and their counterparts on a dark page.
-_DARK = {INK: "#dde3ea", GRID: "#39424d"}
-_DARK_COLOURS = [
-    "#60a5fa",
-    "#f87171",
-    "#34d399",
-    "#fbbf24",
-    "#a78bfa",
-    "#22d3ee",
-    "#f472b6",
-    "#a3e635",
-    "#a8a29e",
-]
-_DARK |= dict(zip(COLOURS, _DARK_COLOURS, strict=True))
+_DARK = {INK: "#dde3ea", GRID: "#39424d", **DARK}
 
 
 def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) -> str:
@@ -311,9 +296,6 @@ td { font-variant-numeric: tabular-nums; }
 .zoom input:focus-visible + img { outline: 2px solid #2563eb; }
 .zoom input:checked + img { position: fixed; inset: 0; z-index: 1; width: 100vw; max-width: none; height: 100vh;
   border: 0; border-radius: 0; background: rgba(0, 0, 0, 0.88); cursor: zoom-out; }
-.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
-.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
-.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 code { user-select: all; font-size: 13px; }
 pre, .command { display: block; background: var(--box); border-radius: 8px; padding: 10px 14px; margin: 4px 0 12px;
   font-size: 13px; }

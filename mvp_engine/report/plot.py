@@ -15,17 +15,19 @@ from mvp_engine.runs import Run
 
 INK = "#1f2933"
 GRID = "#d9dee3"
-COLOURS = [
-    "#2563eb",
-    "#dc2626",
-    "#059669",
-    "#d97706",
-    "#7c3aed",
-    "#0891b2",
-    "#db2777",
-    "#65a30d",
-    "#78716c",
-]
+# Colours of curves, and their counterparts on a dark page.
+DARK = {
+    "#2563eb": "#60a5fa",
+    "#dc2626": "#f87171",
+    "#059669": "#34d399",
+    "#d97706": "#fbbf24",
+    "#7c3aed": "#a78bfa",
+    "#0891b2": "#22d3ee",
+    "#db2777": "#f472b6",
+    "#65a30d": "#a3e635",
+    "#78716c": "#a8a29e",
+}
+COLOURS = list(DARK)
 LOG_SCALE_SPAN = 8  # losses and norms with a largest value this many times the smallest
 MIN_SMOOTHED = 20  # points; a curve with fewer is drawn as it is
 Record = dict[str, Any]
@@ -60,22 +62,22 @@ def plot_overview(run: Run, out: Path) -> None:
     records = list(run.records())
     names = list(dict.fromkeys(name for record in records for name in record))
     sources = [name for name in names if name.startswith("loss_")]
-    loss = [Curve.read(records, "train", "loss", "train", COLOURS[0])]
-    loss.append(Curve.read(records, "eval", "loss", "eval", COLOURS[1]))
+    rates = [name for name in names if is_learning_rate(name)]
+
+    def curve(split: str, metric: str, label: str, colour: str = COLOURS[0]) -> Curve:
+        return Curve.read(records, split, metric, label, colour)
+
     by_source = []
     for name, colour in zip(sources, cycle(COLOURS), strict=False):
         label = name.removeprefix("loss_")
-        by_source.append(Curve.read(records, "train", name, label, colour))
-        by_source.append(Curve.read(records, "eval", name, "", colour))
-    rates = [name for name in names if is_learning_rate(name)]
+        by_source += [curve("train", name, label, colour), curve("eval", name, "", colour)]
     panels = {
-        "loss": loss,
+        "loss": [curve("train", "loss", "train"), curve("eval", "loss", "eval", COLOURS[1])],
         "loss by source (lines: train, points: eval)": by_source,
         "learning rate": [
-            Curve.read(records, "train", name, name, colour)
-            for name, colour in zip(rates, cycle(COLOURS), strict=False)
+            curve("train", name, name, c) for name, c in zip(rates, cycle(COLOURS), strict=False)
         ],
-        "gradient norm": [Curve.read(records, "train", "grad_norm", "", COLOURS[0])],
+        "gradient norm": [curve("train", "grad_norm", "")],
     }
     titles = list(panels)
     figure = new_figure(10, 6.5)
@@ -117,15 +119,8 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
             values = smoothed(values)
         markers = "o-" if curve.is_eval or len(values) == 1 else "-"
         label = curve.label or "_"  # matplotlib leaves labels with an underscore out
-        axes.plot(
-            curve.steps,
-            values,
-            markers,
-            color=curve.colour,
-            label=label,
-            linewidth=1.6,
-            markersize=4,
-        )
+        style: Any = {"color": curve.colour, "linewidth": 1.6, "markersize": 4}
+        axes.plot(curve.steps, values, markers, label=label, **style)
     _scale(axes, metric or title, [value for curve in drawn for value in curve.values])
     axes.set_title(title, color=INK, fontsize=10, loc="left")
     axes.set_xlabel("step", color=INK, fontsize=9)
@@ -138,26 +133,17 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
         width = axes.get_window_extent().width / axes.figure.dpi
         column = 0.7 + 0.085 * max(map(len, labels))  # inches: a line and a text of 9 points
         # Below the axes, where no curve is.
-        axes.legend(
-            frameon=False,
-            loc="upper left",
-            bbox_to_anchor=(0, -0.16),
-            ncols=max(1, int(width / column)),
-            fontsize=9,
-            labelcolor=INK,
-        )
+        place: Any = {"loc": "upper left", "bbox_to_anchor": (0, -0.16)}
+        columns = max(1, int(width / column))
+        axes.legend(frameon=False, ncols=columns, fontsize=9, labelcolor=INK, **place)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """The mean over a twentieth of the points around each: an average of the past would lag behind a fall."""
     reach = max(1, len(values) // 40)
     sums = [0.0, *accumulate(values)]
-    means = []
-    for i in range(len(values)):
-        first = max(0, i - reach)
-        end = min(len(values), i + reach + 1)
-        means.append((sums[end] - sums[first]) / (end - first))
-    return means
+    windows = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[first]) / (end - first) for first, end in windows]
 
 
 def _scale(axes: Any, metric: str, values: list[float]) -> None:

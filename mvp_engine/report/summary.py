@@ -6,8 +6,8 @@ import json
 import traceback
 from typing import Any
 
-from mvp_engine.log.format import duration, is_share, number
-from mvp_engine.report.facts import RunFacts, percent
+from mvp_engine.log.format import duration, number
+from mvp_engine.report.facts import RunFacts, metric_text
 from mvp_engine.report.page import Example, write_report
 from mvp_engine.runs import Run
 
@@ -55,9 +55,9 @@ def _answers(run: Run) -> list[Example]:
     records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
     last = max((record["step"] for record in records), default=0)
     return [
-        Example(list, one["prompt"], one["expected"], one["written"], one["right"])
-        for one in records
-        if one["step"] == last
+        Example(list, row["prompt"], row["expected"], row["written"], row["right"])
+        for row in records
+        if row["step"] == last
     ]
 
 
@@ -74,15 +74,14 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
     ]
     train = facts.last("train")
     held_out = facts.last("eval")
-    # Of an RL run the reward says how it went: its loss is about 0 throughout.
-    name = "reward" if "reward" in train else "loss"
+    name = facts.headline
     if train.get(name) is not None:
         lines.append(_line("train", f"{name} {number(train[name])}"))
     if held_out:
         values = _metrics(held_out)
         lines.append(_line("eval", f"step {held_out['step']:,}  {values}"))
     if best := facts.best:
-        value = _value(best["metric"], best["value"])
+        value = metric_text(best["metric"], best["value"])
         lines.append(_line("best", f"{best['metric']} {value} at step {best['step']:,}"))
     speed = [f"{name} {text}" for name, text in facts.speed().items() if name != "seconds per step"]
     if speed:
@@ -105,15 +104,11 @@ def _line(name: str, text: str) -> str:
     return f"  {name:<{NAME_WIDTH}}{text}"
 
 
-def _value(name: str, value: float | None) -> str:
-    return percent(value) if is_share(name) else number(value)
-
-
 def _metrics(record: dict[str, Any]) -> str:
     hidden = ("loss", "step", "epoch", "split")
     others = [name for name in record if name not in hidden and not name.startswith("loss_")]
     names = ["loss", *others] if "loss" in record else others
-    return "  ".join(f"{name} {_value(name, record[name])}" for name in names)
+    return "  ".join(f"{name} {metric_text(name, record[name])}" for name in names)
 
 
 def _files(run: Run) -> str:

@@ -1,4 +1,14 @@
-"""The argument parser of `mvp`: its commands and options. `run` of a command is the name of its function in cli.py."""
+"""The words of `mvp`: its commands and options, as text, and the parser that is made from it.
+
+A command begins with its name and its function, which gets the options as keywords. Then follow a line for its help,
+one line per argument, and examples. An argument is written as its help text shows it:
+
+    CONFIG, NAME?, names=RUN*   a positional one, that may be missing, that may come several times in `names`
+    --limit N=3, --dir>root D   an option with a default; an option that is called `root` in the function
+    --stop TEXT..., --json      an option that may come several times; an option without a value
+
+N, S and PORT are integers, X, T, P and GB floats, values with | between them choices.
+"""
 
 from __future__ import annotations
 
@@ -6,272 +16,383 @@ import argparse
 import difflib
 import re
 import sys
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
-from mvp_engine import __version__
+from mvp_engine import __version__, plugins
 from mvp_engine.errors import EXIT_USER_ERROR, did_you_mean
-from mvp_engine.tools.command_parsers import (
-    CONFIG,
-    add_command,
-    add_config_command,
-    add_group,
-    add_json_option,
-    add_overrides,
-)
+
+TEXT = "Fine-tune and pre-train models on text, images, video and audio."
+GROUPS = {
+    "data": "inspect training data, or prepare it",
+    "launch": "scripts that start a training on a cluster",
+}
+# What several commands have: @config in the text below.
+SHARED = {
+    "@config": "a YAML file, or the config of a shipped recipe, such as sft/lora",
+    "  @runs": "  --dir>root DIR=outputs  folder of the runs, project.dir",
+    "@run": "a run's folder or id, or latest",
+    "  @overrides": "  overrides=key=value*  overrides of config keys",
+    "  @json": "  --json>as_json  print JSON, for programs",
+    "  @nproc": "  --nproc N  processes (ranks) on this machine (default: 1; under srun, one per GPU)",
+    "  @nodes": """\
+  --nnodes N[:M]          machines that train together; srun sets this and the next three by itself (default: 1).
+                          1:2: elastic, it continues with one of two when the other is lost
+  --node-rank N           which of them this is, from 0
+  --master-addr HOST      host name of node 0
+  --master-port PORT      a free port of node 0 (default: 29500)""",
+}
+OVERVIEW = """\
+fine-tune a model on your own rows, in four commands:
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp chat latest --image photo.jpg -p "What is in this photo?"
+
+mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
+75 stopped and saved."""
+COMMANDS = """
+mvp train -> tools.launcher:train
+train the model of a config, or resume its run
+  CONFIG                  @config
+  @overrides
+  @nproc
+  @nodes
+examples:
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
+  mvp train my/configs/train.yaml resume=auto       # continue the newest run
+
+mvp config --explain KEY prints what a key means, mvp config CONFIG all keys with their values, and
+mvp recipe the recipes. A run writes its files to outputs/.
+
+mvp evaluate -> tools.launcher:evaluate
+evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
+  CONFIG                  @config; or @run
+  @overrides
+  @runs
+  @nproc
+  @nodes
+examples:
+  mvp evaluate latest                               # the newest run; or a run's folder or id
+  mvp evaluate my/configs/train.yaml
+  mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200
+
+mvp check -> tools.launcher:check
+dry-run a config: data, model, a few steps, one evaluation batch; or find the rows and the parameter that made a
+step of a run non-finite, or fail; leaves no files
+  CONFIG                  @config; or @run
+  @overrides
+  --step N                the step of the run (default: the last that was skipped or failed; of a streak, its first)
+  @runs
+  @json
+  @nproc
+  @nodes
+examples:
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
+  mvp check latest                                  # the run's last skipped or failed step
+
+It exits with 0 if the config is ready to train, with 2 if something must be fixed.
+
+mvp profile -> tools.launcher:profile
+profile steps of a config, or of a run: where their time and memory go, as a page and a trace
+  CONFIG                  @config
+  @overrides
+  --out DIR=profile       output folder
+  --steps N=3             number of traced steps
+  --first N=6             first traced step; the ones before it warm up
+  --step N                trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or
+                          id, or latest
+  @nproc
+  @nodes
+examples:
+  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
+  mvp profile outputs/my-run --step 740             # the line that made this step slow
+
+mvp launch slurm -> tools.slurm:print_script
+print an sbatch script, which saves and queues itself again when its time is over
+  CONFIG                  @config
+  @overrides
+  --nodes N=1             number of nodes
+  --gpus N=8              GPUs per node
+  --cpus N                CPU cores per node
+  --time TIME=24:00:00    as for sbatch
+  --grace S=600           seconds before the end of the time at which the training saves
+  --sbatch>options OPTION...  another option of sbatch, such as --sbatch=--partition=gpu; may be repeated
+example:
+  mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh
+
+mvp chat -> cli:chat
+chat with a trained model: a run, a Hugging Face folder or a LoRA adapter
+  target=RUN|FOLDER|ADAPTER  @run; the folder of a model or an adapter; or a Hub id
+  --image FILE...         attached to the first message; may be given several times
+  --video FILE...         attached to the first message; may be given several times
+  --audio FILE...         attached to the first message; may be given several times
+  -p --prompt TEXT        answer this message and exit (default: read messages from the terminal)
+  --system TEXT           the system message
+  --max-new-tokens N=512  most tokens of an answer
+  --temperature T=0       0: greedy decoding
+  --top-k N               sample from the N most likely tokens (default: all)
+  --top-p P=1             sample from the most likely tokens that have this probability together
+  --seed N=0              seed of the sampling
+  --stop TEXT...          an answer ends before this text; may be given several times
+  --device NAME           cpu or cuda (default: a GPU if present)
+  @runs
+  @json
+examples:
+  mvp chat latest                                   # the newest run; a conversation in the terminal
+  mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
+  mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json
+
+mvp data inspect -> tools.inspect_page:print_inspection
+show rows as the model sees them, the tokens with loss, lengths, packing and bad rows
+  target=FILE|CONFIG      a data file of any format, hf://org/dataset, or a recipe's YAML file
+  @overrides
+  --model MODEL           folder or Hub id (org/name) with the processor or tokenizer
+  --split SPLIT=train     split of a config's sources
+  --row ROW               show only this row, in full: its index from 0, or FILE:LINE
+  --limit N=3             number of rows to show
+  --tokens>pack_tokens N=8192  tokens per pack, where a data file is inspected
+  --decode                decode all media, which finds corrupt files
+  --strict                exit with 2 if a row is bad or dropped, as a check before a training
+  @json
+examples:
+  mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
+  mvp data inspect hf://org/dataset:train --strict
+  mvp data inspect my/configs/train.yaml --row photos.jsonl:17
+
+mvp plan -> cli:plan
+predict memory and time on GPUs that need not be present; simulate ranks; exit code 2 if it does not fit
+  what=CONFIG|MODEL       a YAML file, a shipped config such as sft/lora, a model folder or a Hub id
+  @overrides
+  --gpu NAME              such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)
+  --gpus N                number of GPUs (default: as many as the parallel layout needs)
+  --tokens N              assume full packs of N tokens instead of reading data (default for a MODEL: 8192)
+  --media-share X=0.75    share of image or audio tokens in assumed packs
+  --simulate              run a step of some ranks without values: collectives, hangs, the communication that a step
+                          waits for
+  --ranks N,N             more ranks to simulate: numbers with commas, or all (default: one of each kind)
+  --gpus-per-node N=8     GPUs that NVLink or PCIe connects
+  --network X=50          network between nodes, in GB/s per GPU and direction (400 Gb/s are 50)
+  @json
+examples:
+  mvp plan Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
+  mvp plan sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
+  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100 --simulate
+  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192 --ranks 7,33
+
+It needs no GPU. Exit code 2: ranks would hang, or the training does not fit; then the last lines are the cheapest
+changes that make it fit.
+
+mvp models -> tools.models:print_models
+list the model types of transformers: what each supports, or why not
+  NAME?                   one model type, such as qwen3 (model_type in its config.json): prints the reasons
+  @json
+
+mvp doctor -> cli:doctor
+check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix
+  CONFIG?                 also check the disk and the kernels for this YAML file or shipped config
+  @overrides
+  --dir>folder DIR        folder of the runs (default: outputs, or project.dir of CONFIG)
+  --nproc N               processes (ranks) on this machine (default: one per GPU)
+  @nodes
+  @json
+examples:
+  mvp doctor
+  mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk
+
+mvp config -> tools.config:config_command
+print a config with all its values as YAML, its JSON Schema, or what a key means
+  CONFIG?                 @config
+  @overrides
+  --explain KEY           type, default and meaning of a key or a section, such as optim.lr; with CONFIG also of its
+                          recipe's keys
+  --schema                print the JSON Schema of CONFIG
+  --reference             print a Markdown page of all keys, with CONFIG those of its recipe
+examples:
+  mvp config sft/lora
+  mvp config my/configs/train.yaml optim.lr=1e-4
+  mvp config --explain optim.lr
+  mvp config --explain mllm.limits
+  mvp config --explain learning_rate                # names of other trainers are answered with ours
+
+mvp recipe -> tools.recipe:recipe_command
+list the recipes, create one as a copy of another, or install the skills for coding agents
+  NAME?                   a new recipe: letters, digits and underscores (default: list all recipes)
+  --from>origin RECIPE    the recipe to copy, by name or folder; the copy runs at once
+  --skills                copy the skills to .agents/skills, and link them in .claude/skills
+  --dir>folder DIR        parent folder of a new recipe (default: recipes/ if it exists, else .); with --skills the
+                          project's folder (default: .); ~ for all projects
+  --force                 replace skills of the same names
+  @json
+examples:
+  mvp recipe                                        # all recipes, each with a sentence on it
+  mvp recipe mine --from sft
+  mvp recipe --skills --dir ~                       # skills for coding agents, in all projects
+
+mvp runs -> tools.runs:runs_command
+list all runs, show one, compare two, or plot a metric of some
+  names=RUN*              @run. None: list all runs, oldest first; one: its status, metrics and checkpoints; two:
+                          what differs in their configs and last metrics
+  --plot METRIC           plot a metric of the runs, such as loss
+  --out PNG               file of the plot (default: METRIC.png in the first run's folder)
+  @runs
+  @json
+examples:
+  mvp runs                                          # all runs
+  mvp runs latest --json
+  mvp runs my-run other-run                         # what differs
+  mvp runs my-run other-run --plot loss --out compare.png
+
+mvp merge -> tools.merge:merge_command
+convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU
+  CHECKPOINT              a checkpoint, or a run (its newest one): a folder, an id or latest
+  OUT                     the folder to write
+  --dtype float32|bfloat16|float16  dtype of the weights (default: that of the pretrained folder)
+  --max-file-gb GB=5      largest size of one weight file
+  --engine FILE           file or module that registers a custom model type, if it moved since training
+  --adapter               LoRA: write only the adapter, in peft's format
+  --base MODEL            LoRA: folder or Hub id of the base model, if it moved
+  --ema                   write the EMA weights (optim.ema), not the last ones
+examples:
+  mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
+  mvp merge outputs/my-run adapter --adapter
+
+mvp push -> tools.push:push
+upload a run's model to the Hugging Face Hub, with a model card; private by default
+  target=RUN              @run
+  name=ORG/NAME           repository on the Hub, created if it does not exist
+  --public                a public repository
+  --adapter               LoRA: upload only the adapter, in peft's format
+  --license NAME          license in the model card (default: that of the base model)
+  --dry-run               print files and card, upload nothing
+  @runs
+  @json
+examples:
+  mvp push latest me/my-model --dry-run
+  mvp push outputs/my-run me/my-adapter --adapter
+"""
+
+# Earlier spellings of commands, and what they are now.
+MOVED = {
+    "config show": "mvp config CONFIG",
+    "config schema": "mvp config CONFIG --schema",
+    "config explain": "mvp config --explain KEY",
+    "config reference": "mvp config --reference",
+    "recipe list": "mvp recipe",
+    "recipe new": "mvp recipe NAME --from RECIPE",
+    "runs list": "mvp runs",
+    "runs show": "mvp runs RUN",
+    "runs plot": "mvp runs RUN --plot METRIC",
+    "runs diff": "mvp runs RUN RUN",
+    "skills": "mvp recipe --skills",
+    "replay": "mvp check RUN",
+    "estimate": "mvp plan",
+}
+
+
+def moved_command(words: list[str]) -> str | None:
+    """What to say about an earlier spelling of a command; None for all others."""
+    for old in (" ".join(words[:2]), words[0]):
+        if old in MOVED:
+            return f"`mvp {old}` is now `{MOVED[old]}`"
+    return None
+
+
+# ---- The parser -------------------------------------------------------------------------------------
+
+TYPES = {"N": int, "S": int, "PORT": int, "X": float, "T": float, "P": float, "GB": float}
+
+
+class Command(NamedTuple):
+    """A command as `COMMANDS` describes it."""
+
+    name: str  # with its group: data inspect
+    run: str
+    help: str
+    arguments: list[str]
+    epilog: str
+
+
+def read_commands() -> Iterator[Command]:
+    text = COMMANDS
+    for name, shared in SHARED.items():
+        text = text.replace(name, shared)
+    for block in re.split(r"\n\n(?=mvp [a-z ]+ -> )", text.strip("\n")):
+        head, _, rest = block.partition("\n")
+        name, _, run = head.removeprefix("mvp ").partition(" -> ")
+        body, epilog = re.split(r"(?=^examples?:)|\Z", rest, maxsplit=1, flags=re.M)
+        help_text, *arguments = re.split(r"\n  (?=\S)", body.rstrip("\n"))
+        words = [" ".join(text.split()) for text in (help_text, *arguments)]
+        yield Command(name, run, words[0], arguments, epilog)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    text = "Fine-tune and pre-train models on text, images, video and audio."
-    parser = HintingParser(prog="mvp", description=text)
+    parser = HintingParser(prog="mvp", description=TEXT, epilog=OVERVIEW)
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_training_commands(commands)
-    add_launch_commands(commands)
-    _add_chat_command(commands)
-    _add_data_commands(commands)
-    add_estimate_commands(commands)
-    _add_models_command(commands)
-    add_doctor_command(commands)
-    _add_config_commands(commands)
-    _add_recipe_commands(commands)
-    _add_runs_commands(commands)
-    _add_merge_command(commands)
-    _add_push_command(commands)
-    add_replay_command(commands)
-    _add_skills_commands(commands)
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+    groups = {"": commands}
+    for command in read_commands():
+        group, _, name = command.name.rpartition(" ")
+        if group not in groups:
+            added = commands.add_parser(group, help=GROUPS[group], description=GROUPS[group])
+            groups[group] = added.add_subparsers(required=True, metavar="COMMAND")
+        added = groups[group].add_parser(
+            name, help=command.help, description=command.help, epilog=command.epilog
+        )
+        added.set_defaults(run=command.run, parser=added)  # it reports unknown options
+        for argument in command.arguments:
+            _add_argument(added, argument)
+        if command.name == "chat":
+            for option in plugins.load_all("chat_option").values():
+                option.add_options(added)
+    for name, of_kit in plugins.load_all("data_command").items():
+        added = groups["data"].add_parser(name, help=of_kit.help, description=of_kit.help)
+        added.set_defaults(run="tools.inspect:run_data_command", parser=added, command=name)
+        for argument in (f"file=CONFIG  {of_kit.config_help}", *_shared("  @overrides", "  @json")):
+            _add_argument(added, argument)
     return parser
 
 
-def _add_models_command(commands: Any) -> None:
-    text = "list the model types of transformers: what each supports, or why not"
-    models = add_command(commands, "models", text)
-    text = "one model type, such as qwen3 (model_type in its config.json): prints the reasons"
-    models.add_argument("name", nargs="?", metavar="NAME", help=text)
-    add_json_option(models)
-    models.set_defaults(run="models")
+def _shared(*names: str) -> Iterator[str]:
+    return (SHARED[name].strip() for name in names)
 
 
-def _add_recipe_commands(commands: Any) -> None:
-    recipe = add_group(commands, "recipe", "list recipes, or create one from another")
-    listing = add_command(recipe, "list", "list all recipes")
-    add_json_option(listing)
-    listing.set_defaults(run="recipe_list")
-
-    new = add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
-    new.add_argument("name", metavar="NAME", help="letters, digits and underscores")
-    new.add_argument(
-        "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
-    )
-    text = "parent folder (default: recipes/ if it exists, else .)"
-    new.add_argument("--dir", metavar="DIR", help=text)
-    new.set_defaults(run="recipe_new")
-
-
-def _add_skills_commands(commands: Any) -> None:
-    skills = add_group(commands, "skills", "skills for coding agents")
-    install = add_command(skills, "install", "copy skills to .agents/skills, link .claude/skills")
-    install.add_argument(
-        "--dir",
-        default=".",
-        metavar="DIR",
-        help="the project's folder (default: .); ~ for all projects",
-    )
-    install.add_argument("--force", action="store_true", help="replace skills of the same names")
-    install.set_defaults(run="skills_install")
-
-
-def _add_config_commands(commands: Any) -> None:
-    text = "print a resolved config, its JSON Schema, or what a key means"
-    config = add_group(commands, "config", text)
-    show = add_config_command(config, "show", "print the resolved config as YAML")
-    show.set_defaults(run="config_show")
-    schema = add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
-    schema.set_defaults(run="config_schema")
-    explain = add_command(config, "explain", "type, default and meaning of a key or a section")
-    explain.add_argument("key", metavar="KEY", help="such as optim.lr, or parallel")
-    reference = add_command(config, "reference", "print a Markdown page of all keys")
-    for command in (explain, reference):
-        command.add_argument(
-            "config",
-            nargs="?",
-            metavar="CONFIG",
-            help="config of a recipe that defines its own keys",
-        )
-    explain.set_defaults(run="config_explain")
-    reference.set_defaults(run="config_reference")
+def _add_argument(command: argparse.ArgumentParser, text: str) -> None:
+    spec, _, rest = text.partition("  ")
+    words = spec.split()
+    settings: dict[str, Any] = {"help": " ".join(rest.split())}
+    if not spec.startswith("-"):
+        name, equals, metavar = spec.rstrip("?*").partition("=")
+        if spec[-1] in "?*":
+            settings |= {"nargs": spec[-1], "default": [] if spec[-1] == "*" else None}
+        command.add_argument(name if equals else name.lower(), metavar=metavar or name, **settings)
+        return
+    flags = [word for word in words if word.startswith("-")]
+    flags[-1], _, name = flags[-1].partition(">")
+    if name:
+        settings["dest"] = name
+    if len(words) == len(flags):
+        command.add_argument(*flags, action="store_true", **settings)
+        return
+    metavar, _, default = words[-1].partition("=")
+    kind = TYPES.get(metavar, str)
+    settings["type"] = kind
+    if default:
+        settings["default"] = kind(default)
+        settings["help"] += f" (default: {default})"
+    if "|" in metavar:
+        settings["choices"] = metavar.split("|")
+    elif metavar.endswith("..."):
+        settings |= {"action": "append", "default": [], "metavar": metavar[:-3]}
+    else:
+        settings["metavar"] = metavar
+    command.add_argument(*flags, **settings)
 
 
-def _add_data_commands(commands: Any) -> None:
-    data = add_group(commands, "data", "inspect training data, make codes of speech")
-    text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
-    inspect = add_command(data, "inspect", text)
-    inspect.add_argument(
-        "what",
-        metavar="FILE|CONFIG",
-        help="a data file of any format, hf://org/dataset, or a recipe's YAML file",
-    )
-    add_overrides(inspect)
-    inspect.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="folder or Hub id (org/name) with the processor or tokenizer",
-    )
-    inspect.add_argument(
-        "--split", default="train", help="split of a config's sources (default: train)"
-    )
-    text = "show only this row, in full: its index from 0, or FILE:LINE"
-    inspect.add_argument("--row", metavar="N", help=text)
-    inspect.add_argument(
-        "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
-    )
-    text = "tokens per pack, where a data file is inspected (default: 8192)"
-    inspect.add_argument("--tokens", type=int, default=8192, metavar="N", help=text)
-    text = "decode all media, which finds corrupt files"
-    inspect.add_argument("--decode", action="store_true", help=text)
-    text = "exit with 2 if a row is bad or dropped, as a check before a training"
-    inspect.add_argument("--strict", action="store_true", help=text)
-    add_json_option(inspect)
-    inspect.set_defaults(run="data_inspect")
-    text = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
-    codes = add_command(data, "codes", text)
-    codes.add_argument("config", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
-    codes.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config keys")
-    add_json_option(codes)
-    codes.set_defaults(run="data_codes")
-
-
-def _add_chat_command(commands: Any) -> None:
-    text = "chat with a trained model: a run, a Hugging Face folder or a LoRA adapter"
-    chat = add_command(commands, "chat", text)
-    chat.add_argument(
-        "target",
-        metavar="RUN|FOLDER|ADAPTER",
-        help=f"{RUN}; the folder of a model or an adapter; or a Hub id",
-    )
-    for kind in ("image", "video", "audio"):
-        chat.add_argument(
-            f"--{kind}",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="attached to the first message; may be given several times",
-        )
-    chat.add_argument(
-        "-p",
-        "--prompt",
-        metavar="TEXT",
-        help="answer this message and exit (default: read messages from the terminal)",
-    )
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
-    chat.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="most tokens of an answer (default: 512)",
-    )
-    chat.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy decoding"
-    )
-    text = "sample from the N most likely tokens (default: all)"
-    chat.add_argument("--top-k", type=int, metavar="N", help=text)
-    text = "sample from the most likely tokens that have this probability together (default: 1)"
-    chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
-    chat.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
-    )
-    text = "an answer ends before this text; may be given several times"
-    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
-    text = "speak the answers of an Omni model into this WAV file; later answers get a number"
-    chat.add_argument("--speak", metavar="FILE", help=text)
-    chat.add_argument("--speaker", metavar="NAME", help="the voice (default: the model's first)")
-    text = "play codes with this codec, a folder or file.py:Class (default: the model's vocoder)"
-    chat.add_argument("--codec", metavar="CODEC", help=text)
-    text = "of the spoken codes; 0: greedy (default: 0.9)"
-    chat.add_argument("--speech-temperature", type=float, metavar="T", help=text)
-    text = "most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)"
-    chat.add_argument("--max-frames", type=int, metavar="N", help=text)
-    chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
-    chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(chat)
-    chat.set_defaults(run="chat")
-
-
-def _add_merge_command(commands: Any) -> None:
-    text = "convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU"
-    merge = add_command(commands, "merge", text)
-    text = "a checkpoint, or a run (its newest one): a folder, an id or latest"
-    merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
-    merge.add_argument("out", metavar="OUT", help="the folder to write")
-    merge.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: that of the pretrained folder)",
-    )
-    text = "largest size of one weight file (default: 5)"
-    merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=text)
-    merge.add_argument(
-        "--engine",
-        metavar="FILE",
-        help="file or module that registers a custom model type, if it moved since training",
-    )
-    text = "LoRA: write only the adapter, in peft's format"
-    merge.add_argument("--adapter", action="store_true", help=text)
-    text = "LoRA: folder or Hub id of the base model, if it moved"
-    merge.add_argument("--base", metavar="MODEL", help=text)
-    text = "write the EMA weights (optim.ema), not the last ones"
-    merge.add_argument("--ema", action="store_true", help=text)
-    merge.set_defaults(run="merge")
-
-
-def _add_push_command(commands: Any) -> None:
-    text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
-    push = add_command(commands, "push", text)
-    push.add_argument("name", metavar="RUN", help=RUN)
-    text = "repository on the Hub, created if it does not exist"
-    push.add_argument("repository", metavar="ORG/NAME", help=text)
-    push.add_argument("--public", action="store_true", help="a public repository")
-    text = "LoRA: upload only the adapter, in peft's format"
-    push.add_argument("--adapter", action="store_true", help=text)
-    push.add_argument(
-        "--license",
-        metavar="NAME",
-        help="license in the model card (default: that of the base model)",
-    )
-    push.add_argument("--dry-run", action="store_true", help="print files and card, upload nothing")
-    push.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(push)
-    push.set_defaults(run="push")
-
-
-def _add_runs_commands(commands: Any) -> None:
-    runs = add_group(commands, "runs", "list, show, plot and compare runs")
-    listing = add_command(runs, "list", "list all runs, oldest first")
-    listing.set_defaults(run="runs_list")
-
-    show = add_command(runs, "show", "show one run: status, last metrics, checkpoints")
-    show.add_argument("name", nargs="?", metavar="RUN", help="folder or id (default: the newest)")
-    show.set_defaults(run="runs_show")
-
-    plot = add_command(runs, "plot", "plot a metric of one or more runs")
-    plot.add_argument("names", nargs="+", metavar="RUN", help=RUN)
-    plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
-    text = "output file (default: <metric>.png in the first run's folder)"
-    plot.add_argument("--out", metavar="PNG", help=text)
-    plot.set_defaults(run="runs_plot")
-
-    diff = add_command(runs, "diff", "compare the configs and last metrics of two runs")
-    diff.add_argument("names", nargs=2, metavar="RUN", help=RUN)
-    diff.set_defaults(run="runs_diff")
-
-    for command in (listing, show, plot, diff):
-        command.add_argument(
-            "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
-        )
-        add_json_option(command)
-
-
-# The parser class of `mvp`: help texts with examples, error messages with what was probably meant.
+RENAMED = {"estimate": "plan"}  # commands of earlier versions
 
 
 class HintingParser(argparse.ArgumentParser):
@@ -279,7 +400,6 @@ class HintingParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.epilog = EXAMPLES.get(self.prog)
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("required: COMMAND"):
@@ -287,7 +407,8 @@ class HintingParser(argparse.ArgumentParser):
             self.exit(EXIT_USER_ERROR)
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong:
-            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            name = RENAMED.get(wrong[1], wrong[1])
+            message += did_you_mean(name, re.findall(r"[\w-]+", wrong[2]))
         wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
         if wrong:
             message += f".{self._option_hint(wrong[1])}"
@@ -307,261 +428,3 @@ class HintingParser(argparse.ArgumentParser):
         key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)
         fix = "" if key.startswith("Known keys") else f" {key}"
         return f" Config keys are written as key=value, without dashes.{fix}"
-
-
-# Examples below the help texts of `mvp` and its commands, by the program name of their parsers.
-
-_ROWS = "model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl"
-
-EXAMPLES = {
-    "mvp": f"""\
-fine-tune a model on your own rows, in four commands:
-  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
-  mvp check sft/lora {_ROWS}
-  mvp train sft/lora {_ROWS}
-  mvp chat latest --image photo.jpg -p "What is in this photo?"
-
-mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
-75 stopped and saved.""",
-    "mvp train": f"""\
-examples:
-  mvp train sft/lora {_ROWS}
-  mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
-  mvp train my/configs/train.yaml resume=auto       # continue the newest run
-
-mvp config explain KEY prints what a key means, mvp config show CONFIG all keys with their values, and
-mvp recipe list the recipes. A run writes its files to outputs/.""",
-    "mvp evaluate": """\
-examples:
-  mvp evaluate latest                               # the newest run; or a run's folder or id
-  mvp evaluate my/configs/train.yaml
-  mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200""",
-    "mvp check": f"""\
-examples:
-  mvp check sft/lora {_ROWS}
-  mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
-
-It exits with 0 if the config is ready to train, with 2 if something must be fixed.""",
-    "mvp config show": """\
-examples:
-  mvp config show sft/lora
-  mvp config show my/configs/train.yaml optim.lr=1e-4""",
-    "mvp config explain": """\
-examples:
-  mvp config explain optim.lr
-  mvp config explain mllm.limits
-  mvp config explain learning_rate                  # names of other trainers are answered with ours""",
-    "mvp data codes": """\
-examples:
-  mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
-  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi""",
-    "mvp data inspect": """\
-examples:
-  mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
-  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
-  mvp data inspect hf://org/dataset:train --strict
-  mvp data inspect my/configs/train.yaml --row photos.jsonl:17""",
-    "mvp chat": """\
-examples:
-  mvp chat latest                                   # the newest run; a conversation in the terminal
-  mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
-  mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json""",
-    "mvp merge": """\
-examples:
-  mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
-  mvp merge outputs/my-run adapter --adapter""",
-    "mvp estimate": """\
-examples:
-  mvp estimate Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
-  mvp estimate sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
-
-If the training does not fit, the last lines are the cheapest changes that make it fit.""",
-    "mvp plan": """\
-examples:
-  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100
-  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192
-  mvp plan my/configs/train.yaml --gpus 64 --ranks 7,33 --json
-
-It needs no GPU. Exit code 2: ranks would hang, or the training does not fit.""",
-    "mvp doctor": """\
-examples:
-  mvp doctor
-  mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk""",
-    "mvp profile": """\
-examples:
-  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
-  mvp profile outputs/my-run --step 740             # the line that made this step slow""",
-    "mvp launch slurm": """\
-example:
-  mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh""",
-    "mvp push": """\
-examples:
-  mvp push latest me/my-model --dry-run
-  mvp push outputs/my-run me/my-adapter --adapter""",
-    "mvp replay": """\
-example:
-  mvp replay latest                                 # the run's last skipped or failed step""",
-    "mvp recipe new": """\
-example:
-  mvp recipe new mine --from sft""",
-    "mvp runs show": """\
-examples:
-  mvp runs show                                     # the newest run
-  mvp runs show my-run --json""",
-    "mvp runs plot": """\
-example:
-  mvp runs plot my-run other-run --metric loss --out compare.png""",
-}
-
-
-# Commands that run a config on ranks, predict it, or look into its runs: train to replay.
-
-RUN = "a run's folder or id, or latest"
-
-
-def add_training_commands(commands: Any) -> None:
-    """Commands that run a config on one or more ranks."""
-    train = add_config_command(commands, "train", "train the model of a config, or resume its run")
-    train.set_defaults(run="train")
-
-    text = "evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)"
-    evaluate = add_config_command(commands, "evaluate", text, f"{CONFIG}; or {RUN}")
-    evaluate.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    evaluate.set_defaults(run="evaluate")
-
-    text = (
-        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
-    )
-    check = add_config_command(commands, "check", text)
-    add_json_option(check)
-    check.set_defaults(run="check")
-
-    text = "profile steps of a config, or of a run: where their time and memory go, as a page and a trace"
-    profile = add_config_command(commands, "profile", text)
-    profile.add_argument(
-        "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
-    )
-    profile.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="number of traced steps (default: 3)"
-    )
-    text = "first traced step; the ones before it warm up (default: 6)"
-    profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
-    text = "trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or id, or latest"
-    profile.add_argument("--step", type=int, metavar="N", help=text)
-    profile.set_defaults(run="profile")
-
-    for command in (train, evaluate, check, profile):
-        _add_node_options(command)
-
-
-def _add_node_options(
-    command: argparse.ArgumentParser, ranks: str = "1; under srun, one per GPU"
-) -> None:
-    text = f"processes (ranks) on this machine (default: {ranks})"
-    command.add_argument("--nproc", type=int, metavar="N", help=text)
-    text = "machines that train together; srun sets this and the next three by itself (default: 1). 1:2: elastic, it "
-    text += "continues with one of two when the other is lost"
-    command.add_argument("--nnodes", metavar="N", help=text)
-    command.add_argument("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
-    command.add_argument("--master-addr", metavar="HOST", help="host name of node 0")
-    text = "a free port of node 0 (default: 29500)"
-    command.add_argument("--master-port", type=int, metavar="PORT", help=text)
-
-
-def add_launch_commands(commands: Any) -> None:
-    launch = add_group(commands, "launch", "scripts that start a training on a cluster")
-    text = "print an sbatch script, which saves and queues itself again when its time is over"
-    slurm = add_config_command(launch, "slurm", text)
-    slurm.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)"
-    )
-    slurm.add_argument(
-        "--gpus", type=int, default=8, metavar="N", help="GPUs per node (default: 8)"
-    )
-    slurm.add_argument("--cpus", type=int, metavar="N", help="CPU cores per node")
-    slurm.add_argument(
-        "--time", default="24:00:00", metavar="TIME", help="as for sbatch (default: 24:00:00)"
-    )
-    text = "seconds before the end of the time at which the training saves (default: 600)"
-    slurm.add_argument("--grace", type=int, default=600, metavar="S", help=text)
-    text = "another option of sbatch, such as --sbatch=--partition=gpu; may be repeated"
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
-    slurm.set_defaults(run="launch_slurm")
-
-
-def add_doctor_command(commands: Any) -> None:
-    text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
-    doctor = add_command(commands, "doctor", text)
-    text = "also check the disk and the kernels for this YAML file or shipped config"
-    doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
-    add_overrides(doctor)
-    text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
-    doctor.add_argument("--dir", metavar="DIR", help=text)
-    _add_node_options(doctor, "one per GPU")
-    add_json_option(doctor)
-    doctor.set_defaults(run="doctor")
-
-
-def add_estimate_commands(commands: Any) -> None:
-    text = (
-        "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
-    )
-    estimate = add_command(commands, "estimate", text)
-    add_estimate_options(estimate)
-    estimate.set_defaults(run="estimate")
-    text = "simulate a training step on any number of ranks: memory, collectives, hangs"
-    plan = add_command(commands, "plan", text)
-    add_plan_options(plan)
-    plan.set_defaults(run="plan")
-    for command in (estimate, plan):
-        add_json_option(command)
-
-
-def add_replay_command(commands: Any) -> None:
-    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
-    replay = add_command(commands, "replay", text)
-    replay.add_argument("name", metavar="RUN", help=RUN)
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
-    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
-    replay.add_argument("--step", type=int, metavar="N", help=text)
-    text = "processes (default: as many as the run had)"
-    replay.add_argument("--nproc", type=int, metavar="N", help=text)
-    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    add_json_option(replay)
-    replay.set_defaults(run="replay")
-
-
-# Options of `mvp estimate` and `mvp plan`.
-
-
-def add_estimate_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command)
-    text = "simulate a rank, as mvp plan does, for the communication that a step waits for"
-    command.add_argument("--communication", action="store_true", help=text)
-
-
-def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "what",
-        metavar="CONFIG|MODEL",
-        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
-    )
-    add_overrides(command)
-    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
-    command.add_argument("--gpu", metavar="NAME", help=text)
-    text = "number of GPUs (default: as many as the parallel layout needs)"
-    command.add_argument("--gpus", type=int, metavar="N", help=text)
-    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
-    command.add_argument("--tokens", type=int, metavar="N", help=text)
-    text = "share of image or audio tokens in assumed packs (default: 0.75)"
-    command.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
-    text = "GPUs that NVLink or PCIe connects (default: 8)"
-    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
-    text = "network between nodes, in GB/s per GPU and direction (default: 50, 400 Gb/s)"
-    command.add_argument("--network", type=float, metavar="X", help=text)
-
-
-def add_plan_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command)
-    text = "more ranks to simulate: numbers with commas, or all (default: one of each kind)"
-    command.add_argument("--ranks", metavar="N,N", help=text)

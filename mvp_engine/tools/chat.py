@@ -8,55 +8,141 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mvp_engine import plugins
 from mvp_engine.checkpoint.format import META
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError, similar_path
+from mvp_engine.hf.model.adapter import cast_frozen_weights
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.weights.merge import merge
-from mvp_engine.kit.chat import ChatModel
-from mvp_engine.kit.decoding import Decoding
-from mvp_engine.kit.settings import SpeechGeneration
+from mvp_engine.kit.data.encode.rope_positions import RopePositions
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
+from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.runs import best_checkpoint, checkpoint_step, trained_run
 from mvp_engine.tools.merge import build_model, model_checkpoint
-
-if TYPE_CHECKING:
-    from mvp_engine.kit.chat import ChatModel
-    from mvp_engine.kit.decoding import Completion
-    from mvp_engine.kit.player import Player
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
 
 
 @dataclass
-class Conversation:
-    """The messages so far, and the media that go with the next one."""
+class Chat:
+    """One conversation: the messages so far, and the media that go with the next one."""
 
+    model: ChatModel
+    decoding: Decoding
+    as_json: bool = False
+    output: Any = None  # a `chat_option` plug-in: writes each answer in another form too
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[dict[str, Any]] = field(default_factory=list)
 
     def reset(self) -> None:
         self.media = []
-        self.messages = []
-        if self.system:
-            self.messages.append({"role": "system", "content": self.system})
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def add_media(self, kind: str, file: str) -> None:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise UserError(f"no {kind} file {file}.{similar_path(path)}")
-        self.media.append({"type": kind, kind: str(path.resolve())})
+    def read_lines(self) -> None:
+        """Answer each line of the standard input; a terminal also gets a prompt, and may use commands."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            print(HELP)
+        while True:
+            try:
+                line = input("\n> " if is_terminal else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                if is_terminal:
+                    print()
+                break
+            if line.partition(" ")[0] == "/exit":
+                break
+            try:
+                self._take(line)
+            except UserError as error:
+                if not is_terminal:
+                    raise
+                print(error, file=sys.stderr)
+            except KeyboardInterrupt:  # ends the answer; at the prompt it ends the chat
+                if not is_terminal:
+                    raise
+                print(" ...")
+
+    def _take(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if command == "/reset":
+            self.reset()
+        elif command in [f"/{kind}" for kind in KINDS]:
+            self.media.append(medium(command[1:], rest.strip()))
+        elif command.startswith("/"):
+            print(HELP)
+        elif line:
+            self.ask(line)
 
     def ask(self, text: str) -> None:
+        """Answer one message, and print the answer."""
+        start = time.perf_counter()
         parts = [*self.media, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": parts if self.media else text})
         self.media = []
+        shown: list[str] = []
+
+        def show(text: str) -> None:
+            shown.append(text)
+            print(text, end="", flush=True)
+
+        try:
+            on_text = None if self.as_json else show
+            completion = self.model.answer(self.messages, self.decoding, on_text)
+        except UserError:
+            self.messages.pop()  # the question that could not be read
+            raise
+        except KeyboardInterrupt:
+            self._add_answer("".join(shown))
+            raise
+        answer = self.model.text(completion.tokens)
+        question = list(self.messages)
+        written = {} if self.output is None else self.output.write(self.model, question, completion)
+        self._add_answer(answer)
+        if self.as_json:
+            record = {
+                "messages": question,
+                "answer": answer,
+                "tokens": len(completion.tokens),
+                "stopped": completion.is_finished,
+                "log_prob": sum(completion.log_probs),
+                "seconds": round(time.perf_counter() - start, 3),
+            }
+            print(json.dumps(record | written, ensure_ascii=False))
+            return
+        print()
+        if written:
+            print(f"[{self.output.words(written)}]", file=sys.stderr)
+
+    def _add_answer(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+
+
+def medium(kind: str, file: str) -> dict[str, Any]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"no {kind} file {file}.{similar_path(path)}")
+    return {"type": kind, kind: str(path.resolve())}
 
 
 def chat(
@@ -70,111 +156,30 @@ def chat(
     stop_strings: list[str],
     device: str | None,
     as_json: bool,
-    speech: SpeechOutput | None = None,
+    output: Any = None,
 ) -> int:
     """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
-    conversation = Conversation(system)
-    conversation.reset()
-    for kind, file in media:
-        conversation.add_media(kind, file)
+    parts = [medium(kind, file) for kind, file in media]
     with model_folders(target, Path(root)) as (folder, adapter):
-        model = ChatModel(folder, adapter, device, stop_strings, speaks=speech is not None)
-        if speech is not None:
-            speech.open_player(folder)
+        model_type = "language_model" if output is None else output.model_type
+        model = ChatModel(folder, adapter, device, stop_strings, model_type)
+        if output is not None:
+            output.open(folder)
+        conversation = Chat(model, decoding, as_json, output, system)
+        conversation.reset()
+        conversation.media = parts
         try:
-            if prompt is not None:
-                conversation.ask(prompt)
-                _answer(model, conversation, decoding, as_json, speech)
-            else:
-                _loop(model, conversation, decoding, as_json, speech)
+            conversation.read_lines() if prompt is None else conversation.ask(prompt)
         except KeyboardInterrupt:
             print()
             return 128 + signal.SIGINT
     return 0
 
 
-def _loop(
-    model: ChatModel,
-    conversation: Conversation,
-    decoding: Decoding,
-    as_json: bool,
-    speech: SpeechOutput | None,
-) -> None:
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        print(HELP)
-    while True:
-        try:
-            line = input("\n> " if is_terminal else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if is_terminal:
-                print()
-            break
-        command, _, rest = line.partition(" ")
-        try:
-            if command == "/exit":
-                break
-            if command == "/reset":
-                conversation.reset()
-            elif command.removeprefix("/") in KINDS and command.startswith("/"):
-                conversation.add_media(command.removeprefix("/"), rest.strip())
-            elif command.startswith("/"):
-                print(HELP)
-            elif line:
-                conversation.ask(line)
-                _answer(model, conversation, decoding, as_json, speech)
-        except UserError as error:
-            if not is_terminal:
-                raise
-            print(error, file=sys.stderr)
-        except KeyboardInterrupt:  # ends the answer; at the prompt it ends the chat
-            if not is_terminal:
-                raise
-            print(" ...")
-
-
-def _answer(
-    model: ChatModel,
-    conversation: Conversation,
-    decoding: Decoding,
-    as_json: bool,
-    speech: SpeechOutput | None,
-) -> None:
-    start = time.perf_counter()
-    shown: list[str] = []
-
-    def show(text: str) -> None:
-        shown.append(text)
-        print(text, end="", flush=True)
-
-    try:
-        completion = model.answer(conversation.messages, decoding, None if as_json else show)
-    except UserError:
-        conversation.messages.pop()  # the question that could not be read
-        raise
-    except KeyboardInterrupt:
-        conversation.messages.append({"role": "assistant", "content": "".join(shown)})
-        raise
-    text = model.text(completion.tokens)
-    spoken = None if speech is None else speech.write(model, conversation.messages, completion)
-    conversation.messages.append({"role": "assistant", "content": text})
-    if not as_json:
-        print()
-        if spoken is not None:
-            end = "" if spoken["ended"] else ", cut off at --max-frames"
-            print(f"[{spoken['file']}: {spoken['seconds']:.1f} s{end}]", file=sys.stderr)
-        return
-    record = {
-        "messages": conversation.messages[:-1],
-        "answer": text,
-        "tokens": len(completion.tokens),
-        "stopped": completion.is_finished,
-        "log_prob": sum(completion.log_probs),
-        "seconds": round(time.perf_counter() - start, 3),
-    }
-    if spoken is not None:
-        record["speech"] = spoken
-    print(json.dumps(record, ensure_ascii=False))
+def output_of(args: argparse.Namespace) -> Any:
+    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
+    outputs = [option.of(args) for option in plugins.load_all("chat_option").values()]
+    return next((output for output in outputs if output is not None), None)
 
 
 @contextmanager
@@ -188,11 +193,11 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
         yield path, None
     else:
         run = path if path.is_dir() else trained_run(target, root).dir
-        exports = [found for found in run.glob("hf_step_*") if (found / "config.json").is_file()]
+        exports = [path.parent for path in run.glob("hf_step_*/config.json")]
         used = best_checkpoint(run / "checkpoints")
         if used is not None:
             step = checkpoint_step(used) or 0
-            exports = [found for found in exports if _step_of_export(found) == step]
+            exports = [path for path in exports if _step_of_export(path) == step]
         if exports:
             newest = max(exports, key=_step_of_export)
             print(f"model: {newest}", file=sys.stderr)
@@ -218,13 +223,13 @@ def _base_of_adapter(folder: Path) -> Path:
     base = config.get("base_model_name_or_path")
     if base and hub_model(base) and config.get("revision"):
         base = f"{base}@{config['revision']}"
-    found = local_folder(base, weights=True) if base else None
-    if found is None or not (found / "config.json").is_file():
+    model = local_folder(base, weights=True) if base else None
+    if model is None or not (model / "config.json").is_file():
         raise UserError(
             f"{file}: base_model_name_or_path={base} is not a model's folder, nor a model of the Hub; "
             "write its path there"
         )
-    return found
+    return model
 
 
 def _step_of_export(folder: Path) -> int:
@@ -232,75 +237,212 @@ def _step_of_export(folder: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-# The sounds of `mvp chat --speak`: one WAV file for each answer.
+# ChatModel: a Hugging Face folder that answers conversations with text, images, video and audio.
+#
+# Prompts are rendered, and media are processed, by the data kit: as in a training with the same processor.
+
+Message = Mapping[str, Any]
+_ADAPTER_PREFIX = "base_model.model."
+# Options of peft that change what an adapter computes, with the value that is supported.
+_PLAIN_ADAPTER = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "fan_in_fan_out": False,
+}
+# Models that do not answer, and what they do.
+_WITHOUT_TEXT = {
+    "pi0": "predicts actions: act.py of an export (docs/actions.md)",
+}
 
 
-@dataclass
-class SpeechOutput:
-    """Where sounds go, and what plays their codes."""
+class ChatModel:
+    """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
 
-    file: Path
-    speaker: str | None
-    codec: str | None
-    settings: SpeechGeneration
-    player: Player | None = None
-    written: int = 0
+    An answer ends before the first of `stop_strings`. `model_type` is one that writes text.
+    """
 
-    def open_player(self, folder: Path) -> None:
-        """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
-        from mvp_engine.hf.model.config_source import read_config
-        from mvp_engine.hf.speech.speech_protocol import SpeechProtocol
-        from mvp_engine.kit.player import Player
-        from mvp_engine.kit.speech.codec import open_codec
-
-        if self.codec is None:
-            self.player = Player.of_folder(folder)
-        else:
-            self.player = Player.of_codec(open_codec(self.codec, key="--codec"))
-        protocol = SpeechProtocol.for_config(read_config(folder, {}))
-        assert protocol is not None, "a model that speaks"
-        self.player.check(protocol)
-        if self.speaker is not None and self.speaker.lower() not in protocol.speakers:
-            known = ", ".join(protocol.speakers)
-            raise UserError(f"--speaker {self.speaker}: the model's speakers are {known}")
-
-    def write(
-        self, model: ChatModel, messages: Sequence[Any], completion: Completion
-    ) -> dict[str, Any]:
-        """Speak an answer to `messages`; returns the facts of the file."""
-        assert self.player is not None
-        sound = model.speak(messages, completion, self.player, self.speaker, self.settings)
-        self.written += 1
-        file = self.file
-        if self.written > 1:
-            file = file.with_stem(f"{file.stem}_{self.written}")
-        sound.save(file)
-        return {
-            "file": str(file),
-            "frames": len(sound.codes),
-            "seconds": round(sound.seconds, 3),
-            "ended": sound.ended,
-            "speaker": self.speaker,
-        }
-
-
-def speech_output(args: argparse.Namespace) -> SpeechOutput | None:
-    """What the options of `mvp chat` ask for; None without `--speak`."""
-    if args.speak is None:
-        for option in ("speaker", "codec", "speech_temperature", "max_frames"):
-            if getattr(args, option) is not None:
-                name = option.replace("_", "-")
-                raise UserError(f"--{name} is for spoken answers: add --speak FILE.wav")
-        return None
-    file = Path(args.speak).expanduser()
-    if file.suffix.lower() != ".wav":
-        raise UserError(
-            f"--speak {args.speak}: sounds are written as WAV files: give a name that ends with .wav"
+    def __init__(
+        self,
+        folder: Path,
+        adapter: Path | None = None,
+        device: str | None = None,
+        stop_strings: Sequence[str] = (),
+        model_type: str = "language_model",
+    ) -> None:
+        place = _find_device(device)
+        config = read_config(folder, {})
+        without_text = _WITHOUT_TEXT | plugins.without_text()
+        if config.model_type in without_text:
+            raise UserError(
+                f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "
+                f"{without_text[config.model_type]}"
+            )
+        model_class = (config.architectures or [""])[0]
+        if model_class.endswith("ForSequenceClassification"):
+            raise UserError(
+                f"{folder}: {model_class} writes no text, so mvp chat has no answer. It scores text: RL uses it by "
+                f"reward.model={folder}"
+            )
+        self.encoder = RowEncoder(
+            load_processor(_folder_with_processor(folder, adapter)),
+            max_tokens=2**40,
+            positions=RopePositions.for_config(config),
         )
-    given = {"temperature": args.speech_temperature, "max_frames": args.max_frames}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("temperature", 0) < 0:
-        raise UserError(f"--speech-temperature {given['temperature']:g}: give 0 (greedy) or more")
-    if given.get("max_frames", 1) < 1:
-        raise UserError(f"--max-frames {given['max_frames']}: give 1 or more")
-    return SpeechOutput(file, args.speaker, args.codec, SpeechGeneration.model_validate(given))
+        engine_type = engine_class(model_type)
+        model: Any = engine_type.build_model(ModelSource(str(folder)))
+        settings = Settings(precision=precision_on(place, "auto"))
+        if settings.precision != "fp32":
+            cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
+        self.engine = engine_type(model, Layout(World(0, 1, 0, 1, place)), settings)
+        self.engine.initialize()
+        if adapter is not None:
+            merge_adapter(self.engine.model, adapter)
+        self.tokenizer = self.encoder.media.tokenizer
+        self.stop = self._stop_tokens(folder)
+        self.stop_strings = list(filter(None, stop_strings))
+
+    @property
+    def is_chat_model(self) -> bool:
+        """Whether it has a chat template; without one it continues plain text."""
+        return bool(self.encoder.template.renderer.chat_template)
+
+    def prompt(self, messages: Sequence[Message]) -> PackedBatch:
+        """A conversation up to the answer that follows. Contents are text, or a list of typed parts."""
+        if self.is_chat_model:
+            raw: dict[str, Any] = {"messages": list(messages)}
+            format = RowFormat(prompt_only=True)
+        else:
+            raw = {"text": "".join(_plain_text(message) for message in messages)}
+            format = RowFormat("text")
+        try:
+            sides = self.encoder.encode(raw, format, Path.cwd(), fit=False)
+            (batch,) = self.encoder.load(sides, Path.cwd(), {})
+        except BadRow as bad:
+            raise UserError(f"{bad.reason}: {bad.detail}") from None
+        return replace(batch, sequence_fields={})
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        decoding: Decoding,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """The next message; `on_text` gets each new piece of it while it is written."""
+        stream = _TextStream(on_text, self.stop_strings) if on_text is not None else None
+        at_string = stop_at(self.tokenizer, self.stop_strings) if self.stop_strings else None
+
+        def is_finished(tokens: list[int]) -> bool:
+            if stream is not None:
+                stream.show(self.text(tokens))
+            return at_string is not None and at_string(tokens)
+
+        decoding = replace(decoding, stop=self.stop, is_finished=is_finished)
+        (completion,) = complete(self.engine, self.prompt(messages), decoding)
+        if stream is not None:
+            stream.end(self.text(completion.tokens))
+        return completion
+
+    def text(self, tokens: Sequence[int]) -> str:
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        for stop_string in self.stop_strings:
+            text = text.partition(stop_string)[0]
+        return text
+
+    def _stop_tokens(self, folder: Path) -> set[int]:
+        """Where answers end: as the generation config, the tokenizer and the chat template say."""
+        tokens = {self.tokenizer.eos_token_id}
+        file = folder / GENERATION_CONFIG
+        if file.is_file():
+            known = json.loads(file.read_text()).get("eos_token_id")
+            tokens |= set(known if isinstance(known, list) else [known])
+        if stop := self.encoder.template.stop_token:
+            tokens.add(self.tokenizer.convert_tokens_to_ids(stop))
+        return tokens - {None}
+
+
+class _TextStream:
+    """Passes on what is new in a text that grows."""
+
+    def __init__(self, on_text: Callable[[str], None], stop_strings: Sequence[str]) -> None:
+        self.on_text = on_text
+        self.length = 0  # of what was passed on
+        starts = {text[:length] for text in stop_strings for length in range(1, len(text))}
+        self.starts = sorted(starts, key=len, reverse=True)  # of stop strings that may follow
+
+    def show(self, text: str) -> None:
+        # The first bytes of a character decode to a replacement mark until the others follow.
+        text = text.rstrip("\ufffd")
+        start = next((start for start in self.starts if text.endswith(start)), "")
+        self.end(text.removesuffix(start))
+
+    def end(self, text: str) -> None:
+        if len(text) > self.length:
+            self.on_text(text[self.length :])
+            self.length = len(text)
+
+
+def _find_device(name: str | None) -> torch.device:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name is not None:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise UserError(f"no device {name!r}: write cpu, cuda, or cuda:1") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UserError(f"device {name}: torch sees {count} GPUs here, counted from 0")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _folder_with_processor(folder: Path, adapter: Path | None) -> Path:
+    has_tokenizer = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return adapter if adapter is not None and has_tokenizer else folder
+
+
+def _plain_text(message: Message) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Add a LoRA adapter in peft's format to the weights of a model, in place."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    for option, plain in _PLAIN_ADAPTER.items():
+        if config.get(option, plain) not in (plain, None, {}, []):
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG}: {option}={config[option]} is not supported; "
+                "merge the adapter with peft, and give the merged folder"
+            )
+    scale = config["lora_alpha"] / (config["r"] ** (0.5 if config.get("use_rslora") else 1.0))
+    tensors = _adapter_tensors(folder)
+    for name, lora_a in tensors.items():
+        layer, is_lora_a, _ = name.partition(".lora_A.")
+        if is_lora_a:
+            lora_b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            delta = scale * (lora_b.float() @ lora_a.float())
+            _weight(model, f"{layer}.weight", folder).add_(delta)
+        elif ".lora_" not in name:  # trained in full
+            _weight(model, name, folder).copy_(lora_a)
+
+
+def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise UserError(f"{folder} has no adapter_model.safetensors")
+    return {name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in load_file(file).items()}
+
+
+def _weight(model: Any, name: str, folder: Path) -> Tensor:
+    try:
+        weight: Tensor = model.hf.get_parameter(name).data
+    except AttributeError:
+        raise UserError(f"{folder} adapts {name}, which the model does not have") from None
+    return weight

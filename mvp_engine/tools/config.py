@@ -5,93 +5,72 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mvp_engine.config.compose import DEFAULTS, Draft, MissingKeys, load_yaml, read_draft
+from mvp_engine import plugins
+from mvp_engine.config.compose import DEFAULTS, NO_VALUE, compose, load_yaml, read_draft
 from mvp_engine.config.explain import suggest_key
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys, trained_run
-from mvp_engine.tools.recipe_schema import find_schema
 
-_NO_VALUE = "__no_value__"
+
+def config_command(
+    config: str | None, overrides: list[str], explain: str | None, schema: bool, reference: bool
+) -> None:
+    """Print a config, its schema, what a key means, or all keys."""
+    if (explain is not None) + schema + reference > 1:
+        raise UserError("give one of --explain, --schema and --reference")
+    if explain is not None:
+        print(explain_key(explain, *schemas_of(config, overrides)))
+    elif reference:
+        print(reference_page(*schemas_of(config, overrides)), end="")
+    elif config is None:
+        raise UserError("name a CONFIG, or a key with --explain KEY")
+    elif schema:
+        print(json.dumps(json_schema(compose(config, overrides).config), indent=2))
+    else:
+        print_config(config, overrides)
 
 
 def print_config(config_file: str, overrides: list[str]) -> None:
     """Print the config as YAML; keys that have no value yet are printed as ???, as in the file."""
-    draft, missing = _read_incomplete(config_file, overrides)
-    try:
-        text = draft.validated(*find_schema(draft)).to_yaml()
-    except UserError as error:  # of a key that is a number, a placeholder is no value
-        if _NO_VALUE in str(error):
-            read_config(config_file, overrides)  # raises MissingKeys
-        raise
-    if missing:
-        print(f"mvp: to be set before training: {', '.join(missing)}", file=sys.stderr)
-    print(text.replace(_NO_VALUE, "???"), end="")
-
-
-def _read_incomplete(config_file: str, overrides: list[str]) -> tuple[Draft, list[str]]:
-    """A draft with placeholders for keys that have no value (???), and these keys."""
-    try:
-        return read_draft(config_file, overrides), []
-    except MissingKeys as error:
-        placeholders = [f"{key}={_NO_VALUE}" for key in error.keys]
-        try:
-            return read_draft(config_file, [*overrides, *placeholders]), error.keys
-        except UserError:  # an item of a list cannot be set
-            raise error from None
-
-
-def print_schema(config_file: str, overrides: list[str]) -> None:
-    print(json.dumps(json_schema(read_config(config_file, overrides)), indent=2))
-
-
-def read_config(config_file: str, overrides: list[str]) -> Config:
-    """The config that `compose` returns, without an import of torch: its user errors are raised before that."""
-    draft = read_draft(config_file, overrides, incomplete=True)
-    return draft.validated(*find_schema(draft))
+    draft = read_draft(config_file, overrides)
+    text = draft.composed(may_miss=True).config.to_yaml()
+    if draft.missing:
+        print(f"mvp: to be set before training: {', '.join(draft.missing)}", file=sys.stderr)
+    print(text.replace(NO_VALUE, "???"), end="")
 
 
 def config_or_run(name: str, overrides: list[str], root: Path) -> tuple[str, list[str]]:
     """A config file and overrides: `name` itself, or, if it names a run, that run's config with a resume of the run."""
-    path = Path(name).expanduser()
-    is_file = path.suffix in (".yaml", ".yml") or path.exists()
-    is_word = len(path.parts) == 1 and not is_file
-    if not (path / "run.json").is_file() and (not is_word or shipped_configs(name)):
+    if not names_run(name):
         return name, overrides
     run = trained_run(name, root)
     return str(run.dir / "config.yaml"), [f"resume={run.dir}", *overrides]
 
 
-def print_explanation(key: str, config_file: str | None) -> None:
-    print(explain_key(key, *schemas_of(config_file)))
+def names_run(name: str) -> bool:
+    """Whether a word names a run, by its folder or id: then it is neither a file nor a recipe."""
+    path = Path(name).expanduser()
+    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    is_word = len(path.parts) == 1 and not is_file
+    return (path / "run.json").is_file() or (is_word and not shipped_configs(name))
 
 
-def print_reference(config_file: str | None) -> None:
-    print(reference_page(*schemas_of(config_file)), end="")
-
-
-def schemas_of(config_file: str | None = None) -> list[type[Config]]:
+def schemas_of(config_file: str | None = None, overrides: Sequence[str] = ()) -> list[type[Config]]:
     """The schema of a recipe's config; without one, those of the kits' engines, the most used one first."""
     if config_file is not None:
-        return [find_schema(_read_incomplete(config_file, [])[0])[0]]
-    from mvp_engine.kit.actions.settings import ActionConfig
-    from mvp_engine.kit.contrastive_settings import ContrastiveConfig
-    from mvp_engine.kit.distil_settings import DistilConfig
-    from mvp_engine.kit.preference_settings import PreferenceConfig
-    from mvp_engine.kit.reward_settings import RewardConfig
+        return [read_draft(config_file, overrides).schema]
     from mvp_engine.kit.settings import MLLMConfig
-    from mvp_engine.rl.rl_settings import RLConfig
 
-    kits: list[type[Config]] = [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig]
-    return [*kits, DistilConfig, ActionConfig, RLConfig]
+    return [MLLMConfig, *plugins.load_all("config").values()]
 
 
 def json_schema(config: Config) -> dict[str, Any]:
@@ -122,7 +101,7 @@ def _complete(
             child["default"] = values[key]
 
 
-# Every config key with its type, default and description: `mvp config explain` and the reference page.
+# Every config key with its type, default and description: `mvp config --explain` and the reference page.
 #
 # Descriptions of the engine's keys are the comments of `default.yaml`; those of a kit's or a recipe's keys are the
 # docstrings below the fields of its sections.
@@ -160,7 +139,9 @@ def _walk(
     defaults: dict[str, Any],
     comments: dict[str, str],
 ) -> Iterator[ConfigKey]:
-    for name, field in node.get("properties", {}).items():
+    fields = node.get("properties", {})
+    inner = [_section_of(field, sections)[0] for field in fields.values()]
+    for index, (name, field) in enumerate(fields.items()):
         key = f"{prefix}{name}"
         section, suffix = _section_of(field, sections)
         default = defaults.get(key, field.get("default", ...))
@@ -172,8 +153,11 @@ def _walk(
         )
         text = " ".join(text.split())
         yield ConfigKey(key, type_in_words(field, sections), shown, text, section is not None)
-        if section is not None:
-            yield from _walk(section, sections, f"{key}{suffix}.", defaults, comments)
+        if section is None or any(section is other for other in inner[index + 1 :]):
+            continue
+        if any(section is other for other in inner[:index]):  # several of one type: once for all
+            key = f"{prefix}NAME"
+        yield from _walk(section, sections, f"{key}{suffix}.", defaults, comments)
 
 
 def _section_of(
@@ -270,7 +254,7 @@ def reference_page(*schemas: type[Config]) -> str:
         "# Config keys",
         "",
         "Every key of a recipe that uses the kits, with its type and default. This page is generated by",
-        "`mvp config reference`; `mvp config explain KEY` prints one key, `mvp config show CONFIG` the",
+        "`mvp config --reference`; `mvp config --explain KEY` prints one key, `mvp config CONFIG` the",
         "values of a recipe. How configs are composed, and how a recipe adds keys: [recipes.md](recipes.md).",
     ]
     top = [key for key in keys if "." not in key.name and not key.is_section]
@@ -280,8 +264,9 @@ def reference_page(*schemas: type[Config]) -> str:
             lines += ["", f"## `{section.name}`", ""]
             if section.description:
                 lines += [_cell(section.description), ""]
-            lines += _table([key for key in keys if _parent(key.name) == section.name])
-    return "\n".join(lines) + "\n"
+            own = [key for key in keys if _parent(key.name) == section.name]
+            lines += _table([key for key in own if not key.is_section])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
 def _parent(name: str) -> str:
@@ -289,10 +274,8 @@ def _parent(name: str) -> str:
 
 
 def _table(keys: list[ConfigKey]) -> list[str]:
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"] if keys else []
     for key in keys:
-        if key.is_section:
-            continue
         default = f"`{key.default}`" if key.default else "required"
         lines.append(
             f"| `{key.name}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.description)} |"

@@ -1,38 +1,78 @@
-"""`mvp data inspect` with a processor: what a data kit makes of the rows, as facts that `inspect_page.py` prints.
-
-Its keys are those of `inspect_file.py`; they are documented in docs/data.md and do not change.
-"""
+"""`mvp data inspect` with a processor: what a data kit makes of the rows, as facts that `inspect_page.py` prints."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mvp_engine import plugins
+from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.auto import changed, global_batch, with_defaults
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.plan import Plan
 from mvp_engine.kit.data.processor import load_processor
-from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
-from mvp_engine.kit.estimate.auto import global_batch, with_defaults
-from mvp_engine.kit.estimate.training import changed
-from mvp_engine.tools import inspect_stats
-from mvp_engine.tools.inspect_rows import bad_reason, encoded_row, find_row
-from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
+from mvp_engine.tools import inspect_rows
+from mvp_engine.tools.inspect_rows import (
+    Facts,
+    Sample,
+    SourceFacts,
+    bad_reason,
+    count_bad,
+    encoded_row,
+    find_row,
+    length_stats,
+)
 
 NO_PLAN = "a packing plan: these are prompts, and rollouts are packed when they are generated"
+
+
+@dataclass
+class Inspection:
+    """What was counted over the sources of a split."""
+
+    split: str
+    sample: Sample
+    missing: str | None = None
+    decoded: bool = False
+    plan: Facts | None = None
+    sources: list[SourceFacts] = field(default_factory=list)
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    overlong: list[str] = field(default_factory=list)  # places of rows
+    bad: list[Facts] = field(default_factory=list)
+    rows: list[Facts] = field(default_factory=list)  # those that are shown
+
+    def facts(self, kit: MLLMDataKit) -> Facts:
+        return {
+            "split": self.split,
+            "missing": self.missing,
+            "decoded": self.decoded,
+            "sources": list(map(vars, self.sources)),
+            "sample": self.sample.facts(),
+            "lengths": length_stats(self.lengths, "tokens"),
+            "plan": self.plan,
+            "overlong": {
+                "fate": kit.settings.overlong,
+                "rows": len(self.overlong),
+                "where": self.overlong,
+            },
+            "bad": count_bad(self.bad),
+            "rows": self.rows,
+        }
 
 
 def inspect_kit(
@@ -43,65 +83,62 @@ def inspect_kit(
     limit: int = 3,
     row: str | None = None,
     decode: bool = False,
-) -> dict[str, Any]:
+) -> Facts:
     """All facts of a split. `row` is an index over all sources, or a place such as `rows.jsonl:17`."""
+    sample = Sample(kit.row_encoder.template.reasoning_left_out)
     if kit.is_stream(split):
-        return inspect_streams(kit, split, limit=limit, row=row)
+        return _inspect_streams(kit, Inspection(split, sample), limit, row).facts(kit)
     dataset = kit.dataset(split, global_batch_size=packs)
     mixture, costs = kit.measured(split)
     bad = kit.bad_rows(split)
-    dropped = kit.overlong_rows(split)
-    corrupt = Counter[str]()
-    if decode:
-        found = _decode_all(dataset)
-        corrupt.update(record.source for record in found)
-        bad += found
-    sources = []
-    shares = mixture.shares()
-    for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
-        sources.append(
-            {
-                "name": name,
-                "rows": len(source),
-                "good": int((cost.tokens > 0).sum()) - corrupt[name],
-                "bad": sum(record.source == name for record in bad),
-                "overlong": sum(record.source == name for record in dropped),
-                "tokens": int(cost.tokens.sum()),
-                "share": round(shares[name], 4),
-            }
-        )
-    wanted = _in_turn(mixture.sources, limit) if row is None else [find_row(mixture.sources, row)]
-    shown = []
-    for which, index in wanted:
-        facts = encoded_row(kit.row_encoder, mixture.sources[which], index, dataset.formats[which])
-        number = int(dataset.first[which]) + index
-        shown.append({"row": number, "source": mixture.names[which], **facts})
-    robot = getattr(kit, "robot_facts", None)  # of LeRobot folders
+    overlong = kit.overlong_rows(split)
+    corrupt = _decode_all(dataset) if decode else []
     # Rollouts are packed with their completions, when these are known.
     has_plan = kit.settings.prompt_only != "always"
-    lengths = np.concatenate([cost.tokens[cost.tokens > 0] for cost in costs])
-    return {
-        "split": split,
-        "missing": None if has_plan else NO_PLAN,
-        "decoded": decode,
-        "sources": sources,
-        "sample": sample_rows(
-            mixture.sources, dataset.formats, kit.row_encoder.template.reasoning_left_out
-        ),
-        "lengths": length_stats(lengths, "tokens"),
-        "plan": _plan(dataset.plan) if has_plan else None,
-        "overlong": {
-            "fate": kit.settings.overlong,
-            "rows": len(dropped),
-            "where": [record.where for record in dropped],
-        },
-        "bad": count_bad(vars(record) for record in bad),
-        "rows": shown,
-        **({} if robot is None else {"robot": robot(split)}),
-    }
+    result = Inspection(
+        split,
+        sample,
+        missing=None if has_plan else NO_PLAN,
+        decoded=decode,
+        plan=_plan(dataset.plan) if has_plan else None,
+        lengths=np.concatenate([cost.tokens[cost.tokens > 0] for cost in costs]),
+        overlong=[record.where for record in overlong],
+        bad=[vars(record) for record in [*bad, *corrupt]],
+    )
+    num_bad, num_corrupt, num_overlong = (
+        Counter(record.source for record in records) for records in (bad, corrupt, overlong)
+    )
+    shares = mixture.shares()
+    for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
+        counts = SourceFacts(
+            name,
+            rows=len(source),
+            good=int((cost.tokens > 0).sum()) - num_corrupt[name],
+            bad=num_bad[name] + num_corrupt[name],
+            overlong=num_overlong[name],
+            tokens=int(cost.tokens.sum()),
+            share=round(shares[name], 4),
+        )
+        result.sources.append(counts)
+    for source, row_format in zip(mixture.sources, dataset.formats, strict=True):
+        sample.add_source(source, row_format)
+    places = _in_turn(mixture.sources, limit) if row is None else [find_row(mixture.sources, row)]
+    for which, index in places:
+        source = mixture.sources[which]
+        facts = encoded_row(
+            kit.row_encoder,
+            partial(source.__getitem__, index),
+            source.where(index),
+            source.root,
+            dataset.formats[which],
+        )
+        number = int(dataset.first[which]) + index
+        result.rows.append({"row": number, "source": mixture.names[which], **facts})
+    robot = getattr(kit, "robot_facts", None)  # of LeRobot folders
+    return {**result.facts(kit), **({} if robot is None else {"robot": robot(split)})}
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(plan: Plan) -> Facts:
     return {
         "rows": len(plan.rows),
         "tokens": int(plan.tokens.sum()),
@@ -115,148 +152,72 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 def _decode_all(dataset: Any) -> list[Any]:
     """Records of the rows with corrupt media. A row may be in several packs; its record is returned once."""
-    found = {}
+    records: dict[str, Any] = {}
     for index in range(len(dataset)):
-        for record in dataset[index][1]:
-            found[record.where] = record
-    return list(found.values())
+        records |= {record.where: record for record in dataset[index][1]}
+    return list(records.values())
 
 
 def _in_turn(sources: Sequence[Source], limit: int) -> list[tuple[int, int]]:
     """(source, index) of the first row of each source, then of the second of each, and so on up to `limit`."""
-    places = list[tuple[int, int]]()
-    for index in range(max(len(source) for source in sources)):
-        for which, source in enumerate(sources):
-            if len(places) >= limit:
-                return places
-            if index < len(source):
-                places.append((which, index))
-    return places
+    places = []
+    for index in range(min(limit, max(map(len, sources)))):
+        places += [(which, index) for which, source in enumerate(sources) if index < len(source)]
+    return places[:limit]
 
 
-# `mvp data inspect` on streams: the first rows of each. The rest is known only once it is read.
-
-
-class _StreamRow:
-    """One row of a stream, in the place of a source that holds only this row."""
-
-    def __init__(self, place: str, root: Path) -> None:
-        self.place = place
-        self.root = root
-        self.raw: Any = None  # the row, or the BadRow that reading it raised
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, _: int) -> Any:
-        if isinstance(self.raw, BadRow):
-            raise self.raw
-        return self.raw
-
-    def where(self, _: int) -> str:
-        return self.place
-
-
-class _Counts:
-    """What was counted over all streams so far."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.formats = Counter[str]()
-        self.media = Counter[str]()
-        self.unused = Counter[str]()
-        self.reasoning_left_out = 0
-        self.lengths = list[int]()
-        self.bad = list[dict[str, Any]]()
-        self.overlong = list[str]()  # their places
-        self.sources = list[dict[str, Any]]()
-        self.shown = list[dict[str, Any]]()
-
-    def add_sample(
-        self, row: _StreamRow, row_format: RowFormat | str | None, kit: MLLMDataKit
-    ) -> None:
-        found = sample_rows([row], [row_format], kit.row_encoder.template.reasoning_left_out)
-        self.rows += found["rows"]
-        self.formats += Counter(found["formats"])
-        self.media += Counter(found["media"])
-        self.unused += Counter(found["unused_columns"])
-        self.reasoning_left_out += found["reasoning_left_out"]
-
-
-def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None) -> dict[str, Any]:
-    """The facts of `inspect_kit` for streams, over the first SAMPLE rows of each."""
-    counts = _Counts()
-    shares = kit.stream_shares(split)
-    for stream in kit.streams(split):
-        _inspect_stream(kit, stream, counts, limit, row)
-        counts.sources[-1]["share"] = round(shares[stream.name], 4)
-    most = inspect_stats.SAMPLE
-    if row is not None and not counts.shown:
-        raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")
-    return {
-        "split": split,
-        "missing": f"a packing plan: streams have none, and only the first {most:,} rows of each were read",
-        "decoded": False,
-        "sources": counts.sources,
-        "sample": {
-            "rows": counts.rows,
-            "formats": counts.formats,
-            "media": counts.media,
-            "unused_columns": counts.unused,
-            "reasoning_left_out": counts.reasoning_left_out,
-        },
-        "lengths": length_stats(np.array(counts.lengths, np.int64), "tokens"),
-        "plan": None,
-        "overlong": {
-            "fate": kit.settings.overlong,
-            "rows": len(counts.overlong),
-            "where": counts.overlong,
-        },
-        "bad": count_bad(counts.bad),
-        "rows": counts.shown,
-    }
-
-
-def _inspect_stream(
-    kit: MLLMDataKit, stream: Any, counts: _Counts, limit: int, wanted: str | None
-) -> None:
-    lengths = list[int]()
-    bad = list[dict[str, Any]]()
-    overlong = list[str]()
-    rows = 0
-    for place, read in islice(stream, inspect_stats.SAMPLE):
-        row = _StreamRow(place, stream.root)
-        try:
-            row.raw = read()
-            sequences = kit.row_encoder.encode(row.raw, stream.format, stream.root)
-            lengths.append(sum(len(sequence.ids) for sequence in sequences))
-        except BadRow as error:
-            row.raw = row.raw or error
-            if error.reason == "overlong":
-                overlong.append(place)
-            else:
-                bad.append({"source": stream.name, "where": place, **bad_reason(error)})
-        index = counts.rows
-        counts.add_sample(row, stream.format, kit)
-        is_shown = rows < limit if wanted is None else wanted in (str(index), place)
-        if is_shown:
-            facts = encoded_row(kit.row_encoder, row, 0, stream.format)
-            counts.shown.append({"row": index, "source": stream.name, **facts})
-        rows += 1
-    counts.lengths += lengths
-    counts.bad += bad
-    counts.overlong += overlong
-    counts.sources.append(
-        {
-            "name": stream.name,
-            "rows": rows,
-            "good": len(lengths),
-            "bad": len(bad),
-            "overlong": len(overlong),
-            "tokens": sum(lengths),
-            "share": None,
-        }
+def _inspect_streams(
+    kit: MLLMDataKit, result: Inspection, limit: int, row: str | None
+) -> Inspection:
+    """Of streams, the first SAMPLE rows of each: the rest is known only once it is read."""
+    most = inspect_rows.SAMPLE
+    result.missing = (
+        f"a packing plan: streams have none, and only the first {most:,} rows of each were read"
     )
+    encoder = kit.row_encoder
+    shares = kit.stream_shares(result.split)
+    lengths: list[int] = []
+    for stream in kit.streams(result.split):
+        counts = SourceFacts(stream.name, tokens=0, share=round(shares[stream.name], 4))
+        result.sources.append(counts)
+        for place, read in islice(stream, most):
+            get = _read_once(read)
+            number = result.sample.rows
+            is_shown = counts.rows < limit if row is None else row in (str(number), place)
+            counts.rows += 1
+            try:
+                sequences = encoder.encode(get(), stream.format, stream.root)
+                lengths.append(sum(len(sequence.ids) for sequence in sequences))
+                counts.good += 1
+            except BadRow as error:
+                if error.reason == "overlong":
+                    counts.overlong += 1
+                    result.overlong.append(place)
+                else:
+                    counts.bad += 1
+                    result.bad.append({"source": stream.name, "where": place, **bad_reason(error)})
+            if is_shown:
+                facts = encoded_row(encoder, get, place, stream.root, stream.format)
+                result.rows.append({"row": number, "source": stream.name, **facts})
+            result.sample.add(get, stream.format)
+        counts.tokens = sum(lengths[-counts.good :]) if counts.good else 0
+    if row is not None and not result.rows:
+        raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")
+    result.lengths = np.array(lengths, np.int64)
+    return result
+
+
+def _read_once(read: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that returns the row, or raises the BadRow that reading it raised."""
+    try:
+        row = read()
+    except BadRow as error:
+        return partial(_raise, error)
+    return lambda: row
+
+
+def _raise(error: BadRow) -> Any:
+    raise error
 
 
 # The data kit that a tool works on: the one of a recipe's config, or one for a single data file.
@@ -282,6 +243,13 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
             f"the config has no model.path to load a processor from: {DATA_KIT_FIX}, or give --model MODEL"
         )
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
+
+
+def run_data_command(command: str, file: str, overrides: list[str], *, as_json: bool) -> None:
+    """`mvp data COMMAND CONFIG`: a `data_command` plug-in, on the data kit of a config."""
+    composed = compose(file, overrides)
+    kit = config_data_kit(composed.engine_class, composed.config)
+    plugins.load("data_command", command).run(kit, file, as_json=as_json)
 
 
 def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:

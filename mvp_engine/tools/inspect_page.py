@@ -1,9 +1,12 @@
-"""The facts of `inspect.py` on a terminal: tokens with loss are coloured, or marked where colours are missing."""
+"""`mvp data inspect`: of a config, or of a data file with or without a model; and its facts on a terminal, where tokens
+with loss are coloured, or marked where colours are missing. Without a model it imports no torch."""
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mvp_engine.errors import count
+from mvp_engine import plugins
+from mvp_engine.config.shipped import shipped_config
+from mvp_engine.errors import UserError, count
 
 WITH_LOSS = "bold green"
 MEDIA = "magenta"
@@ -26,10 +31,65 @@ OVERLONG_FIX = "raise mllm.row_tokens or mllm.micro_batch_tokens, or set mllm.ov
 SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
 
 
+def print_inspection(
+    target: str,
+    overrides: list[str],
+    *,
+    model: str | None,
+    split: str,
+    row: str | None,
+    limit: int,
+    pack_tokens: int,
+    decode: bool,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Inspect a config's data, or a data file: with the processor of `model`, else only as it is read.
+
+    With `strict`, rows that cannot be trained on are an error, after everything is printed.
+    """
+    options: Any = {"limit": limit, "row": row}
+    if Path(target).suffix in (".yaml", ".yml") or shipped_config(Path(target)):
+        from mvp_engine.config import compose
+        from mvp_engine.tools.inspect import config_data_kit, inspect_kit
+
+        composed = compose(target, overrides)
+        kit = config_data_kit(composed.engine_class, composed.config, model)
+        data = composed.config.data
+        packs = kit.settings.global_batch_packs(data.global_batch_size) or data.micro_batch_size
+        facts = inspect_kit(kit, split, packs, decode=decode, **options)
+    elif overrides:
+        raise UserError(
+            f"{overrides[0]!r}: only a config has keys to override, {target} is no YAML file"
+        )
+    elif model:
+        from mvp_engine.tools.inspect import file_data_kit, inspect_kit
+
+        kit = file_data_kit(target, model, pack_tokens)
+        facts = inspect_kit(kit, split, 1, decode=decode, **options)
+    elif decode:
+        raise UserError("--decode needs the processor of a model: give --model MODEL too")
+    else:
+        from mvp_engine.tools.inspect_rows import inspect_file
+
+        facts = inspect_file(target, **options)
+    facts = {"data": target, "model": model, **facts}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        show(facts, Console(highlight=False), in_full=row is not None)
+    rows = sum(source["rows"] for source in facts["sources"])
+    unusable = rows - sum(source["good"] for source in facts["sources"])
+    if strict and unusable:
+        raise UserError(
+            f"--strict: {unusable:,} of {count(rows, 'row')} of {target} cannot be trained on"
+        )
+
+
 def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
     """Print all facts; with `in_full`, rows of any length are printed completely."""
     plain = console.color_system is None
-    _headline(facts, console)
+    console.print(_headline(facts))
     _overview(facts, console)
     _histogram(facts["lengths"], console)
     show_bad(facts["bad"], console)
@@ -42,7 +102,7 @@ def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None
         _row(row, console, plain, in_full)
 
 
-def _headline(facts: dict[str, Any], console: Console) -> None:
+def _headline(facts: dict[str, Any]) -> Text:
     """One line that says whether the data can be trained on."""
     rows = sum(source["rows"] for source in facts["sources"])
     good = sum(source["good"] for source in facts["sources"])
@@ -58,7 +118,7 @@ def _headline(facts: dict[str, Any], console: Console) -> None:
         named = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
         text.append(f"{rows - good:,} of {count(rows, 'row')} cannot be trained on", ERROR)
         text.append(f": {named}")
-    console.print(text)
+    return text
 
 
 def _overview(facts: dict[str, Any], console: Console) -> None:
@@ -69,21 +129,20 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     plan = facts["plan"]
     total = sum(source["rows"] for source in facts["sources"])
     sampled = f" (of {sample['rows']:,} sampled rows)" if sample["rows"] < total else ""
-    formats = ", ".join(f"{name} {count:,}" for name, count in sample["formats"].items())
-    _line(console, "formats", formats + sampled)
+    _line(console, "formats", _numbered(sample["formats"]) + sampled)
     media = ", ".join(f"{count:,} {kind}" for kind, count in sample["media"].items())
     media = (media or "none") + sampled
     if sample["media"] and plan and not facts["decoded"]:
         media += "; only their headers were read: mvp data inspect --decode finds corrupt ones"
     _line(console, "media", media)
-    if sample.get("reward_columns"):
-        names = ", ".join(f"{name} {n:,}" for name, n in sample["reward_columns"].items())
-        _line(console, "reward", f"{_clean(names)}{sampled}: columns that only the reward reads")
+    if sample["reward_columns"]:
+        names = _numbered(sample["reward_columns"])
+        _line(console, "reward", f"{names}{sampled}: columns that only the reward reads")
     for name, words in facts.get("robot", {}).items():
         _line(console, name, _clean(words))
     if sample["unused_columns"]:
-        unused = ", ".join(f"{name} {n:,}" for name, n in sample["unused_columns"].items())
-        words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"
+        unused = _numbered(sample["unused_columns"])
+        words = f"{unused}{sampled}: no reader uses these columns; rename with `columns`"
         _line(console, "unused", Text(words, ERROR))
     if sample["reasoning_left_out"]:
         turns = count(sample["reasoning_left_out"], "turn")
@@ -102,6 +161,10 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         _line(console, "over-long", _clean(f"{dropped}: {places}{more}; {OVERLONG_FIX}"))
     if facts["missing"]:
         _line(console, "missing", Text(facts["missing"], ERROR))
+
+
+def _numbered(counts: dict[str, int]) -> str:
+    return _clean(", ".join(f"{name} {number:,}" for name, number in counts.items()))
 
 
 def _source(source: dict[str, Any], is_mixture: bool) -> Text:
@@ -133,30 +196,26 @@ def _histogram(lengths: dict[str, Any] | None, console: Console) -> None:
     figures = ", ".join(f"{key} {lengths[key]:,}" for key in keys)
     _line(console, "lengths", f"in {lengths['unit']}: {figures}")
     bins = lengths["histogram"]
-    names = [_bin_name(one) for one in bins]
-    name_width = max(len(name) for name in names)
-    most = max(one["rows"] for one in bins)
+    is_wide = bins[0]["to"] > bins[0]["from"]
+    names = [f"{b['from']:,}-{b['to']:,}" if is_wide else f"{b['from']:,}" for b in bins]
+    rows = [b["rows"] for b in bins]
+    name_width = max(map(len, names))
     bar_width = max(10, min(60, console.width - name_width - 24))
-    for i, (name, one) in enumerate(zip(names, bins, strict=True)):
-        if one["rows"]:
-            bar = "█" * -(-one["rows"] * bar_width // most)  # rounded up: no bin looks empty
-            console.print(Text(f"{'':11}{name:>{name_width}}  {bar} {one['rows']:,}"), no_wrap=True)
+    for i, (name, number) in enumerate(zip(names, rows, strict=True)):
+        if number:
+            bar = "█" * -(-number * bar_width // max(rows))  # rounded up: no bin looks empty
+            console.print(Text(f"{'':11}{name:>{name_width}}  {bar} {number:,}"), no_wrap=True)
         # One line for consecutive empty bins; the first bin is never empty.
-        elif bins[i - 1]["rows"]:
+        elif rows[i - 1]:
             console.print(Text(f"{'...':>{name_width + 11}}", DIM))
-
-
-def _bin_name(one: dict[str, Any]) -> str:
-    return f"{one['from']:,}-{one['to']:,}" if one["to"] > one["from"] else f"{one['from']:,}"
 
 
 def show_bad(bad: dict[str, Any], console: Console) -> None:
     """Print the bad rows by reason, with one example of each."""
     if not bad["total"]:
         return
-    console.print(
-        Text(f"\n{count(bad['total'], 'bad row')}, with one example of each reason", ERROR)
-    )
+    title = f"\n{count(bad['total'], 'bad row')}, with one example of each reason"
+    console.print(Text(title, ERROR))
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right")
     table.add_column()
@@ -183,10 +242,6 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
         counts = ""
         if sequence["tokens"] is not None:
             counts = f": {sequence['tokens']:,} tokens, {sequence['learnt']:,} with loss"
-        for spoken in sequence["spoken"]:
-            counts += f"; answer {spoken['answer']} is spoken: {_spoken(spoken)}"
-        if sequence["talker"]:
-            counts += f"; {sequence['talker']:,} talker positions"
         console.print(Text(f"\n{title}{SIDES[sequence['side']]}{counts}", "bold"))
         text = _text(sequence, plain)
         more = len(text) - MAX_CHARACTERS
@@ -195,8 +250,18 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
+        _facts_of_kits(sequence, console, in_full)
         if "actions" in sequence:
             _actions(sequence, console, in_full)
+
+
+def _facts_of_kits(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
+    """Facts under names that kits add: lines of a name, a text and its style."""
+    styles = {"loss": WITH_LOSS, "dim": DIM}
+    for key in plugins.names("inspect"):
+        if key in facts:
+            for name, words, style in plugins.load("inspect", key)(facts[key], in_full):
+                _line(console, name, Text(_clean(words), styles.get(style, "")))
 
 
 def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
@@ -212,13 +277,6 @@ def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
 
 def _numbers(values: list[float]) -> str:
     return "  ".join(f"{value:.4g}" for value in values)
-
-
-def _spoken(spoken: dict[str, Any]) -> str:
-    words = count(spoken["frames"], "frame")
-    if spoken["seconds"] is not None:
-        words += f", {spoken['seconds']:.1f} s"
-    return words + (f", speaker {_clean(spoken['speaker'])}" if spoken["speaker"] else "")
 
 
 def _text(sequence: dict[str, Any], plain: bool) -> Text:
@@ -248,4 +306,4 @@ def _media_item(item: dict[str, Any]) -> str:
 
 def _clean(text: str) -> str:
     """The text without control characters: data must not control the terminal."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -16,12 +16,14 @@ import signal
 import sys
 import tempfile
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mvp_engine.config import Composed, compose
 from mvp_engine.errors import (
     ELASTIC,
     ERROR_FILE,
@@ -37,7 +39,8 @@ from mvp_engine.errors import (
 from mvp_engine.process.garbage import without_collections
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import open_run
-from mvp_engine.tools.nodes import Nodes, use_interface_to
+from mvp_engine.tools.config import config_or_run, names_run
+from mvp_engine.tools.nodes import Nodes, nodes_of, use_interface_to
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -56,24 +59,41 @@ SIGNALLED = 128  # plus the signal's number: the exit code of a job with a kille
 KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 
-def train(config: str, overrides: list[str], nodes: Nodes, *, device: str) -> int:
-    return run_module("mvp_engine.launch", nodes, ["--config", config, *overrides], device)
+def train(config: str, overrides: list[str], **nodes: Any) -> int:
+    return _launch(config, overrides, nodes)
 
 
-def evaluate(config: str, overrides: list[str], nodes: Nodes, *, device: str) -> int:
-    """Evaluate the newest run's newest checkpoint, unless an override names another one."""
-    words = ["workflow=evaluate", "resume=auto", *overrides]
-    return run_module("mvp_engine.launch", nodes, ["--config", config, *words], device)
+def evaluate(config: str, overrides: list[str], root: str, **nodes: Any) -> int:
+    """Evaluate the best checkpoint of a run, or of a config's newest run, unless an override names another one."""
+    config, overrides = config_or_run(config, overrides, Path(root))
+    return _launch(config, ["workflow=evaluate", "resume=auto", *overrides], nodes)
 
 
-def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> int:
+def _launch(config: str, overrides: list[str], options: dict[str, Any]) -> int:
+    nodes = nodes_of(Namespace(**options))
+    composed = compose(config, overrides)  # errors are printed once, and before the import of torch
+    words = ["--config", config, *overrides]
+    return run_module("mvp_engine.launch", nodes, words, composed)
+
+
+def check(
+    config: str, overrides: list[str], step: int | None, root: str, *, as_json: bool, **nodes: Any
+) -> int:
+    """Check a config; or, of a run, the step that was skipped or failed."""
+    if step is not None or names_run(config):
+        from mvp_engine.tools.replay import replay
+
+        if any(value is not None for name, value in nodes.items() if name != "nproc"):
+            raise UserError("the step of a run is repeated on one machine: leave --nnodes out")
+        return replay(config, overrides, root, step, nodes["nproc"], as_json)
     with tempfile.TemporaryDirectory(prefix="mvp-check-") as folder:
         arguments = ["--config", config, "--folder", folder]
         if as_json:
             arguments.append("--quiet")
-        code = run_module("mvp_engine.tools.check", nodes, [*arguments, *overrides])
+        place = nodes_of(Namespace(**nodes))
+        code = run_module("mvp_engine.tools.check.stages", place, [*arguments, *overrides])
         if as_json and (Path(folder) / "facts.json").exists():  # only on the node of rank 0
-            from mvp_engine.tools.check import read_facts
+            from mvp_engine.tools.check.record import read_facts
 
             print(json.dumps(read_facts(Path(folder)), indent=2))
     return code
@@ -82,41 +102,57 @@ def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> 
 def profile(
     config: str,
     overrides: list[str],
-    nodes: Nodes,
     *,
-    device: str,
     out: str,
     steps: int,
     first: int,
+    step: int | None,
+    **nodes: Any,
 ) -> int:
-    if steps < 1 or first < 1:
-        raise UserError("--steps and --first: at least 1")
-    arguments = ["--config", config, "--out", out, "--steps", str(steps), "--first", str(first)]
-    return run_module("mvp_engine.tools.profile", nodes, [*arguments, *overrides], device)
+    """Profile steps of a config; or one step of a run, on as many ranks as it had."""
+    if steps < 1 or first < 1 or (step or 1) < 1:
+        raise UserError("--steps, --first and --step: at least 1")
+    place = nodes_of(Namespace(**nodes))
+    replayed = []
+    if step is not None:
+        from mvp_engine.tools.replay import config_of
+
+        run = open_run(config, Path("outputs"))
+        config, replayed, steps, first = (
+            str(config_of(run, step)),
+            ["--replayed", str(run.dir)],
+            1,
+            step,
+        )
+        place = Nodes(nodes["nproc"] or run.info.get("setup", {}).get("ranks", 1))
+    words = [
+        "--config",
+        config,
+        *replayed,
+        "--out",
+        out,
+        "--steps",
+        str(steps),
+        "--first",
+        str(first),
+    ]
+    return run_module("mvp_engine.tools.profile", place, [*words, *overrides])
 
 
-def profile_run(name: str, overrides: list[str], nproc: int | None, *, out: str, step: int) -> int:
-    """Profile one step of a run, on as many ranks as it had."""
-    from mvp_engine.tools.replay import config_of
-
-    run = open_run(name, Path("outputs"))
-    if step < 1:
-        raise UserError("--step: at least 1")
-    arguments = ["--config", str(config_of(run, step)), "--replayed", str(run.dir), "--out", out]
-    arguments += ["--steps", "1", "--first", str(step), *overrides]
-    ranks = nproc or run.info.get("setup", {}).get("ranks", 1)
-    return run_module("mvp_engine.tools.profile", Nodes(ranks), arguments)
-
-
-def run_module(module: str, nodes: Nodes, arguments: list[str], device: str = "cpu") -> int:
+def run_module(
+    module: str, nodes: Nodes, arguments: list[str], composed: Composed | None = None
+) -> int:
     """Run `module.main(arguments)` on the ranks of this node; returns its exit code.
 
-    `device` is that of the config, where it is known.
+    One rank runs in this process, and gets the config that this process has `composed`.
     """
     if nodes.count == 1 and nodes.nproc == 1:
-        with without_collections(), created_meanwhile(device):
+        with (
+            without_collections(),
+            created_meanwhile(composed.config.device if composed else "cpu"),
+        ):
             imported = importlib.import_module(module)
-        return int(imported.main(arguments))
+        return int(imported.main(arguments, composed) if composed else imported.main(arguments))
     return _torchrun(module, nodes, arguments)
 
 

@@ -93,7 +93,7 @@ def write_state_dict(checkpoint: Path, out: Path, dtype: torch.dtype | None, ema
 
 
 def model_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the best one of the run there, else its newest; of an RL run, that of its policy."""
+    """The checkpoint at `path`, or the best one of the run there, else its newest, or that of its policy."""
     checkpoint = find_checkpoint(path, best=True)
     policy = checkpoint / "actor"
     return find_checkpoint(policy) if policy.is_dir() else checkpoint

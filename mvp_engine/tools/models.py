@@ -23,14 +23,8 @@ from typing import Any
 
 from mvp_engine.errors import UserError, did_you_mean
 
-COLUMNS = {
-    "packed": "packed",
-    "data_kit": "data kit",
-    "lora": "LoRA",
-    "ulysses": "Ulysses",
-    "tensor": "tensor parallel",
-    "export": "export",
-}
+COLUMNS = {"packed": "packed", "data_kit": "data kit", "lora": "LoRA", "ulysses": "Ulysses"}
+COLUMNS |= {"tensor": "tensor parallel", "export": "export"}
 KINDS = ("text", "image-text", "audio-text", "text-speech", "encoder", "encoder-decoder")
 
 
@@ -56,10 +50,9 @@ def print_models(name: str | None, *, as_json: bool) -> None:
 
 
 def _entry(models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    wanted = name.lower().replace("-", "_")
-    for entry in models.values():
-        if entry["name"].lower().replace("-", "_") == wanted:
-            return entry
+    known = {key.lower().replace("-", "_"): entry for key, entry in models.items()}
+    if entry := known.get(name.lower().replace("-", "_")):
+        return entry
     raise UserError(
         f"no model type {name!r} among the {len(models)} that were tried (config.json of a model names its type as "
         f"model_type).{did_you_mean(name, models)} A newer type may still work: mvp check tries it with its config"
@@ -74,7 +67,7 @@ def _description(entry: dict[str, Any]) -> str:
     else:
         for key, title in COLUMNS.items():
             reason = f": {entry[key]}" if isinstance(entry[key], str) else ""
-            lines.append(f"  {title:<16} {_word(entry[key])}{reason}")
+            lines.append(f"  {title:<16} {yes_or_no(entry[key])}{reason}")
     if entry.get("note"):
         lines.append(f"  {entry['note']}")
     return "\n".join(lines)
@@ -85,7 +78,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
     width = max(len(name) for name in models)
     lines = [f"{'model type':<{width}}  {'kind':<15}  {'  '.join(COLUMNS.values())}"]
     for name, entry in models.items():
-        answers = [_word(entry[key]).ljust(len(title)) for key, title in COLUMNS.items()]
+        answers = [yes_or_no(entry[key]).ljust(len(title)) for key, title in COLUMNS.items()]
         lines.append(f"{name:<{width}}  {entry['kind']:<15}  {'  '.join(answers).rstrip()}")
     packed = sum(entry["packed"] is True for entry in models.values())
     lines.append(
@@ -94,27 +87,5 @@ def table(models: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(models: dict[str, dict[str, Any]]) -> str:
-    """The table of docs/models.md: one row per type, with the reasons below it."""
-    reasons: dict[str, int] = {}
-    lines = [
-        f"| model type | kind | {' | '.join(COLUMNS.values())} | |",
-        "| --- " * (len(COLUMNS) + 3) + "|",
-    ]
-    for name, entry in models.items():
-        answers = []
-        for key in COLUMNS:
-            answer = _word(entry[key])
-            if isinstance(entry[key], str):
-                answer += f" ({reasons.setdefault(entry[key], len(reasons) + 1)})"
-            answers.append(answer)
-        lines.append(
-            f"| `{name}` | {entry['kind']} | {' | '.join(answers)} | {entry.get('note', '')} |"
-        )
-    lines += ["", "Reasons:", ""]
-    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(lines)
-
-
-def _word(value: bool | str) -> str:
+def yes_or_no(value: bool | str) -> str:
     return "yes" if value is True else "no"

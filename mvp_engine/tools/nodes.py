@@ -39,49 +39,38 @@ class Nodes:
     least: int | None = None  # elastic: the job continues with so many nodes when others are lost
 
     def __post_init__(self) -> None:
+        error = None
         if self.least is not None and not 1 <= self.least < self.count:
-            raise UserError(
-                f"--nnodes {self.least}:{self.count}: the first number is at least 1 and less than the second"
-            )
-        if self.nproc < 1:
-            raise UserError(f"--nproc {self.nproc}: at least one process is needed")
-        if self.count < 1:
-            raise UserError(f"--nnodes {self.count}: at least one node is needed")
-        if not 0 <= self.rank < self.count:
-            raise UserError(
+            error = f"--nnodes {self.least}:{self.count}: the first number is at least 1 and less than the second"
+        elif self.nproc < 1:
+            error = f"--nproc {self.nproc}: at least one process is needed"
+        elif self.count < 1:
+            error = f"--nnodes {self.count}: at least one node is needed"
+        elif not 0 <= self.rank < self.count:
+            error = (
                 f"--node-rank {self.rank}: with --nnodes {self.count} it is 0 to {self.count - 1}, "
-                "another one on each node"
             )
+            error += "another one on each node"
+        if error:
+            raise UserError(error)
 
     def __str__(self) -> str:
-        ranks = count(self.nproc, "rank")
-        return f"node rank {self.rank} of {self.count} nodes, {ranks} here"
+        return f"node rank {self.rank} of {self.count} nodes, {count(self.nproc, 'rank')} here"
 
     def torchrun_options(self, seconds: int) -> list[str]:
         """`seconds`: how long a node waits for the others."""
         ranks = f"--nproc_per_node={self.nproc}"
         if self.count == 1:
             return ["--standalone", ranks]
-        if self.least is not None:
-            waits = f"join_timeout={seconds},last_call_timeout={LAST_CALL_SECONDS}"
-            waits += f",keep_alive_interval={KEEP_ALIVE_SECONDS}"
-            return [
-                ranks,
-                f"--nnodes={self.least}:{self.count}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={self.address}:{self.port}",
-                f"--rdzv-id=mvp-{self.port}",
-                f"--rdzv-conf=is_host={self.rank == 0},{waits}",
-                f"--max-restarts={max(MIN_RESTARTS, self.count - self.least)}",
-            ]
-        return [
-            ranks,
-            f"--nnodes={self.count}",
-            f"--node-rank={self.rank}",
-            "--rdzv-backend=static",
-            f"--rdzv-endpoint={self.address}:{self.port}",
-            f"--rdzv-conf=timeout={seconds}",
-        ]
+        options = [ranks, f"--rdzv-endpoint={self.address}:{self.port}"]
+        if self.least is None:
+            options += [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
+            return [*options, "--rdzv-backend=static", f"--rdzv-conf=timeout={seconds}"]
+        waits = f"join_timeout={seconds},last_call_timeout={LAST_CALL_SECONDS}"
+        waits += f",keep_alive_interval={KEEP_ALIVE_SECONDS}"
+        options += [f"--nnodes={self.least}:{self.count}", f"--rdzv-id=mvp-{self.port}"]
+        options += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={self.rank == 0},{waits}"]
+        return [*options, f"--max-restarts={max(MIN_RESTARTS, self.count - self.least)}"]
 
     def wait_for_node_0(self, seconds: float) -> None:
         """Wait until node 0 accepts connections. torch would print a stack trace for each attempt."""
@@ -143,10 +132,10 @@ def _node_range(text: str | None) -> tuple[int | None, int | None]:
     """(least, most) of `--nnodes`: `2`, or `1:2` for an elastic job."""
     if text is None:
         return None, None
-    found = re.fullmatch(r"(?:(\d+):)?(-?\d+)", str(text))
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+):)?(-?\d+)", str(text))
+    if match is None:
         raise UserError(f"--nnodes {text}: write a number, or LEAST:MOST for an elastic job")
-    return (int(found[1]) if found[1] else None), int(found[2])
+    return (int(match[1]) if match[1] else None), int(match[2])
 
 
 def _check_torchrun(variables: Mapping[str, str], nproc: int | None) -> None:
@@ -154,15 +143,14 @@ def _check_torchrun(variables: Mapping[str, str], nproc: int | None) -> None:
     size = _number(variables, "WORLD_SIZE")
     if size <= 1:
         return
-    how = "Start ranks with --nproc or with torchrun, which sets them, or unset WORLD_SIZE"
-    missing = [one for one in ("RANK", "MASTER_ADDR", "MASTER_PORT") if one not in variables]
+    fix = "Start ranks with --nproc or with torchrun, which sets them, or unset WORLD_SIZE"
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
-        raise UserError(
-            f"WORLD_SIZE={size} is set in the environment, and not {', '.join(missing)}. {how}"
-        )
+        names = ", ".join(missing)
+        raise UserError(f"WORLD_SIZE={size} is set in the environment, and not {names}. {fix}")
     rank = _number(variables, "RANK")
     if rank >= size:
-        raise UserError(f"RANK={rank}: with WORLD_SIZE={size} it is 0 to {size - 1}. {how}")
+        raise UserError(f"RANK={rank}: with WORLD_SIZE={size} it is 0 to {size - 1}. {fix}")
     _number(variables, "MASTER_PORT")
     if (nproc or 1) > 1:
         raise UserError(
@@ -258,9 +246,9 @@ def use_interface_to(address: str) -> None:
             probe.connect((address, DEFAULT_PORT))  # of a datagram: nothing is sent
         except OSError:
             return  # unknown host, or IPv6: the launcher's own connection says so
-        own = probe.getsockname()[0]
+        local = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
-            if not own.startswith("127.") and _interface_address(probe, name) == own:
+            if not local.startswith("127.") and _interface_address(probe, name) == local:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import linecache
+import re
 import sys
 import sysconfig
 import tempfile
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from mvp_engine.config import Composed
 from mvp_engine.distributed import World
 from mvp_engine.engine import Engine
 from mvp_engine.engine.meter import Meter, StepTimes, peak_memory
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.report.facts import RunFacts
@@ -40,7 +41,6 @@ from mvp_engine.tools.profile_kernels import (
     sampled_clock,
     summary,
 )
-from mvp_engine.tools.profile_page import page
 from mvp_engine.tools.replay import OVERRIDES, nearest_checkpoint
 
 FILES = ("profile.md", "profile.json", "trace.json")
@@ -62,14 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--replayed", type=Path)  # a run, of which `--first` is the only step
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
-    window = Window(args.out, args.first, args.steps)
-    if args.replayed:
-        window.replayed = Run(args.replayed)
-        overrides = [*OVERRIDES, *args.overrides]
-        if (
-            "micro_batch" in window.record
-        ):  # it waited for data: rows are loaded where lines are seen
-            overrides.insert(len(OVERRIDES), "data.num_workers=0")
+    replayed = Run(args.replayed) if args.replayed else None
+    window = Window(args.out, args.first, args.steps, replayed)
+    if replayed:
+        # A step that waited for data loads its rows where lines are seen.
+        loads_here = ["data.num_workers=0"] if "micro_batch" in window.record else []
+        overrides = [*OVERRIDES, *loads_here, *args.overrides]
     else:
         # Only training steps: no evaluation, no log files, and a total that lets all profiled steps run.
         overrides = [
@@ -103,11 +101,11 @@ class Window:
         as many without it, for their time."""
         return self.end - 1 if self.replayed else self.end + self.steps
 
-    @property
+    @cached_property
     def record(self) -> dict[str, Any]:
         """What the run recorded of the step, if it was slow."""
-        found = RunFacts(self.replayed).slowest if self.replayed else []
-        return next((record for record in found if record["step"] == self.first), {})
+        slowest = RunFacts(self.replayed).slowest if self.replayed else []
+        return next((record for record in slowest if record["step"] == self.first), {})
 
     def checkpoint(self) -> Path | None:
         """Where a replay starts: some steps before, which compile and warm up."""
@@ -120,12 +118,8 @@ def _profile(window: Window, composed: Composed, world: World) -> int:
         raise UserError(
             "mvp profile starts a new training: leave resume out, or name a step of a run: mvp profile RUN --step N"
         )
-    workers = getattr(composed.config, "workers", None)
-    if workers is not None and (workers.where != "local" or window.replayed):
-        raise UserError(
-            f"mvp profile measures its own process, and workers.where={workers.where} has the models in others: set "
-            "workers.where=local and leave out groups.actor.ranks; and steps of an RL run (--step) cannot be repeated"
-        )
+    repeated = window.replayed.dir if window.replayed else None
+    composed.engine_class.check_command(composed.config, "profile", repeated, window.first)
     engine_class = profiled(composed.engine_class, window)
     if world.is_main:
         try:
@@ -213,9 +207,8 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
                 assert self.profiler is not None
                 self.profiler.start_trace()
                 mark(self.device)
-                self.meter.mark(
-                    self.meter.now.marks.pop()[0]
-                )  # the start is none of the step's time
+                # The start is none of the step's time.
+                self.meter.mark(self.meter.now.marks.pop()[0])
                 self._lines.start()
             if step == window.end:
                 assert self.profiler is not None
@@ -239,11 +232,11 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
             events = read_events(self.profiler, self.device.type)
             self.facts = summary(events, window.steps, memory_by_kind(self))
             self.facts |= {"first_step": window.first, "in_run": window.record}
-            for one in self._steps:
-                if one.marks:
-                    one.read()
+            for step in self._steps:
+                if step.marks:
+                    step.read()
             self.facts["phases"] = phases(self._steps, self._lines)
-            waits = [one.longest_wait for one in self._steps if "row" in one.longest_wait]
+            waits = [step.longest_wait for step in self._steps if "row" in step.longest_wait]
             self.facts["slow_row"] = max(waits, key=lambda wait: wait["row_seconds"], default=None)
 
         def _add_time(self, begin: Time, end: Time) -> None:
@@ -310,34 +303,31 @@ class LineSampler:
             phase = marks[-1][0] if marks else ""
             threads = [self._main]
             if phase == "data":  # without workers, a thread loads rows and pins them
-                threads += [one.ident or 0 for one in threading.enumerate() if "pin" in one.name]
+                threads += [t.ident or 0 for t in threading.enumerate() if "pin" in t.name]
             lines = [_line(frames.get(thread)) for thread in reversed(threads)]
             self.counts[phase, next(filter(None, lines), None)] += 1
 
     def lines(self, phase: str) -> list[tuple[str, float]]:
         """The lines of a phase with their share of it, longest first."""
-        found = {line: n for (name, line), n in self.counts.items() if name == phase}
-        longest = sorted(found, key=lambda line: -found[line])[:MAX_LINES]
-        return [(_text(line), found[line] / sum(found.values())) for line in longest if line]
+        counts = Counter({line: n for (name, line), n in self.counts.items() if name == phase})
+        total = counts.total()
+        longest = counts.most_common(MAX_LINES)
+        return [(_text(line), n / total) for line, n in longest if line]
 
 
 def _line(frame: FrameType | None) -> Line | None:
     """The line of a stack within a step; None if it is of libraries only."""
-    own: Line | None = None
+    innermost: Line | None = None  # of this package
     while frame is not None:
-        file = frame.f_code.co_filename
-        is_own = file.startswith(PACKAGE)
-        if is_own or not file.startswith((*LIBRARIES, "<")):
-            line = Line(file, frame.f_lineno, frame.f_code.co_name)
-            if not is_own:
-                return line
-            own = own or line
-            if (
-                line.function == "do_train"
-            ):  # the loop, which was called by what started the training
-                return own
+        line = Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if line.file.startswith(PACKAGE):
+            innermost = innermost or line
+            if line.function == "do_train":  # called by what started the training
+                return innermost
+        elif not line.file.startswith((*LIBRARIES, "<")):
+            return line
         frame = frame.f_back
-    return own
+    return innermost
 
 
 def _text(line: Line) -> str:
@@ -350,14 +340,14 @@ def _text(line: Line) -> str:
 def phases(steps: list[StepTimes], sampler: LineSampler) -> list[dict[str, Any]]:
     """The time of each phase per step, longest first, with the lines that take it."""
     totals: Counter[str] = Counter()
-    for one in steps:
-        totals.update(one.split)
-    found = []
+    for step in steps:
+        totals.update(step.split)
+    rows = []
     for phase, seconds in totals.most_common():
         ms = 1e3 * seconds / len(steps)
         lines = [{"line": line, "ms": share * ms} for line, share in sampler.lines(phase)]
-        found.append({"name": phase, "ms": ms, "lines": lines})
-    return found
+        rows.append({"name": phase, "ms": ms, "lines": lines})
+    return rows
 
 
 class Time:
@@ -379,17 +369,14 @@ class Time:
 def memory_by_kind(engine: Engine) -> dict[str, float]:
     """GiB on this rank: static memory, what the peak needs in addition, and the peak itself."""
     params = list(engine.model.parameters())
-    optimizer = getattr(engine.model_engine, "optimizer", None)  # of RL, in the workers
-    state: dict[Any, Any] = {} if optimizer is None else optimizer.state
-    state_bytes = 0
-    for entry in state.values():
-        for value in entry.values():
-            if isinstance(value, torch.Tensor) and value.device.type == engine.device.type:
-                state_bytes += _local_bytes(value)
+    optimizer = getattr(engine.model_engine, "optimizer", None)
+    states = [] if optimizer is None else optimizer.state.values()
+    values = [value for entry in states for value in entry.values() if torch.is_tensor(value)]
+    state = [value for value in values if value.device.type == engine.device.type]
     sizes = {
-        "parameters": sum(_local_bytes(p) for p in params),
+        "parameters": sum(map(_local_bytes, params)),
         "gradients": sum(_local_bytes(p) for p in params if p.requires_grad),
-        "optimizer state": state_bytes,
+        "optimizer state": sum(map(_local_bytes, state)),
     }
     peak = peak_memory(engine.device)
     sizes["activations, copies and workspace, at the peak"] = max(0, peak - sum(sizes.values()))
@@ -406,13 +393,6 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-# A run folder for a command that trains for a while and leaves nothing behind.
-
-
 @contextlib.contextmanager
 def temporary_run(world: World, name: str, prefix: str) -> Iterator[Run]:
     """A run in a temporary folder of rank 0, which is removed at the end; those of the other ranks stay empty."""
@@ -421,3 +401,139 @@ def temporary_run(world: World, name: str, prefix: str) -> Iterator[Run]:
         if world.is_main:
             place = Run.create(Path(folder), name, None).dir
         yield Run(world.broadcast(place))
+
+
+# ---- The page --------------------------------------------------------------------------------------------
+
+LONG_WAIT = 0.1  # of a step
+MUCH_IDLE = 0.3  # of the time, without an explanation
+ONE_ROW = 0.5  # of the time of its micro-batch, above which a row is the reason
+# Phases in which the model does not run.
+BETWEEN = {
+    "train_pre_step": "The hook train_pre_step",
+    "train_post_step": "The hook train_post_step",
+    "logging": "Logging",
+    "other ranks": "Waiting for other ranks after the step",
+}
+OFTEN = 0.5  # of the time
+MAX_NAME = 90  # characters of a kernel's name
+MAX_KERNELS = 20  # profile.json has more
+
+
+def page(facts: dict[str, Any], title: str) -> str:
+    """The facts as one Markdown page: idle time, kinds of work, longest kernels, memory."""
+    step = facts["step_ms"]
+    text = f"{count(facts['steps'], 'step')} of {step:.1f} ms from step {facts['first_step']} on"
+    if "step_ms_alone" in facts:
+        text += f", {facts['step_ms_alone']:.1f} ms without the profiler"
+    text += "."
+    if record := facts["in_run"]:
+        took, usual = 1e3 * record["seconds"], 1e3 * record["usual_seconds"]
+        text += f" In the run it took {took:.1f} ms, where {usual:.1f} are usual."
+    for sentences in (_idle, _clock, _hooks, _data_wait, _communication):
+        text += sentences(facts)
+    lines = [f"# {title}", f"\n{text}"]
+    lines += _table("phase", facts["phases"], step)
+    lines += _table("kind", facts["kinds"], step)
+    lines += _table("kernel", facts["kernels"][:MAX_KERNELS], step)
+    lines += _table("idle before", facts["gaps"], step)
+    lines.append("\n| memory | GiB |\n| --- | ---: |")
+    lines += [f"| {kind} | {size:.2f} |" for kind, size in facts["memory_gib"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _idle(facts: dict[str, Any]) -> str:
+    if facts["idle"] is None:
+        return (
+            " The profiler recorded no kernels, so idle time is unknown: it needs CUPTI, and the right to read the "
+            "GPU's performance counters."
+        )
+    text = (
+        f" The device was idle for {facts['idle']:.1%} of the time, with {facts['launches']:,.0f} kernels and copies "
+        "per step."
+    )
+    waits = [facts["data_wait_ms"], *(phase["ms"] for phase in _long_hooks(facts))]
+    if facts["idle"] > MUCH_IDLE + sum(waits) / facts["step_ms"]:
+        text += " The host launches them too slowly: larger packs (mllm.micro_batch_tokens: auto), model.compile."
+    return text
+
+
+def _long_hooks(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Phases between the model's work that take much of the time."""
+    long = LONG_WAIT * facts["step_ms"]
+    return [phase for phase in facts["phases"] if phase["name"] in BETWEEN and phase["ms"] > long]
+
+
+def _hooks(facts: dict[str, Any]) -> str:
+    text = ""
+    for phase in _long_hooks(facts):
+        share = phase["ms"] / facts["step_ms"]
+        text += f" {BETWEEN[phase['name']]} takes {phase['ms']:.1f} ms ({share:.1%}) of a step{_lines(phase)}."
+    return text
+
+
+def _lines(phase: dict[str, Any]) -> str:
+    lines = [line for line in phase["lines"] if line["ms"] > LONG_WAIT * phase["ms"]]
+    return "".join(f"; {line['ms']:.1f} ms in `{line['line']}`" for line in lines)
+
+
+def _clock(facts: dict[str, Any]) -> str:
+    if "power_w" not in facts:  # no GPU, or no nvidia-smi
+        return ""
+    text = f" The GPU drew {facts['power_w']:.0f} W at {facts['sm_clock_mhz']:,.0f} MHz"
+    if facts["at_power_limit"] < OFTEN:
+        return f"{text}."
+    return (
+        f"{text}: at its power limit, where the clock falls, and with it the FLOP/s that it can reach. Only work that "
+        "takes less energy, such as model.fp8, makes it faster."
+    )
+
+
+def _data_wait(facts: dict[str, Any]) -> str:
+    wait = facts["data_wait_ms"]
+    share = wait / facts["step_ms"]
+    text = f" The step waited {wait:.1f} ms ({share:.1%}) for data."
+    if share <= LONG_WAIT:
+        return text
+    row = facts["slow_row"]
+    is_one_row = row is not None and row["row_seconds"] > ONE_ROW * row["batch_seconds"]
+    if row is not None:
+        place = "" if row["worker"] is None else f", in worker {row['worker']}"
+        text += f" The slowest row, {row['row']}, took {1e3 * row['row_seconds']:.1f} of the "
+        text += f"{1e3 * row['batch_seconds']:.1f} ms of its micro-batch{place}."
+    for phase in facts["phases"]:
+        if phase["name"] == "data" and (lines := _lines(phase)):
+            text = f"{text[:-1]}{lines}."
+    if not is_one_row:
+        text += " More data.num_workers, smaller media or faster storage would help."
+    return text
+
+
+def _communication(facts: dict[str, Any]) -> str:
+    total = facts["comm_ms"]
+    exposed = facts["exposed_comm_ms"]
+    if not total:
+        return ""
+    return (
+        f" Communication takes {total:.1f} ms per step; {exposed:.1f} ms of it ({exposed / total:.0%}) is "
+        "exposed: no kernel computes meanwhile."
+    )
+
+
+def _table(name: str, rows: list[dict[str, Any]], step_ms: float) -> list[str]:
+    last = "most in" if name == "phase" else "calls"
+    lines = [f"\n| {name} | ms per step | share | {last} |", "| --- | ---: | ---: | ---: |"]
+    for row in rows:
+        share = row["ms"] / step_ms
+        most = [_short(line["line"]) for line in row.get("lines", [])[:1]] or [""]
+        calls = f"{row['calls']:.0f}" if "calls" in row else most[0]
+        lines.append(f"| {_short(row['name'])} | {row['ms']:.2f} | {share:.1%} | {calls} |")
+    return lines
+
+
+def _short(name: str) -> str:
+    return re.sub(r"\s+", " ", name).replace("|", "/")[:MAX_NAME]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,10 +55,7 @@ class Kernel:
     @property
     def kind(self) -> str:
         name = self.name.lower()
-        for kind, pattern in KINDS.items():
-            if re.search(pattern, name):
-                return kind
-        return OTHER
+        return next((kind for kind, text in KINDS.items() if re.search(text, name)), OTHER)
 
 
 def kernels_of(profiler: Any, device: str) -> list[Kernel]:
@@ -68,19 +65,19 @@ def kernels_of(profiler: Any, device: str) -> list[Kernel]:
     """
     on_gpu = device == "cuda"
     waits = [] if on_gpu else data_waits_of(profiler)
-    found = []
+    kernels = []
     for event in profiler.events():
+        if str(event.device_type).endswith("CUDA") != on_gpu:
+            continue
         if on_gpu and event.is_user_annotation:
             continue  # a labelled time range, such as Optimizer.step, is no kernel
         if getattr(event, "is_python_function", False):  # of a trace with Python frames
             continue
         start = event.time_range.start
-        if any(wait.start <= start < wait.end for wait in waits):
-            continue
-        if str(event.device_type).endswith("CUDA") == on_gpu:
+        if not any(wait.start <= start < wait.end for wait in waits):
             length = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            found.append(Kernel(event.name, event.time_range.start, length))
-    return found
+            kernels.append(Kernel(event.name, start, length))
+    return kernels
 
 
 def data_waits_of(profiler: Any) -> list[Kernel]:
@@ -90,12 +87,12 @@ def data_waits_of(profiler: Any) -> list[Kernel]:
 
 def _on_host(profiler: Any, label: str) -> list[Kernel]:
     """What ran on the host under a name that begins with a label."""
-    found = []
+    kernels = []
     for event in profiler.events():  # a million of them: the name is compared first
         if event.name.startswith(label) and str(event.device_type).endswith("CPU"):
-            length = event.time_range.elapsed_us()
-            found.append(Kernel(event.name, event.time_range.start, length))
-    return found
+            times = event.time_range
+            kernels.append(Kernel(event.name, times.start, times.elapsed_us()))
+    return kernels
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def read_events(profiler: Any, device: str) -> Events:
         marks = on_host
     collectives = _between(on_host, _on_host(profiler, "gloo:"))  # NCCL's are kernels
     if device == "cuda":  # on a CPU these are among its kernels
-        collectives += _between(marks, [one for one in kernels if one.kind == COMMUNICATION])
+        collectives += _between(marks, [k for k in kernels if k.kind == COMMUNICATION])
     return Events(
         seconds=(marks[-1].start - marks[0].end) / 1e6,
         kernels=_between(marks, kernels),
@@ -141,7 +138,7 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
     """Microseconds in which at least one kernel was running."""
     total = 0.0
     end = float("-inf")
-    for kernel in sorted(kernels, key=lambda one: one.start):
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(end, kernel.start))
         end = max(end, kernel.end)
     return total
@@ -149,13 +146,13 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
 
 def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
     """Idle microseconds between kernels, by the kernel that ended the gap: the device waited for it."""
-    found: dict[str, list[float]] = {}
+    lengths: dict[str, list[float]] = {}
     end: float | None = None
-    for kernel in sorted(kernels, key=lambda one: one.start):
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if end is not None and kernel.start > end:
-            found.setdefault(kernel.name, []).append(kernel.start - end)
+            lengths.setdefault(kernel.name, []).append(kernel.start - end)
         end = kernel.end if end is None else max(end, kernel.end)
-    return found
+    return lengths
 
 
 def summary(events: Events, steps: int, memory: dict[str, float]) -> dict[str, Any]:
@@ -250,13 +247,10 @@ def _start(gpu: str) -> subprocess.Popen[str] | None:
         return None
     query = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={MILLISECONDS}"]
     try:
+        silent: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [tool, "-i", gpu, *query]
         return subprocess.Popen(
-            [tool, "-i", gpu, *query],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
+            command, stdout=subprocess.PIPE, text=True, errors="replace", **silent
         )
     except OSError:  # of another architecture, say
         return None

@@ -6,7 +6,7 @@ that it writes go to a folder of that name below `project.dir`.
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import json
 import keyword
 import os
@@ -18,13 +18,35 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.config.compose import MissingKeys, read_draft
+from mvp_engine.config.compose import read_draft
+from mvp_engine.config.engine_class import EngineSource
 from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
+from mvp_engine.tools.skills import install_skills
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
+
+
+def recipe_command(
+    name: str | None,
+    origin: str | None,
+    folder: str | None,
+    *,
+    skills: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """List the recipes, create one, or install the skills."""
+    if skills:
+        install_skills(folder or ".", force)
+    elif name is None:
+        print_recipes(as_json=as_json)
+    elif origin is None:
+        raise UserError(f"mvp recipe {name}: which recipe to copy? Add --from RECIPE")
+    else:
+        create_recipe(name, origin, folder)
 
 
 def print_recipes(*, as_json: bool) -> None:
@@ -41,18 +63,9 @@ def print_recipes(*, as_json: bool) -> None:
 
 def create_recipe(name: str, origin: str, parent: str | None) -> None:
     folder, configs = new_recipe(name, origin, Path(parent) if parent else None)
-    words = [str(configs[0]), *(f"{key}=..." for key in _keys_to_set(configs[0]))]
+    words = [str(configs[0]), *(f"{key}=..." for key in read_draft(configs[0]).missing)]
     command = " ".join(words)
     print(f"created {folder}. Next: mvp check {command}, then mvp train {command}")
-
-
-def _keys_to_set(config: Path) -> list[str]:
-    """The keys of a config that have no value yet (???)."""
-    try:
-        read_draft(str(config), [])
-    except MissingKeys as error:
-        return error.keys
-    return []
 
 
 def find_recipes() -> dict[str, Path]:
@@ -174,7 +187,9 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
     """Rename the recipe in all text files of `folder`; `final` is where the folder will be moved to."""
     files = [file for file in folder.rglob("*") if file.suffix in TEXT_FILES and file.is_file()]
     configs = [file for file in files if file.suffix == ".yaml"]
-    engine = _engine_class(folder / "engine.py")
+    engine = None
+    with contextlib.suppress(LookupError, OSError):  # several engines, or none
+        engine = EngineSource(folder / "engine.py").only_engine
     camel_case = "".join(word.title() for word in new.split("_") if word)
     run_names = {section_value(load_yaml(file), "project", "name") for file in configs} - {None}
     for file in files:
@@ -206,20 +221,6 @@ def _project_name(name: str, old: str, new: str, single: bool) -> str:
     if name.startswith(old):
         return new + name.removeprefix(old)
     return new if single else f"{new}_{name}"
-
-
-def _engine_class(file: Path) -> str | None:
-    """The name of the engine class, if the file exists and defines exactly one."""
-    if not file.is_file():
-        return None
-    engines = list[str]()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        bases = [ast.unparse(base) for base in node.bases]
-        if any(base.endswith("Engine") or base in engines for base in bases):
-            engines.append(node.name)
-    return engines[0] if len(engines) == 1 else None
 
 
 # The configs of a recipe: which of its YAML files can be run, and which one to start with.

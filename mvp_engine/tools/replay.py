@@ -1,4 +1,4 @@
-"""`mvp replay`: run a skipped or failed step of a run again, and find the rows and the parameter that are to blame.
+"""`mvp check RUN`: run a skipped or failed step of a run again, and find the rows and the parameter that are to blame.
 
 The steps since the nearest checkpoint before it are trained again, which is bit-exact on as many ranks as the run had.
 Nothing of the run is changed: the replay has a temporary folder.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from mvp_engine.launch import launch, leave
 from mvp_engine.model_engine.fsdp.grad_norm import first_nonfinite_grad, local_grad_norm_sq
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.rl import RLEngine
 from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.
@@ -121,7 +120,7 @@ def rank_arguments(run: Run, step: int, folder: Path) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """One rank of a replay."""
     ignore_broken_pipes()
-    parser = argparse.ArgumentParser(prog="mvp replay")
+    parser = argparse.ArgumentParser(prog="mvp_engine.tools.replay")
     parser.add_argument("--config", required=True)
     parser.add_argument("--replayed", required=True, type=Path)
     parser.add_argument("--step", required=True, type=int)
@@ -138,11 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
-    if issubclass(composed.engine_class, RLEngine):
-        raise UserError(
-            f"mvp replay: {run.dir} is an RL run, whose models are in other processes. The prompts of step {step} "
-            "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
-        )
+    composed.engine_class.check_command(composed.config, "replay", run.dir, step)
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:
@@ -197,48 +192,41 @@ def _without_nan(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def page(found: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The result as text."""
-    start = found["checkpoint"] or "the start"
+    start = result["checkpoint"] or "the start"
     lines = [
-        f"step {found['step']} of {found['run']}, replayed from {start}; recorded: {found['reason']}"
+        f"step {result['step']} of {result['run']}, replayed from {start}; recorded: {result['reason']}"
     ]
-    for entry in found["rows"]:
-        names = ", ".join(str(name) for name in entry["rows"][:5])
-        names += f" and {len(entry['rows']) - 5} more" if len(entry["rows"]) > 5 else ""
-        together = "rows, only together: " if len(entry["rows"]) > 1 else "row "
-        lines.append(
-            f"  rank {entry['rank']}, micro-batch {entry['micro_batch']}, {together}{names}"
-        )
+    for entry in result["rows"]:
+        rows = entry["rows"]
+        names = ", ".join(map(str, rows[:5])) + (f" and {len(rows) - 5} more" if rows[5:] else "")
+        together = "rows, only together: " if len(rows) > 1 else "row "
+        place = f"rank {entry['rank']}, micro-batch {entry['micro_batch']}"
+        lines.append(f"  {place}, {together}{names}")
         if entry["error"]:
             lines.append(f"    error: {entry['error']}")
             continue
-        lines.append(f"    loss {entry['loss']}, weight {entry['weight']}")
         is_finite = math.isfinite(float(entry["loss"]))
-        nowhere = (
-            "none, only gradients are" if is_finite else "none, the loss is computed after them"
-        )
-        lines.append(f"    first module with a non-finite output: {entry['module'] or nowhere}")
-        lines.append(
-            f"    first parameter with a non-finite gradient: {entry['parameter'] or 'none'}"
-        )
-    if found["weights_blamed"]:
-        largest = found["largest_weight"]
+        nowhere = "only gradients are" if is_finite else "the loss is computed after them"
+        module = entry["module"] or f"none, {nowhere}"
+        lines += [
+            f"    loss {entry['loss']}, weight {entry['weight']}",
+            f"    first module with a non-finite output: {module}",
+            f"    first parameter with a non-finite gradient: {entry['parameter'] or 'none'}",
+        ]
+    if result["weights_blamed"]:
+        largest = result["largest_weight"]
         lines.append(
             "  all or many of the rows are non-finite, so the weights are to blame and not the data: the largest is "
-            f"{largest['value']} in {largest['parameter']}, the learning rate {found['lr']:g}. Lower optim.lr."
+            f"{largest['value']} in {largest['parameter']}, the learning rate {result['lr']:g}. Lower optim.lr."
         )
-    if not found["rows"]:
+    if not result["rows"]:
         lines.append("  no micro-batch is non-finite here. Their losses (sum):")
-        for entry in found["micro_batches"]:
-            lines.append(
-                f"    rank {entry['rank']}, micro-batch {entry['micro_batch']}: {entry['loss']}"
-            )
+        for entry in result["micro_batches"]:
+            place = f"rank {entry['rank']}, micro-batch {entry['micro_batch']}"
+            lines.append(f"    {place}: {entry['loss']}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 # The search for the rows of a step with a non-finite loss or gradient: each micro-batch alone, then halves of it.
@@ -311,12 +299,10 @@ class StepSearch:
         tried = [self.trial(owner, self._select(micro_batch, [group])) for group in chosen]
         if len(chosen) >= NUM_TRIED and all(outcome.is_bad for outcome in tried):
             self.weights_blamed = True
-            found = [([chosen[0]], tried[0])]
-        elif groups:
-            found = self._bisect(owner, micro_batch, groups)
+            bad_sets = [([chosen[0]], tried[0])]
         else:
-            found = []
-        for rows, outcome in found or [(groups, whole)]:
+            bad_sets = self._bisect(owner, micro_batch, groups) if groups else []
+        for rows, outcome in bad_sets or [(groups, whole)]:
             entry = {"step": self.ctx.step, "rank": owner, "micro_batch": index + 1}
             entry["rows"] = self._names(owner, index, micro_batch, rows)
             self.rows.append({**entry, **vars(outcome)})
@@ -334,9 +320,9 @@ class StepSearch:
             self.num_found += 1
             return [(groups, outcome)]
         middle = len(groups) // 2
-        found = self._bisect(owner, micro_batch, groups[:middle])
-        found += self._bisect(owner, micro_batch, groups[middle:])
-        return found or [(groups, outcome)]  # only together
+        halves = (groups[:middle], groups[middle:])
+        bad_sets = [bad for half in halves for bad in self._bisect(owner, micro_batch, half)]
+        return bad_sets or [(groups, outcome)]  # only together
 
     def trial(self, owner: int, micro_batch: Any) -> Outcome:
         """Forward and backward of one micro-batch on rank `owner`; the others compute nothing of their own."""
@@ -359,7 +345,7 @@ class StepSearch:
                         "device=cpu"
                     ) from failure
                 if self.world.size > 1:  # the other ranks wait in a collective
-                    failure.add_note("mvp replay RUN --nproc 1 finds the row of such an error")
+                    failure.add_note("mvp check RUN --nproc 1 finds the row of such an error")
                     raise
                 error = f"{type(failure).__name__}: {failure}"
         params = [param for param in model_engine.params if param.grad is not None]
@@ -367,16 +353,10 @@ class StepSearch:
         parameter = first_nonfinite_grad(model_engine.model, norms)
         loss, weight = totals or (None, None)
         module = nonfinite[0] if nonfinite else None
-        found = self.world.all_gather(Outcome(loss, weight, parameter, module, error))
-        parameters = [one.parameter for one in found if one.parameter]
-        owned = found[self.world.all_gather(micro_batch is not None).index(True)]
-        return Outcome(
-            owned.loss,
-            owned.weight,
-            None if error else next(iter(parameters), None),
-            owned.module,
-            owned.error,
-        )
+        outcomes = self.world.all_gather(Outcome(loss, weight, parameter, module, error))
+        parameters = [outcome.parameter for outcome in outcomes if outcome.parameter]
+        owned = outcomes[self.world.all_gather(micro_batch is not None).index(True)]
+        return replace(owned, parameter=None if error or not parameters else parameters[0])
 
     def _select(self, micro_batch: Any, groups: list[list[int]]) -> Any:
         if micro_batch is None:
@@ -386,15 +366,14 @@ class StepSearch:
     def _gather(self, owner: int, value: Any) -> list[Any]:
         """The values of the ranks that hold the owner's rows."""
         pairs = self.world.all_gather((self.engine.layout.data_rank, value))
-        return [one for rank, one in pairs if rank == owner]
+        return [value for rank, value in pairs if rank == owner]
 
     def _names(self, owner: int, index: int, micro_batch: Any, groups: list[list[int]]) -> Any:
         names = []
         if micro_batch is not None:
             feed = self.engine.feed
             number = feed.used - len(self.ctx.micro_batches) + index
-            for group in groups:
-                names.append(row_name(feed.loader, number, group[0], micro_batch))
+            names = [row_name(feed.loader, number, rows[0], micro_batch) for rows in groups]
         return self._gather(owner, names)[0]
 
     def _largest_weight(self) -> dict[str, Any]:
@@ -412,21 +391,24 @@ class StepSearch:
 @contextmanager
 def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
     """A context that lists the modules without children that have a non-finite output, in the order of the forward."""
-    found: list[str] = []
+    names: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        values = output if isinstance(output, tuple | list) else [output]
-        for value in values:
+        for value in output if isinstance(output, tuple | list) else [output]:
             is_float = isinstance(value, Tensor) and value.is_floating_point()
             if is_float and not bool(torch.isfinite(value).all()):
-                found.append(name)
+                names.append(name)
 
     handles = []
     for name, module in model.named_modules():
         if not any(module.children()):
             handles.append(module.register_forward_hook(partial(look, name)))
     try:
-        yield found
+        yield names
     finally:
         for handle in handles:
             handle.remove()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,14 +10,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mvp_engine.errors import UserError
 from mvp_engine.log.format import shown
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, flat_keys, list_runs, open_run
 
 SPLITS = ("train", "eval")
+
+
+def runs_command(
+    names: list[str], plot: str | None, out: str | None, root: str, *, as_json: bool
+) -> None:
+    """List all runs, show one, compare two, or plot a metric of some."""
+    folder = Path(root)
+    if plot is not None:
+        plot_metric(folder, names or ["latest"], plot, out, as_json=as_json)
+    elif not names:
+        print_runs(folder, as_json=as_json)
+    elif len(names) == 1:
+        print_run(folder, names[0], as_json=as_json)
+    elif len(names) == 2:
+        print_diff(folder, *names, as_json=as_json)
+    else:
+        raise UserError(f"{len(names)} runs: give two to compare, or --plot METRIC")
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
@@ -49,9 +64,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
-    """Print one run: the one called `name`, or the newest below `root`."""
-    run = open_run(name, root) if name else _newest(root)
+def print_run(root: Path, name: str, *, as_json: bool) -> None:
+    run = open_run(name, root)
     summary = _summary(run)
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -77,13 +91,6 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
     print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
     names = [name for name in ("report.html", "loss.png") if (run.dir / name).is_file()]
     print(f"  folder      {run.dir}/" + (f" ({', '.join(names)})" if names else ""))
-
-
-def _newest(root: Path) -> Run:
-    runs = list_runs(root)
-    if not runs:
-        raise UserError(f"no runs in {root.absolute()}")
-    return runs[-1]
 
 
 def plot_metric(
@@ -130,7 +137,7 @@ def print_diff(root: Path, first_name: str, second_name: str, *, as_json: bool) 
     second = open_run(second_name, root)
     difference: dict[str, Any] = {
         "runs": [first.id, second.id],
-        "config": _different(_config(first), _config(second)),
+        "config": _different(flat_keys(first.config), flat_keys(second.config)),
         "figures": _different(_last_metrics(first), _last_metrics(second)),
     }
     if as_json:
@@ -147,11 +154,6 @@ def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[
     keys = {**first, **second}
     pairs = {key: [first.get(key), second.get(key)] for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _config(run: Run) -> dict[str, Any]:
-    file = run.dir / "config.yaml"
-    return flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
 
 
 def _last_metrics(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`mvp skills install`: copy the skills to where coding agents look for them.
+"""`mvp recipe --skills`: copy the skills to where coding agents look for them.
 
 `.agents/skills` holds the copies, `.claude/skills` has links to them. Paths in the texts are those of a checkout; in a
 copy they point into the installed package.

@@ -6,10 +6,10 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mvp_engine.config.schema import Config
+from mvp_engine.config import Config, compose
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError, count
-from mvp_engine.tools.config import read_config
 
 SCRIPT = """#!/bin/bash
 {options}
@@ -37,8 +37,8 @@ class SlurmJob:
     options: list[str] = field(default_factory=list)  # more options of sbatch, as given
 
 
-def print_script(config_file: str, overrides: list[str], job: SlurmJob) -> None:
-    print(script(config_file, overrides, job), end="")
+def print_script(config: str, overrides: list[str], **job: Any) -> None:
+    print(script(config, overrides, SlurmJob(**job)), end="")
 
 
 def script(config_file: str, overrides: list[str], job: SlurmJob) -> str:
@@ -47,7 +47,7 @@ def script(config_file: str, overrides: list[str], job: SlurmJob) -> str:
         raise UserError("resume=: the script sets resume=auto itself, to continue after a requeue")
     if job.nodes < 1 or job.gpus < 0:
         raise UserError("--nodes: at least 1; --gpus: at least 0, for a job without GPUs")
-    config = read_config(config_file, overrides)
+    config = compose(config_file, overrides).config
     _check_layout(config, job)
     return SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in _options(config, job)),

@@ -7,23 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from mvp_engine.config import Section
-from mvp_engine.kit import ContrastiveConfig, ContrastiveEngine
+from mvp_engine.kit import ContrastiveEngine
+
+from .settings import NumbersConfig, Towers
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = 4  # of a number
 LETTERS = 5  # of a word, the shorter ones with blanks
 HELD_OUT = 500  # numbers, by chance
-
-
-class Towers(Section):
-    width: int  # of hidden layers
-    embedding: int  # of an embedding
-    dropout: float = 0.0  # of hidden layers
-
-
-class NumbersConfig(ContrastiveConfig):
-    towers: Towers
 
 
 class Tower(nn.Module):

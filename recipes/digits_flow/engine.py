@@ -6,22 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.config import Config
 from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.kit import OptimKit, OptimSettings, flow
+from mvp_engine.kit import OptimKit, flow
 
 from .judge import Judge, digits
-from .model import CLASSES, NO_CLASS, SIDE, DigitsDiT, DiT
+from .model import CLASSES, NO_CLASS, SIDE, DigitsDiT
+from .settings import FlowConfig
 from .show import show
-
-
-class FlowConfig(Config):
-    dit: DiT
-    flow: flow.Flow
-    optim: OptimSettings
-    generated: int
-    """Digits that an evaluation generates, as many of each class."""
 
 
 class FlowEngine(Engine):

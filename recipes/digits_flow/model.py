@@ -6,23 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.config import Section
+from .settings import DiT
 
 SIDE = 8  # of an image, in pixels
 PATCH = 2  # of a patch
 CLASSES = 10
 NO_CLASS = CLASSES  # the condition of draws that learn without one
-
-
-class DiT(Section):
-    """Sizes of the diffusion transformer."""
-
-    width: int
-    """Of the residual stream."""
-    depth: int
-    """Blocks."""
-    heads: int
-    """Attention heads."""
 
 
 class Block(nn.Module):

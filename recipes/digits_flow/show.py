@@ -40,7 +40,7 @@ def show(engine: Any, figures: Mapping[str, float | None] | None = None) -> None
         next_steps={
             "Draw again, with stronger guidance": f"mvp train {run.dir}/config.yaml workflow=report resume={run.dir} "
             "flow.guidance=4",
-            "Compare runs": "mvp runs list",
+            "Compare runs": "mvp runs",
         },
         shown=60,
     )

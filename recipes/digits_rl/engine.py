@@ -2,19 +2,10 @@
 
 from typing import Any
 
-from mvp_engine.config import Section
-from mvp_engine.rl import Answer, RLConfig, RLEngine
+from mvp_engine.kit.rl import Answer, RLEngine
 
 from .data import prepare
-
-
-class Made(Section):
-    folder: str  # images, rows and processor are built into it, once
-    digits: int  # how many of the 1,797 digits; a fifth is held out
-
-
-class DigitsConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import DigitsConfig
 
 
 class DigitsEngine(RLEngine):

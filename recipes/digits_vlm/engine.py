@@ -3,27 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
+from mvp_engine.kit import Answer, MLLMEngine
 
 from .data import conclusion, prepare
+from .settings import DigitsConfig
 from .show import show
-
-
-class Digits(Section):
-    """The handwritten digits of scikit-learn as rows with images."""
-
-    folder: str
-    """Images, rows and processor are built into it, once."""
-    count: int
-    """How many of the 1,797 digits; a fifth is held out."""
-    drawings: int
-    """Drawings of each training digit, in different sizes."""
-
-
-class DigitsConfig(MLLMConfig):
-    digits: Digits
 
 
 class DigitsEngine(MLLMEngine):

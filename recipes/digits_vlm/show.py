@@ -80,7 +80,7 @@ def _write_page(engine: Any, answers: list[Answer], questions: list[Question], s
             "Look at the data": f"mvp data inspect {RECIPE}",
             "Train longer": f"mvp train {RECIPE} loop.total_steps=1500",
             "On two processes": f"mvp train {RECIPE} --nproc 2",
-            "Compare runs": "mvp runs list",
+            "Compare runs": "mvp runs",
         },
     )
     engine.logger.info("report: %s", run.dir / "report.html")

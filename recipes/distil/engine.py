@@ -2,19 +2,10 @@
 
 from typing import Any
 
-from mvp_engine.config import Section
-from mvp_engine.kit import DistilConfig, DistilEngine
+from mvp_engine.kit import DistilEngine
 
 from .data import prepare
-
-
-class Made(Section):
-    folder: str  # rows and tokenizer are built into it, once
-    rows: int  # for training
-
-
-class StudentConfig(DistilConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import StudentConfig
 
 
 class StudentEngine(DistilEngine):

@@ -2,14 +2,10 @@
 
 from typing import Any
 
-from mvp_engine.kit import MLLMConfig, MLLMEngine
+from mvp_engine.kit import MLLMEngine
 
 from .data import prepare
-from .engine import Made
-
-
-class TeacherConfig(MLLMConfig):
-    made: Made
+from .settings import TeacherConfig
 
 
 class TeacherEngine(MLLMEngine):

@@ -5,37 +5,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.config import Config, Model, Section
 from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
 
 from .data import VOCAB, SortingProblems
 from .model import MagicTransformer
-
-
-class Task(Section):
-    """The digits to sort."""
-
-    digits: int
-    """How many to sort."""
-    train_problems: int
-    """Problems of an epoch."""
-    eval_problems: int
-    """Held-out problems."""
-
-
-class MagicModel(Model):  # these keys, and the engine's own (compile, activation_checkpointing, ...)
-    width: int
-    """Hidden size."""
-    heads: int
-    """Attention heads."""
-    layers: int
-    """Transformer blocks."""
-
-
-class MagicConfig(Config):
-    task: Task
-    model: MagicModel
+from .settings import MagicConfig
 
 
 class MagicEngine(Engine):

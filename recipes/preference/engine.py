@@ -1,20 +1,11 @@
 """Preference training (DPO, SimPO, ORPO, KTO) of text and vision-language models."""
 
-from typing import Any, Literal
+from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, PreferenceConfig, PreferenceEngine
+from mvp_engine.kit import Answer, PreferenceEngine
 
-
-class Made(Section):
-    kind: Literal["text", "images"]
-    folder: str  # rows, images and processor are built into it, once
-    rows: int  # pairs of text for training; of images: how many of the 1,797 digits
-
-
-class PairsConfig(PreferenceConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import PairsConfig
 
 
 class PairsEngine(PreferenceEngine):

@@ -8,25 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.config import Section
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import MLLMConfig, MLLMEngine, build_once
+from mvp_engine.kit import MLLMEngine, build_once
 
-
-class Made(Section):
-    """Synthetic texts and chats."""
-
-    folder: str
-    """Corpus, tokenizer and chats are built into it, once."""
-    modules: int
-    """Modules of Python's standard library; every twentieth is held out."""
-    chats: int
-    """Training chats of each task."""
-
-
-class Qwen3Config(MLLMConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import Qwen3Config
 
 
 class Qwen3Engine(MLLMEngine):

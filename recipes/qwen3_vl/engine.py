@@ -3,24 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MLLMConfig, MLLMEngine
+from mvp_engine.kit import MLLMEngine
 
 from .data import prepare
-
-
-class Shapes(Section):
-    """Synthetic images and videos of shapes."""
-
-    folder: str
-    """Images, videos, rows and a processor are built into it, once."""
-    rows: int
-    """Rows of captions; other files have as many or half as many."""
-
-
-class VLConfig(MLLMConfig):
-    shapes: Shapes | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import VLConfig
 
 
 class VLEngine(MLLMEngine):

@@ -14,7 +14,7 @@ import numpy as np
 
 from mvp_engine.kit import build_once, load_processor
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.speech.espeak import Speaker
+from mvp_engine.kit.speech.demo import Speaker
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
 WORDS = "zero one two three four five six seven eight nine red green blue yellow black white go stop left right up down"

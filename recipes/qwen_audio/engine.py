@@ -2,27 +2,12 @@
 
 from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit import Answer, MLLMEngine
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare, words_of
-
-
-class Speech(Section):
-    """Synthetic speech."""
-
-    folder: str
-    """Audio files, rows and processor are built into it, once."""
-    sentences: int
-    """Training sentences."""
-    held_out: int
-    """New sentences by training voices, and as many by new voices."""
-
-
-class AudioConfig(MLLMConfig):
-    speech: Speech | None = None  # synthetic speech with a small processor; null: rows and processor of your own
+from .settings import AudioConfig
 
 
 class AudioEngine(MLLMEngine):

@@ -3,32 +3,17 @@
 from functools import cached_property
 from typing import Any
 
-from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.speech.transcript import word_errors
+from mvp_engine.kit.speech import SpeechEngine, SpokenAnswer
+from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare
 from .judge import Judge
+from .settings import OmniConfig
 
 
-class Spoken(Section):
-    """Synthetic speech."""
-
-    folder: str
-    """Audio files, rows, codec and tokenizer are built into it, once."""
-    sentences: int
-    """Training sentences."""
-    held_out: int
-    """Held-out sentences."""
-
-
-class OmniConfig(MLLMConfig):
-    spoken: Spoken | None = None  # synthetic speech with a small codec; null: rows, processor and codec of your own
-
-
-class OmniEngine(MLLMEngine):
+class OmniEngine(SpeechEngine):
     config_class = OmniConfig
     config: OmniConfig
     title = "What a Qwen3-Omni says"
@@ -44,7 +29,7 @@ class OmniEngine(MLLMEngine):
     def judge(self) -> Judge:
         return Judge()
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[SpokenAnswer]) -> None:
         """Log the exact answers in text; of synthetic speech, also the share of words that the judge hears right."""
         super().score(ctx, name, answers)
         spoken = [answer for answer in answers if answer.speech]

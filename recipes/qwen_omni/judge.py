@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mvp_engine.kit.speech.espeak import Speaker
-from mvp_engine.kit.speech.kmeans import MelSpectrogram
+from mvp_engine.kit.speech.codec import MelSpectrogram
+from mvp_engine.kit.speech.demo import Speaker
 
 from .data import VOICES, WORDS, say
 

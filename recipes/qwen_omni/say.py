@@ -47,7 +47,7 @@ def say(folder: str, text: str, speaker: str, max_frames: int = 80) -> tuple[str
 if __name__ == "__main__":
     import soundfile
 
-    from mvp_engine.kit import open_codec
+    from mvp_engine.kit.speech import open_codec
 
     folder, codec_folder, text, file = sys.argv[1:5]
     answer, codes = say(folder, text, sys.argv[5] if len(sys.argv) > 5 else "ann")

@@ -2,20 +2,10 @@
 
 from typing import Any
 
-from mvp_engine.config import Section
-from mvp_engine.rl import Answer, RLConfig, RLEngine
+from mvp_engine.kit.rl import Answer, RLEngine
 
 from .data import prepare
-
-
-class Made(Section):
-    folder: str  # rows and tokenizer are built into it, once
-    digits: int  # of the numbers
-    rows: int  # numbers for training
-
-
-class ReverseConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+from .settings import ReverseConfig
 
 
 class ReverseEngine(RLEngine):

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from mvp_engine.config import Section
 from mvp_engine.data import derived_seed
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError, count
@@ -26,28 +25,11 @@ from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.probe import probe
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
+from .settings import Images
+
 IGNORE = -100  # the label of an image without one
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 Labelled = tuple[list[Any], list[int], list[str]]  # items, the class index of each, class names
-
-
-class Images(Section):
-    """Image files by class, and how they are augmented."""
-
-    root: str | None
-    """A folder with one folder of images per class; null: scikit-learn's digits."""
-    eval_root: str | None = None
-    """A folder with the same classes for evaluation; null: a part of the first is held out."""
-    held_out: int = 10
-    """Every n-th image is held out, chosen by its name."""
-    size: int
-    """Pixels of a side, as the model sees the image."""
-    bend: float = 0.0
-    """Rotation, shear, scale and shift, each by up to this share."""
-    crop: float = 1.0
-    """Random crop of at least this share of the area."""
-    flip: bool = False
-    """Horizontal flip, half of the time."""
 
 
 class ImageDataset(Dataset[dict[str, Any]]):

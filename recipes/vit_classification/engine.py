@@ -8,22 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.config import Config
 from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.kit import Lora, OptimKit, OptimSettings
+from mvp_engine.kit import OptimKit
 
-from .data import IGNORE, BadImageLog, ImageDataset, Images, collate
+from .data import IGNORE, BadImageLog, ImageDataset, collate
 from .model import make_model, make_processor, save
+from .settings import VitConfig
 from .show import show
-
-
-class VitConfig(Config):
-    images: Images
-    optim: OptimSettings
-    lora: Lora | None = None  # null: full fine-tuning
-    label_smoothing: float = 0.0
-    """The share of the target that is spread evenly over the classes."""
 
 
 class VitEngine(Engine):

@@ -64,7 +64,7 @@ def _next_steps(config_file: Path, folder: Path, export: Path | None) -> dict[st
     else:
         steps["Use the model"] = f"transformers.pipeline('image-classification', '{export}')"
     steps["Train longer"] = f"mvp train {config_file} resume={folder} loop.epochs=N"
-    steps["Compare runs"] = "mvp runs list"
+    steps["Compare runs"] = "mvp runs"
     return steps
 
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import PreferenceLossKit
-from mvp_engine.kit.preference import sequence_log_probs
+from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.tools.skill_check import NoLog, check_loss
 
 PROMPT = 3  # tokens

@@ -26,10 +26,10 @@ from mvp_engine.engine import StepContext
 from mvp_engine.engine.resume import choose_start
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMModelKit, load_processor
+from mvp_engine.kit.row_checks import split_micro_batch
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import Run
-from mvp_engine.tools.check.splits import split_micro_batch
 from mvp_engine.tools.skill_check import run_check
 
 STEPS = 4

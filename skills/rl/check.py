@@ -17,8 +17,8 @@ from mvp_engine.config import compose
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.resume import choose_start
-from mvp_engine.rl import Prompt, RLEngine, Sample
-from mvp_engine.rl.rewards import Rewards
+from mvp_engine.kit.rl import Prompt, RLEngine, Sample
+from mvp_engine.kit.rl.rewards import Rewards
 from mvp_engine.tools.skill_check import run_check
 
 COLUMNS = ("answer", "solution", "completion")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.speech.omni_model import OmniModel
-from mvp_engine.hf.speech.speech_protocol import SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.omni_model import OmniModel
+from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn
+from mvp_engine.kit.speech.rows import SPEECH
 from mvp_engine.tools.skill_check import given, run_check
 
 IM_START, IM_END, USER, ASSISTANT, NEWLINE, PAD, BOS, EOS = range(1, 9)

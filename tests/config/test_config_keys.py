@@ -1,10 +1,13 @@
-"""Descriptions of config keys: `mvp config explain`, the reference page, names of other trainers, hints of the CLI."""
+"""Descriptions of config keys: `mvp config --explain`, the reference page, names of other trainers, hints of `mvp`."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,11 +16,10 @@ from mvp_engine.cli import main
 from mvp_engine.config.compose import read_draft
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
-from mvp_engine.kit.preference_settings import PreferenceConfig
-from mvp_engine.rl.rl_settings import RLConfig
-from mvp_engine.tools.argument_parser import EXAMPLES, build_parser
+from mvp_engine.kit.preference.settings import PreferenceConfig
+from mvp_engine.kit.rl.settings import RLConfig
+from mvp_engine.tools.argument_parser import COMMANDS, MOVED, OVERVIEW, build_parser, read_commands
 from mvp_engine.tools.config import config_keys, json_schema, reference_page, schemas_of
-from mvp_engine.tools.recipe_schema import find_schema
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,15 +36,12 @@ RECIPES = "sft/lora digits_vlm/train magic_transformer/train qwen3/sft_cpu qwen3
 
 @pytest.mark.parametrize("name", [*RECIPES.split(), "vit_classification/cpu"])
 def test_every_key_of_a_shipped_recipe_has_a_description(name: str) -> None:
-    schema, _ = find_schema(
-        read_draft(name, ["model.path=a", "mllm.sources.rows.path=b"] if "sft/" in name else [])
-    )
-    assert [key.name for key in config_keys(schema) if not key.description] == []
+    assert [key.name for key in config_keys(read_draft(name).schema) if not key.description] == []
 
 
 def test_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs/config.md").read_text()
-    assert page == reference_page(*schemas_of()), "run: mvp config reference > docs/config.md"
+    assert page == reference_page(*schemas_of()), "run: mvp config --reference > docs/config.md"
 
 
 @pytest.mark.parametrize(
@@ -56,19 +55,19 @@ def test_reference_page_is_up_to_date() -> None:
     ],
 )
 def test_explain_prints_type_default_and_description(key: str, words: list[str], capsys) -> None:
-    assert main(["config", "explain", key]) == 0
+    assert main(["config", "--explain", key]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in words), printed
 
 
 def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys) -> None:
     config = str(ROOT / "recipes/magic_transformer/configs/train.yaml")
-    assert main(["config", "explain", "task.digits", config]) == 0
+    assert main(["config", config, "--explain", "task.digits"]) == 0
     assert "task.digits: integer" in capsys.readouterr().out
 
 
 def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys) -> None:
-    assert main(["config", "explain", "optim.lrr"]) == 2
+    assert main(["config", "--explain", "optim.lrr"]) == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
@@ -89,7 +88,7 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
         "lora_r=8",
         "gradient_accumulation_steps=4",
     ]
-    assert main(["config", "show", config, *words]) == 2
+    assert main(["config", config, *words]) == 2
     printed = capsys.readouterr().err
     for ours in ("optim.lr", "loop.clip_grad_norm", "lora.rank", "data.global_batch_size"):
         assert f"Here it is {ours}" in printed, printed
@@ -123,7 +122,7 @@ def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
 
 def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
-    assert main(["config", "show", config, "model=org/name", "lora=true"]) == 2
+    assert main(["config", config, "model=org/name", "lora=true"]) == 2
     printed = capsys.readouterr().err
     assert (
         "'model' is 'org/name'. It is a section, so set one of its keys: model.type, model.backend, mod"
@@ -149,7 +148,7 @@ def test_names_that_replace_those_of_other_trainers_exist() -> None:
         (["trian", "x.yaml"], "Did you mean train?"),
         (["train", "x.yaml", "--nprocs", "2"], "Did you mean --nproc?"),
         (["data", "inspct", "x"], "Did you mean inspect?"),
-        (["runs", "show", "--jsn"], "Did you mean --json?"),
+        (["runs", "--jsn"], "Did you mean --json?"),
         (
             ["train", "x.yaml", "--learning-rate", "1"],
             "written as key=value, without dashes. Here it is optim.lr",
@@ -169,13 +168,37 @@ def test_mvp_without_a_command_prints_its_help(capsys) -> None:
     assert main([]) == 2
     assert "fine-tune a model on your own rows, in four commands:" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exited:
-        main(["runs"])
+        main(["data"])
     assert exited.value.code == 2
-    assert "show one run" in capsys.readouterr().err
+    assert "show rows as the model sees them" in capsys.readouterr().err
+    assert main(["config"]) == 2
+    assert main(["config", "sft/lora", "--schema", "--reference"]) == 2
+    printed = capsys.readouterr().err
+    assert "name a CONFIG, or a key with --explain KEY" in printed
+    assert "give one of --explain, --schema and --reference" in printed
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_earlier_spelling_of_a_command_names_the_new_one(old: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*old.split(), "something"])
+    assert f"`mvp {old}` is now `{MOVED[old]}`" in capsys.readouterr().err
+    words = MOVED[old].replace("METRIC", "loss").split()[1:]
+    assert build_parser().parse_args(words).run
+
+
+@pytest.mark.parametrize("command", list(read_commands()), ids=lambda command: command.name)
+def test_function_of_a_command_takes_its_options(command: Any) -> None:
+    words = [word.strip() for word in command.arguments if not word.strip().startswith("-")]
+    given = ["x" for word in words if word.split()[0][-1] not in "?*"]
+    options = vars(build_parser().parse_args([*command.name.split(), *given]))
+    module, _, name = options.pop("run").partition(":")
+    signature = inspect.signature(getattr(importlib.import_module(f"mvp_engine.{module}"), name))
+    signature.bind(**{name: None for name in options if name != "parser"})
 
 
 def examples() -> list[str]:
-    lines = [line for text in EXAMPLES.values() for line in text.splitlines()]
+    lines = f"{OVERVIEW}\n{COMMANDS}".splitlines()
     return [line.strip() for line in lines if line.startswith("  mvp ")]
 
 
@@ -186,16 +209,22 @@ def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
     known = {key.name.replace(".NAME", ".rows") for key in config_keys(MLLMConfig)}
     for word in [*getattr(args, "overrides", []), *rest]:
         assert word.partition("=")[0] in known
-    assert EXAMPLES.keys() >= {args.parser.prog}
+    assert args.run
 
 
 def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None:
-    assert main(["config", "show", "sft/lora", "optim.lr=0.5"]) == 0
+    assert main(["config", "sft/lora", "optim.lr=0.5"]) == 0
     printed = capsys.readouterr()
     values = yaml.safe_load(printed.out)
     assert (values["model"]["path"], values["optim"]["lr"]) == ("???", 0.5)
     assert "to be set before training: mllm.sources.rows.path, model.path" in printed.err
-    assert main(["config", "explain", "optim.lr", "sft/lora"]) == 0
+    assert main(["config", "sft/lora", "--explain", "optim.lr"]) == 0
     (tmp_path / "shown.yaml").write_text(printed.out)
-    assert main(["config", "show", str(tmp_path / "shown.yaml")]) == 2
-    assert "has keys without a value (???)" in capsys.readouterr().err
+    again = [str(tmp_path / "shown.yaml"), "mllm.sources.0.path=a"]
+    assert main(["config", *again]) == 0
+    assert "to be set before training: model.path\n" in capsys.readouterr().err
+    assert main(["train", *again]) == 2
+    assert (
+        "has keys without a value (???); give on the command line: model.path=..."
+        in capsys.readouterr().err
+    )

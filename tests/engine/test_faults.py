@@ -70,7 +70,7 @@ def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(
     text = capsys.readouterr().err
     assert "stopped at step 6: skipped 4 steps in a row" in text
     assert "guard.max_consecutive_skips=4" in text
-    assert f"mvp replay {newest(tmp_path).dir}" in text
+    assert f"mvp check {newest(tmp_path).dir}" in text
     assert "Traceback" not in text
     assert newest(tmp_path).status() == "failed"
     assert "Traceback" in (newest(tmp_path).dir / "log.txt").read_text()
@@ -215,7 +215,7 @@ def test_error_outside_of_forward_and_backward_has_no_hint_to_find_its_row(
     assert train(dir=tmp_path) == EXIT_BUG
     text = "".join(capsys.readouterr())
     assert "ValueError: no row caused it" in text
-    assert "mvp replay" not in text
+    assert "mvp check" not in text
     assert not list(tmp_path.rglob("skipped_steps*"))
 
 

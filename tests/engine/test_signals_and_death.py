@@ -175,7 +175,7 @@ def test_killed_rank_is_named_and_the_job_exits_137(tmp_path: Path) -> None:
     code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
     assert code == 128 + signal.SIGKILL
     assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
-    assert "mvp replay" not in output
+    assert "mvp check" not in output
     [run] = list_runs(tmp_path)
     assert run.status() == "killed"
 

@@ -84,9 +84,9 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     assert f"mvp profile {run.dir} --step" in text
     page = (run.dir / "report.html").read_text()
     assert page.count("in the wait for data: row 17") == 1
-    assert main(["runs", "show", run.id, "--dir", str(tmp_path)]) == 0
+    assert main(["runs", run.id, "--dir", str(tmp_path)]) == 0
     assert "in the wait for data: row 17" in capsys.readouterr().out
-    assert main(["runs", "show", run.id, "--dir", str(tmp_path), "--json"]) == 0
+    assert main(["runs", run.id, "--dir", str(tmp_path), "--json"]) == 0
     assert {one["step"] for one in json.loads(capsys.readouterr().out)["slow_steps"]} == {12, step}
 
     # A resumed run keeps them.

@@ -12,9 +12,10 @@ from sync_watch import MovedBatch, device_reads
 from transformers import AutoConfig, AutoModel
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import LanguageModel, OmniModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media import audio
 from mvp_engine.hf.model.attention import ENCODER, use_own_masks
+from mvp_engine.kit.speech import OmniModel
 
 FAMILIES = ["qwen3_omni_moe", "qwen2_5_omni"]
 

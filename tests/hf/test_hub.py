@@ -11,8 +11,7 @@ from folders import folder_of, language_model, same
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.weights.hub import HubRepo, hub_model, local_folder, pin, portable_name
-from mvp_engine.hf.weights.hub_datasets import _glob
+from mvp_engine.hf.weights.hub import HubRepo, _glob, hub_model, local_folder, pin, portable_name
 
 MODEL = "org/model"
 

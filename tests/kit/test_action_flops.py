@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.actions.action_adapter import probe_batch
 from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.kit import MFUKit
-from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import attention_flops, matmul_flops
+from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
+from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.model_engine import ActionModelEngine, Settings
 
 
@@ -86,10 +86,10 @@ def test_mfu_of_a_regressor_counts_suffix_tokens_as_text() -> None:
     assert float(attention) > 0
 
 
-def test_estimate_of_pi0_counts_memory_of_all_parts() -> None:
+def test_plan_of_pi0_counts_memory_of_all_parts() -> None:
     model = tiny_pi0()
     batch = PackedBatch.concat(pi0_rows(model))
-    settings = EstimateSettings(gpu="H200")
+    settings = PlanSettings(gpu="H200")
     sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes["optimizer states"] == 8.0 * trained
@@ -130,9 +130,13 @@ def trained_step(
     return engine, sum(sizes)
 
 
+def recipe(text_loss: bool) -> Any:
+    return SimpleNamespace(actions=SimpleNamespace(text_weight=float(text_loss), draws=1))
+
+
 @pytest.mark.parametrize("text_loss", [False, True])
 @pytest.mark.parametrize("head", ["pi0", "regressor"])
-def test_estimate_of_actions_counts_gradients_and_states_that_a_step_has(
+def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(
     head: str, text_loss: bool
 ) -> None:
     model: Any = tiny_pi0() if head == "pi0" else tiny_regressor()
@@ -144,7 +148,7 @@ def test_estimate_of_actions_counts_gradients_and_states_that_a_step_has(
     engine, _ = trained_step(
         model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"]
     )
-    settings = EstimateSettings(precision="fp32", compile=None, text_loss=text_loss)
+    settings = PlanSettings(precision="fp32", compile=None, recipe=recipe(text_loss))
     sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     states = sum(
@@ -156,7 +160,7 @@ def test_estimate_of_actions_counts_gradients_and_states_that_a_step_has(
 
 
 @pytest.mark.campaign(only=True)
-def test_estimate_of_pi0_activations_are_what_compiled_blocks_save() -> None:
+def test_plan_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     """In pi0's proportions, an eighth as wide; the backend partitions graphs as Inductor does."""
     text = {
         "model_type": "gemma",
@@ -184,17 +188,17 @@ def test_estimate_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     batch = PackedBatch.concat([probe_batch(model, 3, 10, seed=seed, draws=1) for seed in range(2)])
     backend = "aot_eager_decomp_partition"
     _, saved = trained_step(model, batch, ["action_losses"], backend)
-    settings = EstimateSettings(precision="fp32", compile=backend, text_loss=False)
+    settings = PlanSettings(precision="fp32", compile=backend, recipe=recipe(text_loss=False))
     assert peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)[
         "activations"
     ] == pytest.approx(saved, rel=0.05)
 
 
-def test_estimate_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(
+def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(
     tmp_path: Any, capsys: Any
 ) -> None:
     PI0Config().save_pretrained(tmp_path / "pi0")
-    words = ["estimate", str(tmp_path / "pi0"), "--gpu", "H100", "--json", "--tokens", "26624"]
+    words = ["plan", str(tmp_path / "pi0"), "--gpu", "H100", "--json", "--tokens", "26624"]
     assert main(words) == 2
     found = json.loads(capsys.readouterr().out)["advice"]
     assert found
@@ -203,14 +207,12 @@ def test_estimate_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(
         assert "ulysses" not in advice["words"]
 
 
-def test_estimate_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
+def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
     tmp_path: Any, capsys: Any
 ) -> None:
     model = tiny_pi0()
     transformers_pi0(model).save_pretrained(tmp_path / "pi0")
-    assert (
-        main(["estimate", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0
-    )
+    assert main(["plan", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["packs"].startswith(
         "packs of 10 rows, assumed: 3 cameras of 4 tokens and a prompt of 32"

@@ -26,11 +26,11 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.state import with_intervals
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.model.language_model import LanguageModel
-from mvp_engine.kit import MLLMData
-from mvp_engine.kit.estimate import auto
-from mvp_engine.kit.estimate.choice import USABLE, Workload, choose
-from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu, gpu_by_name
-from mvp_engine.kit.estimate.step import estimate_step
+from mvp_engine.kit import MLLMData, auto
+from mvp_engine.kit.plan.choice import USABLE, Workload, choose
+from mvp_engine.kit.plan.costs import PlanSettings
+from mvp_engine.kit.plan.hardware import GIB, Gpu, gpu_by_name
+from mvp_engine.kit.plan.step import estimate_step
 from mvp_engine.runs import list_runs
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
@@ -71,7 +71,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     for gib in (180, 139.8, 79.1, 44.4, 34):
         work = Workload(
             model,
-            EstimateSettings(),
+            PlanSettings(),
             lambda size: rows_of([512] * (size // 512)),
             Gpu(989e12, gib * GIB, 4.8e12),
             data_ranks=2,
@@ -79,7 +79,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
         found = choose(config, "mllm", data, None, work)
         values = [found.values[key] for key in KEYS]
         batch = work.batch(values[0])
-        settings = EstimateSettings(activation_checkpointing=values[2])
+        settings = PlanSettings(activation_checkpointing=values[2])
         assert estimate_step(model, [batch], [batch], settings)["peak_gib"] <= USABLE * gib
         assert 0.99 * 131072 <= values[1] <= 131072
         assert values[1] % (2 * values[0]) == 0  # as many micro-batches on each rank
@@ -93,7 +93,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     assert modes[0] == modes[1] == 0
     assert modes == sorted(modes)
     assert modes[-1] > 0
-    work = Workload(model, EstimateSettings(), work.batch, Gpu(989e12, 20 * GIB, 4.8e12), 1)
+    work = Workload(model, PlanSettings(), work.batch, Gpu(989e12, 20 * GIB, 4.8e12), 1)
     too_large = choose(config, "mllm", data, None, work)
     assert "nothing fits" in too_large.reason
     assert [too_large.values[key] for key in KEYS] == [4096, 131072, "offload"]
@@ -109,7 +109,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
 def test_choose_of_one_open_key_keeps_the_other() -> None:
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
     gpu = Gpu(989e12, 44 * GIB, 4.8e12)
-    work = Workload(model, EstimateSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
+    work = Workload(model, PlanSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=16384)  # type: ignore[list-item]
     open_mode = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "attention"}
@@ -125,13 +125,13 @@ def test_choose_of_one_open_key_keeps_the_other() -> None:
 def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
     """131,072 tokens of a 1.7B on an H200: attention is most of the step, and outputs of GEMMs do not fit."""
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
-    work = Workload(model, EstimateSettings(), lambda size: rows_of([size]), gpu_by_name("H200"), 1)
+    work = Workload(model, PlanSettings(), lambda size: rows_of([size]), gpu_by_name("H200"), 1)
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
     batch = rows_of([131072])
     found = estimate_step(
-        model, [batch], [batch], EstimateSettings(activation_checkpointing="attention")
+        model, [batch], [batch], PlanSettings(activation_checkpointing="attention")
     )
     rows = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]
     measured = next(row for row in rows if row["work"] == "long_128k")
@@ -154,7 +154,7 @@ def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
         "vocab_size": 151936,
     }
     model = LanguageModel.on_meta(None, shape)
-    settings = EstimateSettings()
+    settings = PlanSettings()
     work = Workload(model, settings, lambda size: rows_of([size]), gpu_by_name("H200"), 1)
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
@@ -179,7 +179,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def use_gpu(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
     """Choose as for a GPU, and train on the CPU."""
-    monkeypatch.setattr(auto, "gpu_of_ranks", lambda device, world: Gpu(1e12, memory, 1e12))
+    monkeypatch.setattr(auto, "gpu_of_ranks", lambda device, world: ("a GPU", memory))
 
 
 def losses(folder: Path) -> list[float]:
@@ -221,7 +221,7 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     values = list_runs(tmp_path / "outputs")[-1].info["auto"]["values"]
     assert [values[key] for key in KEYS] == [4096, 16384, "none"]
     capsys.readouterr()
-    assert main(["estimate", config, "--gpu", "T4"]) == 0
+    assert main(["plan", config, "--gpu", "T4"]) == 0
     assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
     assert main(["data", "inspect", config]) == 0
     capsys.readouterr()
@@ -338,10 +338,9 @@ ENGINE = """
 import os
 import torch
 from mvp_engine.kit import MLLMEngine
-from mvp_engine.kit.estimate import auto
-from mvp_engine.kit.estimate.settings import Gpu
+from mvp_engine.kit import auto
 
-auto.gpu_of_ranks = lambda device, world: Gpu(1e12, 2.0**40, 1e12)  # choose as for a GPU, and train on the CPU
+auto.gpu_of_ranks = lambda device, world: ("a GPU", 2.0**40)  # choose as for a GPU, and train on the CPU
 
 
 class Engine(MLLMEngine):

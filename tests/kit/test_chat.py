@@ -16,9 +16,9 @@ from mvp_engine.cli import main
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
+from mvp_engine.tools.chat import ChatModel
 
 TEXTS = ["What colour is this? red green blue", "user assistant system\n"]
 NEW = 12

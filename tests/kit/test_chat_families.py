@@ -12,8 +12,8 @@ from test_families_kit import file_of, model_of, opened
 from test_media import processor_outputs
 from transformers import AutoModelForMultimodalLM
 
-from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
+from mvp_engine.tools.chat import ChatModel
 
 NEW = 8
 DECODING = Decoding(NEW)

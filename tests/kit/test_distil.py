@@ -19,7 +19,7 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Distil, DistilLossKit
-from mvp_engine.kit.distil import Head, linear_kl
+from mvp_engine.kit.preference.distil import Head, linear_kl
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 STUDENT, TEACHER = 5, 6  # seeds of their weights

@@ -16,7 +16,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
-from mvp_engine.tools import inspect_stats
+from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_page import show
 
 KEYS = [
@@ -247,7 +247,7 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any)
 def test_inspect_stream_shows_its_first_rows(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspect_stats, "SAMPLE", 6)
+    monkeypatch.setattr(inspect_rows, "SAMPLE", 6)
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(9)]
     rows[2], rows[3] = "{broken", chat("Hi", "long " * 999)

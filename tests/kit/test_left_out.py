@@ -18,7 +18,7 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
-from mvp_engine.tools.inspect_file import inspect_file
+from mvp_engine.tools.inspect_rows import inspect_file
 
 BAD = BadRecord("photos", "photos.jsonl:1", "missing_file", "image: no such file")
 

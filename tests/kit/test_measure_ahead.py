@@ -114,13 +114,13 @@ def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(
     (tmp_path / "train.yaml").write_text(CONFIG)
     monkeypatch.setattr(MeasuredSources, "is_measuring", True)  # however fast this machine is
     graphs: list[int] = []
-    opened = Engine._open_feed
+    opened = Engine.open_data
 
     def counted(engine: Engine) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
         opened(engine)
 
-    monkeypatch.setattr(Engine, "_open_feed", counted)
+    monkeypatch.setattr(Engine, "open_data", counted)
     losses = []
     for words in ([], ["model.compile=null"]):
         counters.clear()

@@ -324,8 +324,8 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(
     assert "left out 1 bad row (images: 1 corrupt). All are in" in lines[-1]
 
 
-def test_estimate_of_rows_that_do_not_fit_is_a_user_error(config: str, capsys: Any) -> None:
-    assert main(["estimate", config, "mllm.row_tokens=2"]) == EXIT_USER_ERROR
+def test_plan_of_rows_that_do_not_fit_is_a_user_error(config: str, capsys: Any) -> None:
+    assert main(["plan", config, "mllm.row_tokens=2"]) == EXIT_USER_ERROR
     assert "no row of train" in capsys.readouterr().err
 
 
@@ -365,7 +365,7 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
 
 
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:
-    for command in (["train", config], ["estimate", config], ["data", "inspect", config]):
+    for command in (["train", config], ["plan", config], ["data", "inspect", config]):
         assert main([*command, "mllm.global_batch_tokens=512"]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
         assert "data.global_batch_size" in error

@@ -21,7 +21,8 @@ from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import PreferenceEngine, PreferenceLoss, PreferenceLossKit
-from mvp_engine.kit.preference import check_pairs, sequence_log_probs
+from mvp_engine.kit.loss import sequence_log_probs
+from mvp_engine.kit.preference.losses import check_pairs
 from mvp_engine.log.metrics import MetricStore
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 

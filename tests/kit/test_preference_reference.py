@@ -21,8 +21,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapted_layers, adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.kit.preference import mismatched_batches
-from mvp_engine.kit.preference_reference import cache_file, frozen_engine
+from mvp_engine.kit.preference.engine import cache_file, frozen_engine
+from mvp_engine.kit.preference.losses import mismatched_batches
 from mvp_engine.model_engine import Settings
 
 

@@ -97,7 +97,7 @@ def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, caps
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         capsys.readouterr()
-        assert main(["replay", run.id, "--json", "--step", str(record["step"])]) == 0
+        assert main(["check", run.id, "--json", "--step", str(record["step"])]) == 0
         for entry in json.loads(capsys.readouterr().out)["rows"]:
             assert entry["step"] == record["step"]
             [name] = entry["rows"]
@@ -133,7 +133,7 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
     assert main(["train", config, *words, "loop.epochs=3"]) == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
     [run] = list_runs(tmp_path / "outputs")
-    assert main(["replay", run.id]) == 0
+    assert main(["check", run.id]) == 0
     text = capsys.readouterr().out
     assert "the weights are to blame and not the data" in text
     assert "the learning rate 4" in text
@@ -148,5 +148,5 @@ def test_replay_on_a_stream_names_the_stream_and_the_row(
     words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
     assert main(["train", config, *words, "faults.nan=3"]) == 0
     [run] = list_runs(tmp_path / "outputs")
-    assert main(["replay", run.id]) == 0
+    assert main(["check", run.id]) == 0
     assert "row images, row 3\n" in capsys.readouterr().out

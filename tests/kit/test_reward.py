@@ -24,7 +24,7 @@ from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf import ValueModel
 from mvp_engine.kit import RewardLoss, RewardLossKit
-from mvp_engine.kit.reward import last_token_scores
+from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.model_engine import ModelSource, Settings, ValueModelEngine
 
 LOSSES = [

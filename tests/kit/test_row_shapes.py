@@ -116,7 +116,10 @@ def seen(
     else:
         picture = base64.b64encode((folder / "img" / "a.png").read_bytes()).decode()
         file = write(folder / f"{name}.jsonl", [json.dumps(row).replace("BASE64", picture)])
-    facts = encoded_row(encoder, open_source(file), 0, RowFormat(**options))
+    source = open_source(file)
+    facts = encoded_row(
+        encoder, lambda: source[0], source.where(0), source.root, RowFormat(**options)
+    )
     if facts["bad"]:
         raise BadRow(**facts["bad"])
     return [_shown(sequence) for sequence in facts["sequences"]]

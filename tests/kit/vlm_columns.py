@@ -23,7 +23,7 @@ from mvp_engine.hf import LanguageModel
 WHOLE_FOLDERS = (
     "qwen2_5_omni",
     "qwen3_omni_moe",
-)  # their export is tried in tests/hf/speech_sweep.py
+)  # their export is tried in tests/kit/speech/speech_sweep.py
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
 
 

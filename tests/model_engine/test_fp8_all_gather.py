@@ -30,8 +30,8 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.hf.experts.fp8_layers import GatheredWeight, gather_fp8, run_in_bf16
 from mvp_engine.kit import Lora
+from mvp_engine.kit.plan.record import CollectiveRecorder
 from mvp_engine.ops import fp8
-from mvp_engine.tools.plan.record import CollectiveRecorder
 
 IN = 64
 

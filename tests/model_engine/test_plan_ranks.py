@@ -14,10 +14,9 @@ from tiny_engines import CAMPAIGN, adamw, counting, engine_of, loss_of
 
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
+from mvp_engine.kit.plan.record import Collective, CollectiveRecorder, find_differences
+from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 from mvp_engine.model_engine import LanguageModelEngine
-from mvp_engine.tools.plan.command import find_differences
-from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
-from mvp_engine.tools.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 
 LAYOUTS = [
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),

@@ -12,8 +12,8 @@ from conftest import ROOT, read_metrics, readme_commands
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.hf.media import shared_media
+from mvp_engine.kit.rl import RLEngine
 from mvp_engine.launch import launch
-from mvp_engine.rl import RLEngine
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "digits_rl" / "configs"

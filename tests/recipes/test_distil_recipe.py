@@ -85,7 +85,7 @@ def test_distil_teacher_of_another_vocabulary_is_a_user_error(base: Path, capsys
 
 def test_distil_estimate_counts_the_teacher(base: Path, capsys: Any) -> None:
     words = [
-        "estimate",
+        "plan",
         str(CONFIGS / "cpu.yaml"),
         "--json",
         "--gpu",

@@ -147,7 +147,7 @@ def test_word_errors_of_transcripts_count_insertions_deletions_and_substitutions
     compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
     from qwen_audio.data import words_of
 
-    from mvp_engine.kit.speech.transcript import word_errors
+    from mvp_engine.kit.speech.demo import word_errors
 
     def cost(written: str, expected: str) -> int:
         return word_errors(words_of(written), words_of(expected))

@@ -118,7 +118,7 @@ def test_judge_hears_espeak_and_codec_and_not_other_sentences() -> None:
     from qwen_omni import data
     from qwen_omni.judge import Judge
 
-    from mvp_engine.kit.speech.transcript import word_errors
+    from mvp_engine.kit.speech.demo import word_errors
 
     judge = Judge()
     speaker = data.Speaker()

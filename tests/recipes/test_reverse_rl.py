@@ -23,7 +23,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
-from mvp_engine.tools.model_card import model_card
+from mvp_engine.tools.push import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
@@ -118,7 +118,7 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     assert (run.dir / "rollouts.jsonl").read_text() == rollouts
     assert (run.dir / "report.html").is_file()
     assert (run.dir / "hf_step_3" / "model.safetensors").is_file()
-    assert main(["replay", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
+    assert main(["check", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
             "grpo",
             ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"],
             marks=pytest.mark.campaign(only=True),
-        ),  # see also tests/rl/test_rl_runs.py
+        ),  # see also tests/kit/rl/test_rl_runs.py
         ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
     ],
 )
@@ -199,7 +199,7 @@ def test_rl_separate_sampler_group_gives_the_same_training(base: Path) -> None:
 
 
 def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
-    from mvp_engine.rl import RLEngine
+    from mvp_engine.kit.rl import RLEngine
 
     world = World(0, 2, 0, 2, torch.device("cpu"))
     with pytest.raises(UserError, match=r"workers.where=spawn groups.actor.ranks=2"):
@@ -246,7 +246,7 @@ def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys
 def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
     algorithm: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mvp_engine.rl.model_groups import ModelGroups
+    from mvp_engine.kit.rl.model_groups import ModelGroups
 
     started: dict[str, Any] = {}
 
@@ -339,7 +339,7 @@ def kill_a_worker_once(marker: Path) -> None:
 def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkpoint(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mvp_engine.rl import RLEngine
+    from mvp_engine.kit.rl import RLEngine
 
     words = [
         "workers.where=spawn",

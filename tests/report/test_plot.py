@@ -70,10 +70,7 @@ def test_overview_and_runs_plot_write_png_files(
 ) -> None:
     plot_overview(run_folder(tmp_path), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        main(["runs", "plot", str(tmp_path), "--metric", "mfu", "--out", str(tmp_path / "mfu.png")])
-        == 0
-    )
+    assert main(["runs", str(tmp_path), "--plot", "mfu", "--out", str(tmp_path / "mfu.png")]) == 0
     assert "(5 points)" in capsys.readouterr().out
-    assert main(["runs", "plot", str(tmp_path), "--metric", "gone"]) == 2
+    assert main(["runs", str(tmp_path), "--plot", "gone"]) == 2
     assert "exact_own, exact_web, fill, grad_norm" in capsys.readouterr().err

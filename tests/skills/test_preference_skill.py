@@ -12,7 +12,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.imports import import_file
 from mvp_engine.kit import PreferenceLossKit
-from mvp_engine.kit.preference import sequence_log_probs
+from mvp_engine.kit.loss import sequence_log_probs
 
 problems = import_file(ROOT / "skills" / "preference" / "check.py").problems
 KIT = PreferenceLossKit()

@@ -1,4 +1,4 @@
-"""Skills are where coding agents look for them: links in the repository, `mvp skills install` elsewhere."""
+"""Skills are where coding agents look for them: links in the repository, `mvp recipe --skills` elsewhere."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FOLDERS = [".agents/skills", ".claude/skills"]
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_skills_of_the_repository_are_linked_where_agents_look(folder: str, capsys: Any) -> None:
     assert (ROOT / folder).resolve() == ROOT / "skills"
-    assert main(["skills", "install", "--dir", str(ROOT)]) == 0
+    assert main(["recipe", "--skills", "--dir", str(ROOT)]) == 0
     assert "nothing to install" in capsys.readouterr().out
 
 
 def test_skills_install_texts_name_paths_that_exist(tmp_path: Path, capsys: Any) -> None:
-    assert main(["skills", "install", "--dir", str(tmp_path)]) == 0
+    assert main(["recipe", "--skills", "--dir", str(tmp_path)]) == 0
     assert f"{len(NAMES)} skills written" in capsys.readouterr().out
     for folder in FOLDERS:
         assert sorted(entry.name for entry in (tmp_path / folder).iterdir()) == NAMES
@@ -38,7 +38,7 @@ def test_skills_install_texts_name_paths_that_exist(tmp_path: Path, capsys: Any)
 
 
 def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsys: Any) -> None:
-    install = ["skills", "install", "--dir", str(tmp_path)]
+    install = ["recipe", "--skills", "--dir", str(tmp_path)]
     (tmp_path / ".claude/skills/loss").mkdir(parents=True)
     (tmp_path / ".claude/skills/loss/SKILL.md").write_text("mine")
     assert main(install) == EXIT_USER_ERROR
@@ -64,5 +64,5 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsy
 def test_skills_install_unusable_folder_is_a_user_error(
     folder: str, expected: str, capsys: Any
 ) -> None:
-    assert main(["skills", "install", "--dir", folder]) == EXIT_USER_ERROR
+    assert main(["recipe", "--skills", "--dir", folder]) == EXIT_USER_ERROR
     assert expected in capsys.readouterr().err

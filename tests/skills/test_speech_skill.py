@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from mvp_engine.data.speech import FIRST_CODE, FRAME_COUNTS, TEXT
 from mvp_engine.imports import import_file
+from mvp_engine.kit.speech.rows import FIRST_CODE, FRAME_COUNTS, TEXT
 
 check = import_file(ROOT / "skills" / "speech" / "check.py")
 problems, KIT = check.problems, check.kit_plan

@@ -13,7 +13,7 @@ from worker_cases import batch_of, spec_of
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
-from mvp_engine.kit.policy import PolicyLoss, ValueLoss
+from mvp_engine.kit.rl import PolicyLoss, ValueLoss
 from mvp_engine.worker import Worker, WorkerGroup, WorkerSpec, dispatch
 
 LAYOUTS: dict[int, list[dict[str, int]]] = {1: [{}, {}], 2: [{"shard": 2}, {"ulysses": 2}]}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from worker_cases import spec_of
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.policy import PolicyLoss
+from mvp_engine.kit.rl import PolicyLoss
 from mvp_engine.worker import WorkerGroup, padded
 
 ROWS = padded_batch([3, 6, 1, 5], [4, 2, 7, 1], seed=7)

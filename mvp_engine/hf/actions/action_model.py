@@ -72,6 +72,7 @@ class ActionModel(PackedModel):
     """
 
     model_type = "action_model"
+    plan_facts = "mvp_engine.kit.actions.plan:ActionFacts"
     action_spec: ActionSpec
     _steps: int | None = None  # of the forward that runs
 

@@ -52,6 +52,7 @@ TEXT_OUTPUTS = ("loss", "losses", "log_probs")
 class Pi0Policy(ActionModel):
     """pi0 with transformers' weights and names; exports load with `PI0ForConditionalGeneration`."""
 
+    plan_facts = "mvp_engine.kit.actions.plan:Pi0Facts"
     provides = ("action_losses", "velocity", "actions", *TEXT_OUTPUTS, "hidden_states")
 
     def __init__(self, backbone: Any) -> None:

@@ -165,7 +165,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     prefixes: tuple[str, ...] = ("",)
     heads: list[nn.Module | None] = []
     if isinstance(model, PackedModel):
-        prefixes = ("hf.", "talker.")
+        prefixes = model.adapted
         heads = model.heads()
     params = dict(model.named_parameters())  # a tied weight has its first name only
     linears: dict[str, nn.Linear] = {}

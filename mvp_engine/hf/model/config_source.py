@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mvp_engine import plugins
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.model.attention import config_tree
-from mvp_engine.hf.speech.omni_config import add_undeclared_settings
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, local_folder
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -32,7 +32,7 @@ _LEROBOT_PI0 = {
     "action_expert_variant": "gemma_300m",
     "image_resolution": [224, 224],
 }
-# Keys of multimodal rotary positions: transformers reads them, and warns of them in each config of a talker.
+# Keys of multimodal rotary positions: transformers reads them, and warns of them in each config that declares none.
 _MROPE_KEYS = {"mrope_section", "mrope_interleaved", "interleaved"}
 
 
@@ -53,7 +53,7 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
     else:
         known = _config_of_folder(path)
         settings = known.to_dict()
-    add_undeclared_settings(known)
+    _complete(known)
     changes = {key: value for key, value in overrides.items() if key != "model_type"}
     sizes = {name: changes.pop(name) for name in ACTION_SIZES if name in changes}
     _merge(known, settings, changes, "model.config")
@@ -62,8 +62,13 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
         config = type(known).from_dict(settings)
     except Exception as error:  # noqa: BLE001 - any error: the settings are the user's
         raise UserError(f"model.config does not fit {known.model_type}: {error}") from None
-    add_undeclared_settings(config)
+    _complete(config)
     return config
+
+
+def _complete(config: Any) -> None:
+    for folder_type in plugins.model_folders():
+        folder_type.complete_config(config)
 
 
 def _restore_types() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mvp_engine import plugins
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model import attention
@@ -107,8 +108,9 @@ class LanguageModel(PackedModel):
                 f"{config.model_type} drafts tokens for another model and reads that model's keys and values; "
                 "only models that run by themselves are supported"
             )
-        if config.model_type == "csm":
-            raise UserError("csm speaks and writes no text: set model.type=omni_model")
+        if config.model_type in plugins.without_text():
+            model_type = plugins.folder_type(config)
+            raise UserError(f"{config.model_type} writes no text: set model.type={model_type}")
         if hasattr(config, "thinker_config"):
             model = cls(from_auto(AutoModelForMultimodalLM, config.thinker_config), **options)
             model.whole = WholeFolder(config, {"hf.": "thinker."})

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import RowError, UserError
 from mvp_engine.hf.media.shared_media import encoder_inputs
@@ -100,7 +99,7 @@ def media_inputs(
     """
     inputs: dict[str, Any] = {}
     for kind, media in batch.media.items():
-        if len(media.row_counts) and kind != SPEECH:  # targets of a talker, not inputs
+        if len(media.row_counts) and not media.is_target:
             inputs |= encoder_inputs(base, kind, media, shard)
     has_media = bool(inputs)
     name = type(base).__name__

@@ -238,6 +238,18 @@ def _summary(
     }
 
 
+def names_by_part(model: nn.Module, names: Sequence[str], most: int) -> str:
+    """Names of parameters that train, for a message: first parts that are complete, then at most so many names."""
+    parts = parts_of(model)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    kept = {parts.get(name) for name in trained if name not in names}
+    affected = {parts.get(name) for name in names}
+    whole = [part for part in dict.fromkeys(parts.values()) if part in affected - kept]
+    others = [name for name in names if parts.get(name) not in whole]
+    more = [f"{len(others) - most} more"] if len(others) > most else []
+    return ", ".join([*(f"all of {part}" for part in whole), *others[:most], *more])
+
+
 def table(facts: list[dict[str, Any]]) -> str:
     """`trained_parts` as a text table for the log; empty for a model without parts."""
     if len(facts) == 1:

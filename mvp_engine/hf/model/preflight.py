@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import recorded
 from mvp_engine.errors import UserError
@@ -466,8 +465,10 @@ class MediaPreflight:
 
 
 def _kinds(batch: PackedBatch) -> set[str]:
-    kinds = {kind for kind, media in batch.media.items() if len(media.row_counts)}
-    return kinds - {SPEECH}  # no input of an encoder
+    """The kinds of media that encoders read."""
+    return {
+        kind for kind, media in batch.media.items() if len(media.row_counts) and not media.is_target
+    }
 
 
 def _smallest_rows(batches: list[PackedBatch], kind: str) -> list[PackedBatch]:

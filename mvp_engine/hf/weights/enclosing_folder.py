@@ -108,13 +108,8 @@ def check_folder(model: PackedModel) -> None:
     """Raise for a part of a folder that is not there: an export would have nothing to copy the other parts from."""
     if model.whole is not None and model.source is None:
         kind = model.whole.config.model_type
-        if kind == "csm":
-            raise UserError(
-                "model.config.model_type=csm without model.path: an export copies the codec from the folder. Set "
-                "model.path"
-            )
         raise UserError(
             f"model.config.model_type={kind} without model.path: model.type={model.model_type} trains the thinker, and "
-            f"an export copies the talker and the vocoder from the folder. Set model.path, or "
+            "an export copies the other parts from the folder. Set model.path, or "
             f"model.config.model_type={kind}_thinker"
         )

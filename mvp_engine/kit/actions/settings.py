@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
-from mvp_engine.kit.flow_settings import FlowTimes
+from mvp_engine.kit.flow import FlowTimes
 from mvp_engine.kit.settings import MLLMConfig
 
 

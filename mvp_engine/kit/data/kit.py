@@ -23,7 +23,6 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.weights.export import drop_local_settings
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.left_out import no_rows
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
@@ -66,7 +65,7 @@ class MLLMDataKit(MeasuredSources):
             options=settings.template,
             positions=None if model_config is None else RopePositions.for_config(model_config),
             fields=settings.fields,
-            speech=SpeechTargets.of(settings, model_config, self.cache),
+            row_part=settings.row_part(model_config, self.cache),
         )
         if settings.media_dtype == "bfloat16":
             self.row_encoder.dtype = torch.bfloat16

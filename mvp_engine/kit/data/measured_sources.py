@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,7 +26,6 @@ from mvp_engine.kit.data.left_out import (
     refuse_overlong,
     warn_of_missing_columns,
 )
-from mvp_engine.kit.data.make_codes import make_codes
 from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache, try_locked, write_costs
 from mvp_engine.kit.data.pack.costs import (
     CHUNK_ROWS,
@@ -115,8 +115,8 @@ class MeasuredSources:
     def measure_ahead(self, splits: Iterable[str]) -> bool:
         """Start to measure rows in processes of their own, for which `measured` waits; False: there is nothing to do.
 
-        Errors in rows are those of `measured`. `stop_measuring` ends the processes. Codes of speech come before costs:
-        with `mllm.speech` all is measured here and now.
+        Errors in rows are those of `measured`. `stop_measuring` ends the processes. What a row part prepares comes
+        before costs: with one, all is measured here and now.
         """
         if self._ahead is None:
             own = type(self).measure_source is not MeasuredSources.measure_source
@@ -124,7 +124,7 @@ class MeasuredSources:
             for split in splits:
                 if self.is_stream(split) or own:
                     continue
-                if self.row_encoder.speech is not None:
+                if self.row_encoder.row_part is not None:
                     self.measured(split)
                     continue
                 mixture = self.mixture(split)
@@ -245,7 +245,8 @@ class MeasuredSources:
     def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
         """The costs of the rows of a source."""
         warn_of_missing_columns(name, source, row_format)
-        make_codes(name, source, row_format, self.row_encoder.speech)
+        if self.row_encoder.row_part is not None:
+            self.row_encoder.row_part.prepare(name, source, row_format)
         where = self.cache, self.num_workers, name, self._started
         return measure_costs(source, row_format, self.row_encoder, *where)
 
@@ -343,3 +344,18 @@ class _Source:
         if not self.left:
             write_costs(self.file, self.costs)
             self.lock.close()
+
+
+def repeated(sample: PackedBatch, tokens: int) -> PackedBatch:
+    """About `tokens` tokens of the sample, which is repeated or cut between rows."""
+    copies, rest = divmod(tokens, sample.num_tokens)
+    # Batches that hold the same Media object would share its items.
+    batches = [
+        replace(sample, media={name: replace(item) for name, item in sample.media.items()})
+        for _ in range(copies)
+    ]
+    ends = np.cumsum(sample.host_lengths)
+    rows = int(np.searchsorted(ends, rest, side="right"))
+    if rows or not batches:
+        batches.append(sample.select(list(range(max(1, rows)))))
+    return PackedBatch.concat(batches)

@@ -98,7 +98,7 @@ class DataSource(Section):
             self.media_tags,
             data.fields,
             data.prompt_only,
-            data.speech is not None,
+            data.targets,
             data.limits.text_characters,
             data.limits.allow_outside is None and self.is_downloaded,
         )
@@ -142,7 +142,7 @@ def _with_layout(source: DataSource) -> DataSource:
     if layout is None:
         return source
     # Here: it imports torch, which a config does not need.
-    from mvp_engine.hf.weights.hub_datasets import folder_files
+    from mvp_engine.hf.weights.hub import folder_files
 
     files = folder_files(*layout, source.split)
     update = {"path": files, "name": source.label, "root": source.root or str(layout[0])}
@@ -169,26 +169,12 @@ def _hub_layout(path: str | list[str]) -> tuple[Path, list[str]] | None:
 
 def _local_files(paths: list[str], split: str) -> list[str]:
     # Here: it imports torch, which a config does not need.
-    from mvp_engine.hf.weights.hub_datasets import dataset_files
+    from mvp_engine.hf.weights.hub import dataset_files
 
     found: list[str] = []
     for path in paths:
         found += dataset_files(path, split) if path.startswith(HUB) else [path]
     return found
-
-
-class SpeechData(Section):
-    """Audio in assistant turns as targets of a model that speaks (`model.type=omni_model`)."""
-
-    codec: str | None = None
-    """The codec that makes codes of sounds: the folder of Mimi or of a ResidualKMeans, or `file.py:Class` with a Codec
-    of your own; null: the rows have codes."""
-    books: Count = 16
-    """Codebooks that the model speaks; of a codec that has more, the first ones."""
-    require: bool = False
-    """Whether an assistant turn with loss and without a sound is a bad row; false: it is learnt as text alone."""
-    min_rate: Count | None = None
-    """The lowest sampling rate of sounds; others are bad rows. null: half of the codec's."""
 
 
 class MLLMData(Section):
@@ -214,8 +200,6 @@ class MLLMData(Section):
     answer of other rows, too, as prompts of rollouts need it; all columns reach the reward."""
     pairs: bool = False
     """Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat."""
-    speech: SpeechData | None = None
-    """Learn to speak the audio of assistant turns; null: rows with such audio are bad."""
     limits: Limits = Limits()
     """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
@@ -232,6 +216,15 @@ class MLLMData(Section):
     """Independent packers of each rank that share the streams; at most this many workers are used."""
     cache: str | None = None
     """The folder of the cached row costs; null: mvp_engine/data in the user's cache folder."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Kinds of media in assistant turns that the model learns to predict; in other turns they are inputs."""
+        return ()
+
+    def row_part(self, model_config: Any, cache: Path) -> Any:
+        """The `RowPart` of a kit, which encodes targets for a model; None without any."""
+        return None
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -284,10 +277,6 @@ class MLLMData(Section):
                         f"columns: {{{old}: {new}}}: nothing reads a column {new}; "
                         f"choose one of {', '.join(sorted(known))}"
                     )
-        if self.speech is not None and self.pairs:
-            raise ValueError(
-                "mllm.speech: sounds of preference pairs are not supported; set mllm.pairs=false"
-            )
         if self.micro_batch_tokens == "auto":
             self._check_auto()
         elif isinstance(self.global_batch_tokens, int) and (

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.optim.kit import OptimKit
     from mvp_engine.kit.optim.optimizer import KitOptimizer
     from mvp_engine.kit.optim.settings import OptimSettings
-else:  # the sections of configs are here too, and `mvp config show` imports no torch
+else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
 __all__ = ["KitOptimizer", "OptimKit", "OptimSettings"]

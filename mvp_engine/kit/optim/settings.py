@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Count, Optim
 
+STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
+
 
 class OptimSettings(Optim):
     """The engine's `optim` section and the keys of this kit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ def _join_dummies(
 
 
 def _drop_dummy_outputs(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
 ) -> Any:
     for one in (*args, *kwargs.values()):
         if isinstance(one, _JoinedBatch):
@@ -154,19 +155,21 @@ def _drop_dummy_outputs(
             if any(name.startswith(MODEL_FIELDS) for name in one.sequence_fields):
                 # Outputs of an action model are per token or per sequence; a prefix has more than one token.
                 kept_of = {one.num_sequences: one.num_real_sequences, **kept_of}
-            return _cut(outputs, kept_of)
+            return _cut(outputs, kept_of, getattr(model, "drops_dummies", ()))
     return outputs
 
 
-def _cut(outputs: Any, kept_of: dict[int, int]) -> Any:
-    """Outputs without those of dummies, by length. The backward of a slice is zeros, never a product with 0 * inf."""
+def _cut(outputs: Any, kept_of: dict[int, int], whole: Sequence[str] = ()) -> Any:
+    """Outputs without those of dummies, by length; those named in `whole` as they are.
+
+    The backward of a slice is zeros, never a product with 0 * inf.
+    """
     if isinstance(outputs, Tensor):
         kept = kept_of.get(len(outputs)) if outputs.ndim else None
         return outputs if kept is None else outputs[:kept]
     if isinstance(outputs, dict):  # also transformers' ModelOutput
         cut_values = {
-            # Outputs of speech are per frame; their model drops those of dummies.
-            name: outputs[name] if name.startswith("speech_") else _cut(outputs[name], kept_of)
+            name: outputs[name] if name in whole else _cut(outputs[name], kept_of)
             for name in outputs
         }
         return type(outputs)(**cut_values)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import without_labels
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
@@ -218,7 +217,8 @@ def _smallest(batches: list[Any], kind: str) -> PackedBatch | None:
         return None
     smallest = _smallest_of(found, kind)
     labels = torch.full_like(smallest.labels, IGNORE)
-    return dataclasses.replace(smallest, labels=labels, media=without_labels(smallest.media))
+    media = {name: items.without_labels() for name, items in smallest.media.items()}
+    return dataclasses.replace(smallest, labels=labels, media=media)
 
 
 def _smallest_of(samples: list[PackedBatch], kind: str) -> PackedBatch:

@@ -78,7 +78,10 @@ def saved_dummies(dummies: Mapping[str, PackedBatch]) -> dict[str, Any]:
     """Tensors and dicts of them, by media kind."""
     saved: dict[str, Any] = {}
     for kind, batch in dummies.items():
-        media = {name: _plain(one, _OF_MEDIA) for name, one in batch.media.items()}
+        media = {
+            name: {**_plain(one, _OF_MEDIA), "label_column": one.label_column}
+            for name, one in batch.media.items()
+        }
         saved[kind] = {**_plain(batch, _OF_BATCHES), "media": media}
     return saved
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.speech.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import (
     Placeholder,
@@ -29,12 +28,13 @@ from mvp_engine.kit.data.encode.placeholders import (
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.encode.sequences import (
+    TARGET,
     EncodedSequence,
     FullSequence,
+    RowPart,
     same_items,
     total_tokens,
 )
-from mvp_engine.kit.data.encode.speech_targets import SPEECH, SpeechTargets
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
 from mvp_engine.kit.data.read.limits import Limits
@@ -65,7 +65,7 @@ class RowEncoder:
         options: Mapping[str, Any] | None = None,
         positions: Positions | None = None,
         fields: Mapping[str, FieldType] | None = None,
-        speech: SpeechTargets | None = None,
+        row_part: RowPart | None = None,
     ) -> None:
         """`overlong` is "drop", "truncate", "shrink" or "error"; `options` are the template's.
 
@@ -78,7 +78,7 @@ class RowEncoder:
         self.pairs = pairs
         self.positions = positions
         self.fields = dict(fields or {})
-        self.speech = speech
+        self.row_part = row_part
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -119,7 +119,7 @@ class RowEncoder:
             repr(sorted(renderer.options.items())),
             repr((self.pairs, self.media.limits)),
             processor,
-            "" if self.speech is None else self.speech.fingerprint,
+            "" if self.row_part is None else self.row_part.fingerprint,
         ]
         return hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
 
@@ -144,21 +144,21 @@ class RowEncoder:
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
             sides.append(self._rejected_side(row, root, decode, sides[0]))
-        if self.speech is not None:
-            sides = [self.speech.with_turns(sides[0], row, root)]
+        if self.row_part is not None:
+            targets = self.row_part.read(row, root)
+            sides = [self._with_targets(sides[0], targets)]
         total = total_tokens(sides)
         if not fit or total <= self.max_tokens:
             return [side.encoded() for side in sides]
-        if self.overlong == "truncate" and not sides[0].spoken:  # of speech no end would be learnt
+        if self.overlong == "truncate" and not sides[0].targets:  # their end would not be learnt
             return self._truncate(sides)
         if self.overlong == "shrink":
             sides = self._shrink(sides, total)
             if total_tokens(sides) <= self.max_tokens:
                 return [side.encoded() for side in sides]
-        talker = sides[0].talker_positions
         detail = f"{total} tokens; {self.max_tokens} are allowed"
-        if talker:
-            detail += f" ({talker} of them are positions of the talker)"
+        if self.row_part is not None and sides[0].target_positions:
+            detail += f" ({sides[0].target_positions} of them are {self.row_part.positions})"
         raise BadRow("overlong", detail)
 
     def _rejected_side(
@@ -247,12 +247,15 @@ class RowEncoder:
         smaller = []
         for side in sides:
             side_infos = [next(shrunk) for _ in side.infos]
-            shrunk_side = FullSequence(side.rendered, side.parts, side_infos, spoken=side.spoken)
-            smaller.append(self._counted(self._tokenize(shrunk_side)))
+            shrunk_side = self._tokenize(FullSequence(side.rendered, side.parts, side_infos))
+            smaller.append(self._with_targets(shrunk_side, side.targets))
         return smaller
 
-    def _counted(self, side: FullSequence) -> FullSequence:
-        return side if self.speech is None else self.speech.counted(side)
+    def _with_targets(self, side: FullSequence, targets: Sequence[Any]) -> FullSequence:
+        if self.row_part is None or not targets:
+            return side
+        count = self.row_part.num_positions(side.tokens.ids, targets)
+        return replace(side, targets=targets, target_positions=count)
 
     def _shrink_infos(self, infos: Sequence[MediaInfo], total: int) -> list[MediaInfo]:
         """Each item in the same proportion, so that the row fits. Audio cannot shrink."""
@@ -292,7 +295,9 @@ class RowEncoder:
 
     def media_names(self, kinds: Iterable[str]) -> frozenset[str]:
         """The keys that items of these kinds have in `PackedBatch.media`."""
-        names = {**self.media.runner.value_names, SPEECH: SPEECH}
+        names = dict(self.media.runner.value_names)
+        if self.row_part is not None:
+            names[TARGET] = self.row_part.name
         return frozenset(names[kind] for kind in kinds)
 
     def load(
@@ -316,7 +321,7 @@ class RowEncoder:
             numbers = {**side.fields, **self._with_side(fields, sign), "media_end": media_end}
             ids = torch.tensor(side.ids)
             loss = torch.tensor(side.loss)
-            batches.append(self._batch(ids, loss, media, numbers, side.spoken))
+            batches.append(self._batch(ids, loss, media, numbers, side.targets))
         return batches
 
     def _load_media(self, side: EncodedSequence, root: Path) -> dict[str, Media]:
@@ -351,14 +356,14 @@ class RowEncoder:
         loss: Tensor,
         media: dict[str, Media],
         fields: Mapping[str, float],
-        spoken: Sequence[SpokenTurn] = (),
+        targets: Sequence[Any] = (),
     ) -> PackedBatch:
         types = self.media.token_types(ids, loss)
         positions = torch.arange(len(ids))
         if self.positions is not None:
             positions = self.positions(ids, {**self.media.mm_types(ids), **types}, media)
-        if self.speech is not None:
-            media = {**media, SPEECH: self.speech.plan(ids, positions, spoken)}
+        if self.row_part is not None:
+            media = {**media, self.row_part.name: self.row_part.media(ids, positions, targets)}
         return PackedBatch.from_sequences(
             [ids],
             [loss],

@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from mvp_engine.data.batch import Media
-from mvp_engine.hf.speech.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
 from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
+from mvp_engine.kit.data.read.sources import Source
+
+TARGET = "target"  # the kind of media that a row part adds, where kinds of media are listed
+
+
+class RowPart(ABC):
+    """What a kit adds to rows: targets in assistant turns (`Message.target`), as media that a model predicts.
+
+    The row encoder calls it for every row. It is pickled to worker processes.
+    """
+
+    name: str  # its key in `PackedBatch.media`
+    positions: str  # what its positions are called, where a row has too many
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What the cost of a row depends on."""
+
+    def prepare(self, name: str, source: Source, row_format: RowFormat) -> None:
+        """Make what the rows of a source need, before their costs are measured."""
+        return
+
+    @abstractmethod
+    def read(self, row: Row, root: Path) -> Sequence[Any]:
+        """The targets of a row, empty without any. Raises BadRow."""
+
+    @abstractmethod
+    def num_positions(self, ids: list[int], targets: Sequence[Any]) -> int:
+        """What targets cost in a pack, next to the tokens `ids` of their sequence. Raises BadRow."""
+
+    @abstractmethod
+    def media(self, ids_T: Tensor, positions: Tensor, targets: Sequence[Any]) -> Media:
+        """The targets of one sequence, for a batch. Raises BadRow."""
+
+    def facts(self, sequence: EncodedSequence) -> dict[str, Any]:
+        """What `mvp data inspect` shows of targets: entries of the extension point `inspect`."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -28,13 +71,13 @@ class EncodedSequence:
     spans: list[Span]  # the tokens of each item, with those that enclose it
     media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers of the row
-    spoken: Sequence[SpokenTurn] = ()
-    talker_positions: int = 0  # of the spoken turns
+    targets: Sequence[Any] = ()  # of the row part
+    target_positions: int = 0
 
     @property
     def num_positions(self) -> int:
-        """What the sequence costs in a pack: its tokens, and the talker's positions."""
-        return len(self.ids) + self.talker_positions
+        """What the sequence costs in a pack: its tokens, and the positions of its targets."""
+        return len(self.ids) + self.target_positions
 
     def shares_media(self, other: EncodedSequence) -> bool:
         """Whether both have the same items, of the same sizes."""
@@ -51,8 +94,8 @@ class FullSequence:
     tokens: TokenizedText = field(default_factory=lambda: TokenizedText([], [], []))
     expansions: list[str] = field(default_factory=list)
     media: dict[str, Media] | None = None
-    spoken: Sequence[SpokenTurn] = ()
-    talker_positions: int = 0
+    targets: Sequence[Any] = ()  # of the row part
+    target_positions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,8 +115,8 @@ class FullSequence:
             self.expansions,
             [place.outer for place in self.tokens.media],
             self.media,
-            spoken=self.spoken,
-            talker_positions=self.talker_positions,
+            targets=self.targets,
+            target_positions=self.target_positions,
         )
 
     def truncated(self, max_tokens: int) -> EncodedSequence:
@@ -109,5 +152,5 @@ def same_items(ones: Sequence[Part], others: Sequence[Part]) -> bool:
 
 
 def total_tokens(sequences: Sequence[FullSequence]) -> int:
-    """The tokens of all sides of a row, and the talker's positions."""
-    return sum(sequence.num_tokens + sequence.talker_positions for sequence in sequences)
+    """The tokens of all sides of a row, and the positions of targets."""
+    return sum(sequence.num_tokens + sequence.target_positions for sequence in sequences)

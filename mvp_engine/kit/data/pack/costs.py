@@ -23,7 +23,7 @@ import numpy as np
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.speech_targets import SPEECH
+from mvp_engine.kit.data.encode.sequences import TARGET
 from mvp_engine.kit.data.pack.cost_cache import (
     ROW_RECORD,
     Costs,
@@ -44,7 +44,7 @@ CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
 
-MEDIA_BITS = {"image": 1, "video": 2, "audio": 4, SPEECH: 8}  # of cached files: never change them
+MEDIA_BITS = {"image": 1, "video": 2, "audio": 4, TARGET: 8}  # of cached files: never change them
 # The cost of one row: (tokens, encoder work, media bits), or (reason, detail) of a bad row.
 RowCost = tuple[int, int, int] | tuple[str, str]
 
@@ -116,7 +116,7 @@ class Measure:
             parts: list[Part] = []
             for message in chain(parsed.messages, parsed.rejected):
                 parts += [part for part in message.parts if part.kind in MEDIA]
-            targets = [message.speech for message in parsed.messages if message.speech]
+            targets = [message.target for message in parsed.messages if message.target]
             limits = self.row_encoder.media.limits
             key = row_key(raw, [*parts, *targets], self.sizes, limits, self.source.root)
             return _ReadRow(row, raw if isinstance(raw, ParsedRow) else parsed, key, parts)
@@ -131,8 +131,8 @@ class Measure:
             sides = self.row_encoder.encode(read.content, self.format, self.source.root, self.fit)
             tokens = sum(side.num_positions for side in sides)
             kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
-            if any(side.spoken for side in sides):
-                kinds.add(SPEECH)
+            if any(side.targets for side in sides):
+                kinds.add(TARGET)
             media = sum(MEDIA_BITS[kind] for kind in kinds)
             if isinstance(read.content, Row):
                 media += null_bits(read.content)

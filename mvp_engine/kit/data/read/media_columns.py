@@ -18,14 +18,15 @@ reads. In answers all of them are text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from mvp_engine import plugins
 from mvp_engine.errors import count
 from mvp_engine.kit.data.read.messages import FROM_COLUMN, check_media_value
 from mvp_engine.kit.data.read.row_format import Columns
-from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part, SpeechCodes
+from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Codes, Message, Part
 
 
 def read_media_columns(row: Mapping[str, Any]) -> dict[str, list[Part]]:
@@ -190,48 +191,21 @@ def _roles_with_tags(places: Places, kind: str, items: int) -> set[str]:
     )
 
 
-# Audio in an assistant's turn: a target, the sound that the model learns to speak. It is no input.
-#
-# So it is taken out of the turn's content, which the chat template renders. The thinker reads and learns the text
-# alone.
+def take_targets(messages: Sequence[Message], targets: Collection[str]) -> list[Message]:
+    """The messages with media that the model predicts as the `target` of assistant turns, not as a part of them.
 
-
-def take_speech(messages: Sequence[Message], is_target: bool) -> list[Message]:
-    """The messages with the audio of assistant turns as their `speech`; a bad row unless audio `is_target`."""
+    `targets` are the kinds that the model of this training predicts. Kits say what the others are, by kind.
+    """
     found = []
     for index, message in enumerate(messages):
-        if message.role == "assistant":
-            message = _with_speech(message, index, is_target)
-        elif any(isinstance(part.value, SpeechCodes) for part in message.parts):
+        kinds = {part.kind for part in message.parts} if message.role == "assistant" else set()
+        for kind in sorted(kinds & plugins.names("target").keys()):
+            message = plugins.load("target", kind)(message, index, kind in targets)
+        if any(isinstance(part.value, Codes) for part in message.parts):
             raise BadRow(
                 "bad_media",
-                f"message {index} ({message.role}) has codes, which only an assistant speaks: give its audio",
+                f"message {index} ({message.role}) has codes, which only an assistant may have, and a model that "
+                "predicts them: give the audio itself",
             )
         found.append(message)
     return found
-
-
-def _with_speech(message: Message, index: int, is_target: bool) -> Message:
-    audio = [part for part in message.parts if part.kind == "audio"]
-    if not audio:
-        return message
-    if not is_target:
-        raise BadRow(
-            "speech_target",
-            f"message {index} (assistant) has audio, which the model would have to speak: train with "
-            "model.type=omni_model and set mllm.speech; or remove the audio; or, if it is an input, move it into "
-            "a user's turn",
-        )
-    if len(audio) > 1:
-        raise BadRow(
-            "speech_count",
-            f"message {index} (assistant) has {count(len(audio), 'sound')}; a turn speaks one: join them, or split "
-            "the turn",
-        )
-    if not message.text.strip():
-        raise BadRow(
-            "speech_text",
-            f"message {index} (assistant) has a sound, but no text: the talker reads the text that it speaks",
-        )
-    others = tuple(part for part in message.parts if part.kind != "audio")
-    return replace(message, parts=others, speech=audio[0])

@@ -13,9 +13,9 @@ from mvp_engine.kit.data.read.row_types import (
     MEDIA,
     ROLES,
     BadRow,
+    Codes,
     Message,
     Part,
-    SpeechCodes,
 )
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
@@ -239,7 +239,7 @@ def _read_media_block(name: str, fields: dict[str, Any], where: str) -> Part:
             value = _data_uri(kind, data)
         fields |= inner
     if kind == "audio" and fields.get("codes") is not None:
-        return Part(kind, SpeechCodes(fields.pop("codes")), fields)
+        return Part(kind, Codes(fields.pop("codes")), fields)
     if value is None:
         return Part(kind, FROM_COLUMN, fields)
     return Part(kind, check_media_value(kind, value, where), fields)

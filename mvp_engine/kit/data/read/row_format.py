@@ -26,7 +26,7 @@ class RowFormat:
     fields: Mapping[str, FieldType] = field(default_factory=dict)  # columns of numbers
     # True: rows need no answer. "always": the answers that they have are left out.
     prompt_only: bool | Literal["always"] = False
-    speech: bool = False  # audio of assistant turns is a target (`mllm.speech`)
+    targets: tuple[str, ...] = ()  # media of assistant turns that the model predicts
     max_text: int = Limits.text_characters
     downloaded: bool = False  # media may not be paths that lead out of the dataset's folder
 

@@ -32,8 +32,8 @@ class BadRow(Exception):
         return f"{self.reason}: {self.detail}"
 
 
-class SpeechCodes(NamedTuple):
-    """The value of an audio part that gives codes of a codec in place of a sound: lists, an array or a .npy file."""
+class Codes(NamedTuple):
+    """The value of a media part that is given as discrete codes: lists, an array or a .npy file."""
 
     codes: Any
 
@@ -60,7 +60,7 @@ class Message:
     loss: bool | None = None  # None: the default, by which assistant turns carry loss
     # tool_calls, name, ...: passed to the chat template unchanged.
     extra: Mapping[str, Any] = field(default_factory=dict)
-    speech: Part | None = None  # of an assistant turn: the sound that the model learns to speak
+    target: Part | None = None  # of an assistant turn: media that the model learns to predict
 
     @property
     def text(self) -> str:

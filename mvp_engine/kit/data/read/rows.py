@@ -30,7 +30,7 @@ from mvp_engine.kit.data.read.media_columns import (
     count_places,
     fill_placeholders,
     read_media_columns,
-    take_speech,
+    take_targets,
 )
 from mvp_engine.kit.data.read.media_names import media_kind
 from mvp_engine.kit.data.read.media_source import file_of, path_escape
@@ -113,7 +113,7 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     media = [key for key in unused if key in _MEDIA_COLUMNS]
     if media:
         raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
-    if not format.drops_answers and not row.media() and not any(m.speech for m in row.messages):
+    if not format.drops_answers and not row.media() and not any(m.target for m in row.messages):
         refuse_unread_media(columns, unused)
     nulls = format.null_columns(raw)
     kinds = set[str]()
@@ -157,8 +157,8 @@ def _refuse_empty_prompt(row: Row) -> None:
 
 def _refuse_paths_outside(row: Row) -> None:
     rejected = replace(row, messages=row.rejected)
-    spoken = [message.speech for message in row.messages if message.speech]
-    for part in (*row.media(), *rejected.media(), *spoken):
+    targets = [message.target for message in row.messages if message.target]
+    for part in (*row.media(), *rejected.media(), *targets):
         for value in part.value if isinstance(part.value, list | tuple) else [part.value]:
             path = file_of(value) or ""
             if path.startswith("file://") or not is_inside(path):
@@ -375,7 +375,7 @@ class _Reader:
             self._check_label()
         self._check_object_tags(messages)
         messages = fill_placeholders(messages, self.columns, self.format.media_tags)
-        messages = take_speech(messages, self.format.speech)
+        messages = take_targets(messages, self.format.targets)
         row = Row(messages=tuple(messages), tools=tuple(tools), prompt_only=prompt_only)
         if "rejected_response" not in self.columns or self.format.drops_answers:
             return row

@@ -1,0 +1,1 @@
+"""Losses that compare answers or models, with their engines: preferences, reward models, distillation, contrast."""

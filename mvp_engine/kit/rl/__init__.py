@@ -1,0 +1,50 @@
+"""Reinforcement learning by one controller: prompts, rollouts, rewards, advantages, updates."""
+
+from typing import TYPE_CHECKING
+
+from mvp_engine.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.rl.engine import RLEngine
+    from mvp_engine.kit.rl.policy import (
+        PolicyLoss,
+        ValueLoss,
+        advantage_fields,
+        gae,
+        group_advantages,
+        has_signal,
+        kl_penalty,
+        reinforce_pp,
+        spread,
+        token_rewards,
+        whiten,
+    )
+    from mvp_engine.kit.rl.prompts import Prompt
+    from mvp_engine.kit.rl.rewards import Answer
+    from mvp_engine.kit.rl.rollout import Rollout, Sample, Sampling
+    from mvp_engine.kit.rl.settings import ALGORITHMS, Algorithm, RLConfig
+else:  # configs name `RLConfig`, and `mvp config CONFIG` imports no torch
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Answer",
+    "PolicyLoss",
+    "Prompt",
+    "RLConfig",
+    "RLEngine",
+    "Rollout",
+    "Sample",
+    "Sampling",
+    "ValueLoss",
+    "advantage_fields",
+    "gae",
+    "group_advantages",
+    "has_signal",
+    "kl_penalty",
+    "reinforce_pp",
+    "spread",
+    "token_rewards",
+    "whiten",
+]

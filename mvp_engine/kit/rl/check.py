@@ -1,0 +1,131 @@
+"""The stage `rollouts` of `mvp check`: rewards that cannot teach anything, completions that are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from mvp_engine.engine.hooks import StageResult
+from mvp_engine.errors import count
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.rl.prompts import Prompt
+from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.kit.rl.settings import ALGORITHMS
+from mvp_engine.log.format import number
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.rl.engine import RLEngine
+
+ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "output")
+OWN_ANSWERS = 16  # rows whose own answers are scored
+FEW_FINISHED = 0.5  # of the completions that end by themselves
+LONG_REWARDS = 0.5  # of the step time
+LONG_REWARD_SECONDS = 1.0
+METRICS = ("reward", "length", "finished", "with_signal", "gap", "reward_errors")
+
+
+def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResult:
+    """Rewards and completions of the steps, and the rewards of the rows' own answers."""
+    timed = [record["perf"] for record in records[1:] or records]
+    seconds = {}
+    for name in ("generate", "reward", "update"):
+        seconds[name] = mean(perf.get(f"{name}_s", 0.0) for perf in timed)
+    facts: dict[str, Any] = {name: [record.get(name) for record in records] for name in METRICS}
+    facts["gap_by_modality"] = _largest_gaps(records)
+    facts["own_answers"] = _own_answer_reward(engine)
+    facts["seconds"] = seconds
+    rewards = " ".join(number(value) for value in facts["reward"])
+    return StageResult(f"rewards {rewards}", facts, _figures(facts), _warnings(engine, facts))
+
+
+def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest mean gap between sampler and trainer of each modality, as text or image."""
+    largest: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("gap/") and value is not None:
+                kind = name.removeprefix("gap/")
+                largest[kind] = max(value, largest.get(kind, 0.0))
+    return largest
+
+
+def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    figures = [("rewards", " ".join(number(value) for value in facts["reward"]))]
+    if facts["own_answers"] is not None:
+        figures.append(("", f"{number(facts['own_answers'])} for the rows' own answers"))
+    seconds = [f"{name} {number(value)} s" for name, value in facts["seconds"].items()]
+    figures.append(("rollouts", f"{number(facts['length'][-1])} tokens each; {', '.join(seconds)}"))
+    gaps = [f"{kind} {number(gap)}" for kind, gap in facts["gap_by_modality"].items()]
+    if gaps:
+        figures.append(("gap", f"{', '.join(gaps)} between sampler and trainer at most"))
+    return figures
+
+
+def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
+    config = engine.config
+    warnings = []
+    rewards = [value for value in facts["reward"] if value is not None]
+    if ALGORITHMS[config.rl.algorithm].has_groups and not any(facts["with_signal"]):
+        warnings.append(
+            f"all completions of each prompt have the same reward in {count(len(rewards), 'step')} (mean "
+            f"{number(mean(rewards) if rewards else None)}): nothing can be learnt from them. Does the reward read the "
+            "right column? Is the task too hard or too easy for this policy (a short SFT first, other rows)?"
+        )
+    own = facts["own_answers"]
+    if own is not None and rewards and own < mean(rewards):
+        warnings.append(
+            f"the rows' own answers have the mean reward {number(own)}, less than the completions of the policy "
+            f"({number(mean(rewards))}): is the sign of the reward wrong, or does it compare other text?"
+        )
+    seconds = facts["seconds"]
+    share = seconds["reward"] / max(sum(seconds.values()), 1e-9)
+    is_long = share > LONG_REWARDS and seconds["reward"] > LONG_REWARD_SECONDS
+    if is_long and config.reward.model is None:
+        warnings.append(
+            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers}), which may "
+            "be more than the cores where a reward waits for something else"
+        )
+    finished = [value for value in facts["finished"] if value is not None]
+    if finished and mean(finished) < FEW_FINISHED:
+        warnings.append(
+            f"{1 - mean(finished):.0%} of the completions were cut after rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens}: raise it, or train the policy to stop (SFT)"
+        )
+    return warnings
+
+
+def _own_answer_reward(engine: RLEngine) -> float | None:
+    """The mean reward of the answers that rows have themselves; None without any."""
+    dataset: Any = engine.feed.loader.dataset  # type: ignore[attr-defined]
+    prompts: list[Prompt] = []
+    samples: list[Sample] = []
+    for index in range(min(len(dataset), OWN_ANSWERS)):
+        prompt = dataset[index]
+        if not isinstance(prompt, Prompt):
+            continue
+        which = int(dataset.rows[index][0])
+        text = _own_answer(prompt.row, dataset.formats[which])
+        if text is None:
+            continue
+        tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
+        tokens += engine.data.eos_token_ids[-1:]
+        samples.append(Sample(len(prompts), tokens, [0.0] * len(tokens), 0, "stop"))
+        prompts.append(prompt)
+    rewards = engine.rewards(prompts, samples) if prompts else []
+    values = [reward.value for reward in rewards if reward.value is not None]
+    return mean(values) if values else None
+
+
+def _own_answer(row: dict[str, Any], format: RowFormat) -> str | None:
+    """The answer that the data kit leaves out of the prompt, or a column that is probably one."""
+    try:
+        messages = read_row(row, replace(format, prompt_only=False)).messages
+        if messages and messages[-1].role == "assistant":
+            return messages[-1].text
+    except BadRow:
+        pass
+    found = [row[name] for name in ANSWER_COLUMNS if isinstance(row.get(name), str | int)]
+    return str(found[0]) if found else None

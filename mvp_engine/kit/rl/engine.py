@@ -1,0 +1,507 @@
+"""RLEngine: an MLLMEngine that learns from rewards. One controller process drives models in worker groups.
+
+One step: prompts, samples by the rollout, rewards, advantages, updates. Run folder, log, guard, signals, checkpoints
+and resume are those of every Engine; the models are in `ModelGroups`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvp_engine.checkpoint.manager import recover
+from mvp_engine.config.schema import Config, Parallel
+from mvp_engine.data import derived_seed
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import World
+from mvp_engine.engine import StepContext
+from mvp_engine.engine.hooks import CheckStage
+from mvp_engine.engine.meter import Meter
+from mvp_engine.errors import UserError, count
+from mvp_engine.kit.data import MLLMDataKit
+from mvp_engine.kit.decoding import Decoding
+from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.kit.rl.check import rollout_stage
+from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
+from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
+from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
+from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
+from mvp_engine.kit.rl.rollout import (
+    PackedRollout,
+    Rollout,
+    Sample,
+    Sampling,
+    check_mean_gap,
+    measure_gap,
+    rollout_batch,
+)
+from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections, rollouts_html
+from mvp_engine.kit.rl.server_rollout import server_rollout
+from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
+from mvp_engine.model_engine import StepNumbers, precision_on
+from mvp_engine.model_engine.fsdp.parallelize import freeze
+from mvp_engine.model_engine.optim import parameter_groups
+from mvp_engine.report import write_report
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.worker.errors import WorkerDied
+
+# RLMeter: a Meter that also says what the steps of an RL training spend their time on.
+
+
+class RLMeter(Meter):
+    evaluation_keys = "evaluation.samples"
+
+    def __init__(self, world: World, folder: Path, step: int) -> None:
+        super().__init__(world, folder, step)
+        self.seconds: dict[str, float] = {}
+        # Bytes of the rank that has most: the controller itself holds no model.
+        self.peak_memory = 0
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """A context whose time is logged as `<name>_s` per step."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def peak(self) -> int:
+        return self.peak_memory or super().peak()
+
+    def read(
+        self, totals: dict[str, float], waited: float, remaining_steps: int | None
+    ) -> dict[str, float]:
+        steps = max(1, self.steps)
+        spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        if self.peak_memory:
+            spent["memory_gib"] = self.peak_memory / 2**30
+        return {**super().read(totals, waited, remaining_steps), **spent}
+
+
+NO_SIGNAL_STEPS = 20
+CARD_KEYS = ["rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl"]
+CARD_KEYS += ["rollout.max_new_tokens", "rollout.temperature"]
+
+
+class RLEngine(MLLMEngine):
+    config_class: type[Config] = RLConfig
+    config: RLConfig
+    title = "What the policy answers"
+    batch_unit = "prompt"
+    batch_size_keys = ("rl.prompts",)
+    trains_in_process = False
+    planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
+    model_engine: ModelGroups  # type: ignore[assignment]
+    meter: RLMeter
+    _no_signal = 0  # steps in a row
+
+    def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
+        if world.size > 1:
+            raise UserError(
+                f"RL has one controller, and {world.size} ranks were started. Leave out --nproc; the ranks of the "
+                f"model are workers.where=spawn groups.actor.ranks={world.size}"
+            )
+        # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
+        self.precision = precision_on(world.device, config.loop.precision)
+        self.model_device = world.device
+        completions = count(config.rl.group, "completion")
+        updates = count(config.rl.updates, "optimizer step")
+        self.batch_division = f"with {completions} each, in {updates}"
+        if config.workers.where != "local":
+            world = dataclasses.replace(world, device=torch.device("cpu"))
+        super().__init__(config, world, *args, **kwargs)
+
+    def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
+        """The reward of a completion; `row` is the raw row of its prompt. Of several numbers, the sum is the reward.
+
+        An engine that does not define it has the scores of `reward.model` alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define reward(row, answer)")
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.config.groups.actor.parallel.with_timeout(self.config.parallel.timeout)
+
+    # ---- What commands ask ----------------------------------------------------------------------------------------
+
+    def describe_layout(self) -> str:
+        return f"{self.config.groups.actor.ranks or 1} x {self.model_device.type}"
+
+    def describe_training(self) -> dict[str, Any]:
+        method = f"reinforcement learning ({self.config.rl.algorithm}; {{how}})"
+        return {"method": method, "headline": "reward", "keys": CARD_KEYS}
+
+    @property
+    def samples_per_step(self) -> float | None:
+        return self.global_batch_size * self.config.rl.group
+
+    def check_stages(self) -> Mapping[str, CheckStage]:
+        return {"rollouts": partial(rollout_stage, self)}
+
+    @classmethod
+    def check_command(cls, config: RLConfig, command: str, run: Path | None, step: int) -> None:
+        where = config.workers.where
+        if command == "replay":
+            raise UserError(
+                f"mvp check: {run} is an RL run, whose models are in other processes. The prompts of step {step} "
+                "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
+            )
+        if where != "local" or run is not None:
+            raise UserError(
+                f"mvp profile measures its own process, and workers.where={where} has the models in others: set "
+                "workers.where=local and leave out groups.actor.ranks; and steps of an RL run (--step) cannot be "
+                "repeated"
+            )
+
+    # ---- Parts ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def data_kit(cls, config: RLConfig) -> MLLMDataKit:  # type: ignore[override]
+        mllm = prompt_settings(config.mllm, config.rollout.max_new_tokens)
+        return super().data_kit(config.model_copy(update={"mllm": mllm}))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Prompts in one step."""
+        return self.config.rl.prompts
+
+    def prepare_dataloader(self, split: str) -> PromptLoader:
+        return prompt_loader(
+            self.data,
+            split,
+            prompts=self.config.rl.prompts,
+            seed=self.config.seed,
+            folder=self.run.dir,
+        )
+
+    def prepare_rollout(self) -> Rollout:
+        """The sampler that `rollout.backend` names."""
+        settings = self.config.rollout
+        if settings.backend == "packed":
+            group = self.model_engine.sampler or self.model_engine.actor
+            return PackedRollout(group, budget=self.config.budget)
+        model: Any = self.model
+        return server_rollout(settings, folder=self.run.dir, banned=model.placeholders)
+
+    @cached_property
+    def learner(self) -> Learner:
+        return Learner(self.config, self.model_engine)
+
+    def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
+        self.model = self.prepare_model()  # on the meta device: its parts, for logs and reports
+        freeze(self.model, self.config.model.freeze)
+        side_files = self.run.dir / "processor"
+        device = self.model_device
+        groups = ModelGroups(self.config, self.precision, self.total_steps, side_files, device)
+        if self._training:
+            groups.param_groups = parameter_groups(self.model, self.config.optim)
+        return self._closing.enter_context(closing(groups))
+
+    def _open_rewards(self) -> None:
+        """Before the models: the processes of rewards are forked from this one."""
+        settings = self.config.reward
+        compute = None if type(self).reward is RLEngine.reward else self.reward
+        if settings.model is not None:
+            check_reward_model(settings.model, self.tokenizer)
+        elif compute is None:
+            raise UserError(
+                f"{type(self).__name__} has no reward: define reward(self, row, answer), or set reward.model"
+            )
+        rewards = Rewards(compute, self.tokenizer, settings, self.config.seed)
+        self.rewards = self._closing.enter_context(closing(rewards))
+        log_prompts = self.config.rollout.log_prompts
+        self.rollout_log = RolloutLog(self.run.dir, self.tokenizer, log_prompts)
+
+    def _connect_reward_model(self) -> None:
+        if self.model_engine.reward is not None:
+            self.rewards.model = RewardModel(self.model_engine.reward, self.config.budget)
+
+    def eval_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # ---- Training -------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train; after the death of a worker with new processes, from the newest checkpoint."""
+        restarts = self.config.workers.restarts
+        for restart in range(restarts + 1):
+            try:
+                super().train()
+                return
+            except WorkerDied as error:
+                if restart == restarts:
+                    raise
+                self.logger.error("%s", error)
+                self._reset(f"restart {restart + 1} of {restarts}")
+
+    def _reset(self, what: str) -> None:
+        """Close everything and return to the state of a launch that resumes this run."""
+        self._closing.close()
+        recover(self.run.checkpoints)
+        found = self.run.checkpoint_list()
+        checkpoint = found[-1] if found else self.checkpoint
+        self.__dict__.pop("learner", None)
+        start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
+        greeting = f"{what}: continuing {self.run.dir} from {start}"
+        MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
+
+    def start_data(self) -> None:
+        super().start_data()
+        if not self.has_data:  # the workers' schedules need the number of steps
+            self.open_data()
+
+    def before_train(self) -> None:
+        self._open_rewards()
+        super().before_train()
+        self._connect_reward_model()
+        self.meter = RLMeter(self.world, self.run.dir, self.step)
+        self.rollout_log.rewind(self.step)
+        self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
+        apart = self.config.rollout.backend != "packed" or self.model_engine.samples_apart
+        collector = Collector(self.config, self.feed, self._sample, apart=apart)
+        self.collector = self._closing.enter_context(closing(collector))
+        self.collector.load_state_dict(self.model_engine.restored_pending)
+        self.model_engine.pending_state = self.collector.state_dict
+
+    def _open_checkpoints(self) -> None:
+        super()._open_checkpoints()
+        self.checkpoints.write_more = self.model_engine.write_models
+
+    def do_train(self) -> None:
+        while not self.done:
+            self.hang.beat(self.step + 1)
+            self.meter.begin(self.step + 1, "rollouts")
+            is_last = self.total_steps is not None and self.step + 1 >= self.total_steps
+            experience = self.collector.next(self._sync_weights, is_last)
+            if experience is None:
+                self.epoch = self.feed.epoch
+                break
+            self.epoch = experience.epoch
+            ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics)
+            self.guard.watch(ctx.step, experience.place)
+            self.meter.step(len(experience.samples))
+            self.metrics.begin_step()
+            prompts = experience.prompts
+            self.rollout_log.write(
+                ctx.step, "train", prompts, experience.samples, experience.rewards
+            )
+            _log_all(ctx, experience.metrics)
+            self._watch_signal(experience)
+            self.meter.mark("update")
+            with self._phase("update"):
+                updates = self._learn(ctx, experience)
+            peaks = [one.peak_memory for one in updates.actor + updates.critic]
+            self.meter.peak_memory = max([self.meter.peak_memory, *peaks])
+            self.model_engine.add_status(updates.actor, updates.critic)
+            _log_all(ctx, updates.metrics())
+            ctx.numbers = _step_numbers(updates)
+            self.step = ctx.step
+            self.meter.mark("train_post_step")
+            self.train_post_step(ctx)
+            self._after_step(ctx, ctx.numbers)
+
+    def _watch_signal(self, experience: Experience) -> None:
+        """Warn once of many steps in a row from which nothing was learnt."""
+        self._no_signal = 0 if experience.prompts_with_signal() else self._no_signal + 1
+        if self._no_signal == NO_SIGNAL_STEPS and ALGORITHMS[self.config.rl.algorithm].has_groups:
+            self.logger.warning(
+                f"in the last {NO_SIGNAL_STEPS} steps all completions of each prompt had the same reward, so nothing "
+                "was learnt: is the task too hard or too easy for this policy, or the reward wrong? rollouts.jsonl has "
+                "completions with their rewards"
+            )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of a step, which is timed; `guard.hang_seconds` counts from its begin."""
+        self.hang.beat(self.step + 1, f"{name} of step")
+        with self.meter.timed(name):
+            yield
+
+    def _learn(self, ctx: StepContext, experience: Experience) -> Updates:
+        """Prepare the batch of a step, and update the models with it."""
+        chosen = experience.trainable()
+        if not chosen:
+            return Updates([], [])
+        samples = [experience.samples[i] for i in chosen]
+        rewards = [experience.rewards[i].value for i in chosen]
+        on_policy = all(sample.version == self.step for sample in samples)
+        batch = rollout_batch(experience.prompts, samples)
+        rewards_S = torch.tensor(rewards, dtype=torch.float64)
+        batch = self.learner.prepare(batch, rewards_S, on_policy, ctx.step)
+        if "old_log_probs" in batch.token_fields:
+            gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
+            # The policy has moved since older weights sampled: no limit says what is too far.
+            gap.check(self.config.rollout.max_gap if on_policy else None, self.tokenizer)
+            _log_all(ctx, gap.metrics())
+        ctx.micro_batches = [batch]
+        ctx.count("tokens", batch.num_tokens)
+        self.meter.mark("train_pre_step")
+        self.train_pre_step(ctx)
+        self.meter.mark("update")
+        updates = self.learner.update(ctx.micro_batches[0], on_policy, ctx.step)
+        if on_policy and "old_log_probs" not in batch.token_fields:
+            check_mean_gap(updates.metrics().get("gap"), self.config.rollout.max_gap)
+        return updates
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""
+
+    # ---- Rollouts -------------------------------------------------------------------------------------------------
+
+    def _sync_weights(self) -> None:
+        """The rollout samples with the weights of this step from now on."""
+        actor = self.model_engine.actor
+        weights = None  # the actor itself generates
+        if self.config.rollout.backend != "packed":
+            between_gpus = self.config.rollout.sync in ("ipc", "nccl")
+            weights = actor.weights(on_device=between_gpus)
+        elif self.model_engine.sampler is not None:
+            weights = actor.weights(dtype=torch.float32)  # exact
+        with self._phase("sync"):
+            self.rollout.sync(weights, self.step)
+
+    def _sample(self, prompts: list[Prompt]) -> Experience:
+        """Samples of prompts, and their rewards."""
+        settings = self.config.rollout
+        sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            samples=self.config.rl.group,
+            seed=derived_seed(self.config.seed, "rollout"),
+            stop=tuple(self.data.eos_token_ids),
+        )
+        with self._phase("generate"):
+            samples = self.rollout.generate(prompts, sampling)
+        with self._phase("reward"):
+            rewards = self.rewards(prompts, samples)
+        made = Experience(prompts, samples, rewards)
+        made.metrics = reward_metrics(rewards) | _sample_metrics(samples)
+        if ALGORITHMS[self.config.rl.algorithm].has_groups:
+            made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
+        return made
+
+    # ---- Evaluation -----------------------------------------------------------------------------------------------
+
+    def before_evaluate(self) -> None:
+        self._open_rewards()
+        super().before_evaluate()
+        self._connect_reward_model()
+
+    def _evaluate(self) -> dict[str, float | None]:
+        """Completions of held-out prompts by the actor, and their rewards."""
+        prompts = list(chain.from_iterable(self._eval_batches()))
+        if not prompts:
+            raise UserError("there are no held-out prompts: give a source split: eval")
+        samples = self._complete(prompts)
+        rewards = self.rewards(prompts, samples)
+        ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
+        _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
+        _log_all(ctx, pass_metrics(samples, rewards, self.config.evaluation.right_from))
+        self.eval_end(ctx)
+        if self._training or not self.rollout_log.has(self.step, "eval"):
+            self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
+        means, _ = ctx.metrics.reduce()
+        self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
+        return means
+
+    def _complete(self, prompts: list[Prompt]) -> list[Sample]:
+        """Completions by the actor; unlike rollouts they may be greedy."""
+        settings = self.config.evaluation
+        decoding = Decoding(
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            stop=self.data.eos_token_ids,
+            temperature=settings.temperature,
+            samples=settings.samples,
+            seed=derived_seed(self.config.seed, "evaluation"),
+            budget=self.config.budget,
+        )
+        packed = PackedBatch.concat([prompt.batch for prompt in prompts])
+        keys = [prompt.key for prompt in prompts]
+        completions = self.model_engine.actor.generate(packed, decoding, keys)
+        return [Sample.of(completion, self.step) for completion in completions]
+
+    def eval_end(self, ctx: StepContext) -> None:
+        """After an evaluation: log more metrics here."""
+
+    def write_page(
+        self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
+    ) -> None:
+        """Write `report.html` into the run folder: curves of rewards and of the policy, rollouts."""
+        if figures is not None and not figures.get("reward_errors"):
+            figures = {name: value for name, value in figures.items() if name != "reward_errors"}
+        write_report(
+            self.run.dir / "report.html",
+            self.run,
+            title=self.title,
+            subtitle=f"{self.run.id}, step {self.step}",
+            figures=None if figures is None else self.page_figures(figures),
+            panels=rl_panels(RunFacts(self.run)),
+            sections=rollouts_html(rollout_sections(self.run.dir, self.data)),
+            config=self.config.to_yaml(),
+        )
+        self.logger.info("report: %s", self.run.dir / "report.html")
+
+
+def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> None:
+    for name, (value, weight) in metrics.items():
+        ctx.log(name, value, weight)
+
+
+def _sample_metrics(samples: list[Sample]) -> dict[str, tuple[float, float]]:
+    """The mean number of tokens, and the share of samples that ended with a stop token, as (sum, weight)."""
+    return {
+        "length": (sum(len(sample.tokens) for sample in samples), len(samples)),
+        "finished": (sum(sample.reason == "stop" for sample in samples), len(samples)),
+    }
+
+
+def _step_numbers(updates: Updates) -> StepNumbers:
+    """The updates of a step as one; a step in which the actor was not updated has the weight 0."""
+    weight = sum(one.weight for one in updates.actor)
+    loss_sum = sum(one.weight * (one.loss or 0.0) for one in updates.actor)
+    norms = [one.grad_norm for one in updates.actor]
+    values = [loss_sum, weight, sum(norms) / max(1, len(norms))]
+    loss, loss_weight, norm = torch.tensor(values, dtype=torch.float64).unbind()
+    return StepNumbers(loss, loss_weight, norm)
+
+
+# pass@k: the probability that at least one of k completions of a prompt is right, from n >= k of them.
+
+
+def pass_at_k(total: int, right: int, k: int) -> float:
+    """The unbiased estimate from `total` completions, of which `right` are right (Chen et al., 2021)."""
+    return 1.0 - math.comb(total - right, k) / math.comb(total, k)
+
+
+def pass_metrics(
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float
+) -> dict[str, tuple[float, float]]:
+    """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
+
+    A completion is right if its reward is `right_from` or more. One without a reward is left out, as it is of the mean
+    reward: pass@k is the mean over the prompts with at least k rewards.
+    """
+    completions = Counter(sample.prompt for sample in samples)
+    judged: dict[int, list[bool]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if reward.value is not None:
+            judged.setdefault(sample.prompt, []).append(reward.value >= right_from)
+    fewest = min(completions.values(), default=0)
+    found = {}
+    for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest} - {0}):
+        groups = [group for group in judged.values() if len(group) >= k]
+        if groups:
+            total = sum(pass_at_k(len(group), sum(group), k) for group in groups)
+            found[f"pass@{k}"] = (total, float(len(groups)))
+    return found

@@ -1,0 +1,259 @@
+"""ModelGroups: actor, critic, reference and sampler of an RL training, as the one model engine that an Engine sees.
+
+The controller holds no weights. A checkpoint has a folder for each model that trains, written by its own ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.checkpoint.format import Reader, from_bytes, to_bytes, verify
+from mvp_engine.checkpoint.state import SavedState
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import World
+from mvp_engine.errors import UserError
+from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.load import WeightFiles
+from mvp_engine.kit.data import load_processor
+from mvp_engine.kit.decoding import with_completion
+from mvp_engine.kit.loss import last_token_scores
+from mvp_engine.kit.rl.prompts import Prompt
+from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.kit.rl.settings import ALGORITHMS, Group, RLConfig
+from mvp_engine.model_engine import Settings, StepStatus
+from mvp_engine.worker.group import WorkerGroup
+from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import UpdateNumbers
+
+
+class ModelGroups:
+    actor: WorkerGroup
+    critic: WorkerGroup | None = None
+    reference: WorkerGroup | None = None
+    sampler: WorkerGroup | None = None  # a group of its own that generates
+    reward: WorkerGroup | None = None  # the reward model
+
+    def __init__(
+        self,
+        config: RLConfig,
+        precision: str,
+        total_steps: int | None,
+        side_files: Path,
+        device: torch.device,
+    ) -> None:
+        """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each."""
+        self.config = config
+        self.settings = Settings.from_config(config, precision)
+        self.total_steps = total_steps
+        self.side_files = side_files
+        ranks = config.groups.actor.ranks or 1
+        self.world = World(0, ranks, 0, ranks, device)  # of the actor, for logs
+        # The actor's parameters by learning rate, on the meta device: the workers have the optimizers.
+        self.param_groups: list[dict[str, Any]] = []
+        self.learning_rates: dict[str, float] = {}
+        # The collector's part of a checkpoint, and what of it was restored.
+        self.pending_state: Callable[[], dict[str, Any] | None] = lambda: None
+        self.restored_pending: dict[str, Any] | None = None
+        self._statuses: list[StepStatus] = []
+        self._started = ExitStack()
+
+    # ---- Processes ------------------------------------------------------------------------------------------------
+
+    def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
+        """Start the processes and their models; without an optimizer only those of an evaluation."""
+        config = self.config
+        groups = config.groups
+        has_critic = ALGORITHMS[config.rl.algorithm].has_critic
+        warmup = config.rl.critic_warmup if has_critic else 0
+        with self._started:  # ends what was started if a later group fails
+            if optimizer is None:
+                self.actor = self._start("actor", groups.actor, self._spec(optim=None))
+            else:
+                self.actor = self._start("actor", groups.actor, self._trained_spec(warmup))
+                self._start_others()
+            if config.reward.model is not None:
+                changes = {"type": "value_model", "path": config.reward.model, "config": {}}
+                model = config.model.model_copy(update=changes)
+                spec = self._spec(model=model, optim=None, lora=None)
+                self.reward = self._start("reward", groups.reward, spec)
+            self._started = self._started.pop_all()
+
+    def _start_others(self) -> None:
+        config = self.config
+        groups = config.groups
+        if ALGORITHMS[config.rl.algorithm].has_critic:
+            lr = config.rl.critic_lr or config.optim.lr
+            model = config.model.model_copy(update={"type": "value_model"})
+            optim = config.optim.model_copy(update={"lr": lr})
+            spec = self._trained_spec(0, model=model, optim=optim)
+            self.critic = self._start("critic", groups.critic, spec)
+        frozen = self._spec(optim=None, lora=None)
+        if config.rl.kl and (groups.reference is not None or config.lora is None):
+            group = groups.reference or Group(on="actor", parallel=groups.actor.parallel)
+            self.reference = self._start("reference", group, frozen)
+        if groups.rollout is not None:
+            self.sampler = self._start("rollout", groups.rollout, frozen)
+
+    def _spec(self, **changes: Any) -> WorkerSpec:
+        return WorkerSpec.from_config(
+            self.config,
+            self.settings.precision,
+            side_files=str(self.side_files),
+            **changes,
+        )
+
+    def _trained_spec(self, warmup: int, **changes: Any) -> WorkerSpec:
+        """The spec of a model that is trained after `warmup` steps."""
+        steps = self.total_steps
+        if steps is not None:
+            steps = max(1, steps - warmup) * self.config.rl.updates
+        return self._spec(total_steps=steps, **changes)
+
+    def _start(self, name: str, group: Group, spec: WorkerSpec) -> WorkerGroup:
+        where = self.config.workers.where
+        parallel = group.parallel.with_timeout(self.config.parallel.timeout)
+        shares = name != "actor" and (group.on is not None or where == "local")
+        started = WorkerGroup.start(
+            dataclasses.replace(spec, parallel=parallel),
+            name=name,
+            ranks=group.ranks or 1,
+            where=where,
+            on=self.actor if shares else None,
+        )
+        return self._started.enter_context(started)
+
+    @property
+    def samples_apart(self) -> bool:
+        """Does a group with processes of its own generate, so that the actor can train meanwhile?"""
+        group = self.config.groups.rollout
+        return group is not None and group.on is None and self.config.workers.where != "local"
+
+    def close(self) -> None:
+        self._started.close()
+
+    # ---- What an Engine calls -------------------------------------------------------------------------------------
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def add_status(self, actor: list[UpdateNumbers], critic: list[UpdateNumbers]) -> None:
+        """Record how the updates of a step ended."""
+        reasons = [f"actor: {one.skipped}" for one in actor if one.skipped]
+        reasons += [f"critic: {one.skipped}" for one in critic if one.skipped]
+        if not actor and not critic:
+            reasons = ["no sample has a reward and a token"]
+        losses = [one.loss for one in actor if one.loss is not None]
+        loss = sum(losses) / len(losses) if losses else None
+        self._statuses.append(StepStatus("; ".join(reasons) or None, loss=loss))
+        self.learning_rates = {"lr": actor[-1].lr} if actor else {}
+        if critic:
+            self.learning_rates["lr/critic"] = critic[-1].lr
+
+    def step_status(self, wait: bool = True) -> list[StepStatus]:
+        statuses = self._statuses
+        self._statuses = []
+        return statuses
+
+    # ---- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def _trained(self) -> dict[str, WorkerGroup]:
+        groups = {"actor": self.actor, "critic": self.critic}
+        return {name: group for name, group in groups.items() if group is not None}
+
+    def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
+        """The controller's own state; `write_models` adds the models."""
+        shared = {**shared, "pending": self.pending_state()}
+        return {"shared": to_bytes(shared), "rank.00000": to_bytes(own)}
+
+    def write_models(self, folder: Path) -> None:
+        for name, group in self._trained().items():
+            group.save(folder / name)
+
+    def restore(self, folder: Path) -> SavedState:
+        if not (folder / "actor").is_dir():
+            raise UserError(
+                f"checkpoint {folder} is of another kind of training: it has no folder actor. Start from an export of "
+                "it (model.path)"
+            )
+        verify(folder)
+        reader = Reader(folder)
+        for name, group in self._trained().items():
+            if not (folder / name).is_dir():
+                raise UserError(
+                    f"checkpoint {folder} has no {name}: it was saved with another rl.algorithm"
+                )
+            group.load(folder / name)
+        shared = from_bytes(reader.read("shared"))
+        self.restored_pending = shared["pending"]
+        return SavedState(shared, [from_bytes(reader.read("rank.00000"))])
+
+    def describe(self, folder: Path) -> None:
+        """The folder of each model in a checkpoint describes itself."""
+
+    def export_hf(self, folder: Path) -> None:
+        self.actor.export_hf(folder)
+
+
+# RewardModel: completions scored by a value model in a worker group.
+
+
+class RewardModel:
+    """The score of a sequence is the value at its last token, as reward models are trained (docs/reward_model.md)."""
+
+    def __init__(self, group: WorkerGroup, budget: int) -> None:
+        """`budget`: the most tokens of a forward."""
+        self.group = group
+        self.budget = budget
+
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
+        """A score for each sample: of the tokens that were drawn, which are not tokenized again."""
+        if not samples:
+            return []
+        sequences = []
+        for sample in samples:
+            sequences.append(with_completion(prompts[sample.prompt].batch, None, sample.tokens))
+        batch = PackedBatch.concat(sequences)
+        values_T = self.group.infer(batch, ["values"], budget=self.budget)["values"]
+        scores: list[float] = last_token_scores(values_T, batch).tolist()
+        return scores
+
+
+def check_reward_model(name: str | Path, tokenizer: Any) -> None:
+    """Refuse a folder without the head of a reward model, which would score at random, or with another vocabulary."""
+    folder = local_folder(name, weights=True)
+    if not (folder / "config.json").is_file():
+        exports = "".join(
+            f". Its export is {path}" for path in sorted(folder.glob("hf_step_*"))[-1:]
+        )
+        raise UserError(
+            f"reward.model={name} is not the Hugging Face folder of a reward model, nor a model of the Hub{exports}"
+        )
+    if "score.weight" not in WeightFiles(folder):
+        raise UserError(
+            f"reward.model={name} has no score.weight, so it is not a reward model: train one (docs/reward_model.md)"
+        )
+    _check_tokenizer(folder, tokenizer)
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """A reward model reads the policy's token ids."""
+    processor = load_processor(folder)
+    own = getattr(processor, "tokenizer", processor).get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    if own == vocabulary:
+        return
+    other = next(
+        token for token in sorted({*own, *vocabulary}) if own.get(token) != vocabulary.get(token)
+    )
+    raise UserError(
+        f"reward.model={folder}: its tokenizer is not the policy's (token {other!r} is {own.get(other)} there and "
+        f"{vocabulary.get(other)} here), and it reads the policy's token ids. Use a reward model of the same family, "
+        "or call it in the engine's reward(row, answer)"
+    )

@@ -1,0 +1,3 @@
+"""What reinforcement learning adds to the core."""
+
+PLUGINS = {"config": {"rl": "mvp_engine.kit.rl.settings:RLConfig"}}

@@ -1,0 +1,350 @@
+"""The config of an RLEngine: algorithm, rollouts, rewards, and where the models run. It imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mvp_engine.config.schema import (
+    CHECKPOINTING_MODES,
+    Count,
+    Fraction,
+    GroupParallel,
+    NonNegative,
+    Positive,
+    Section,
+)
+from mvp_engine.kit.settings import MLLMConfig
+
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    # group: the reward minus the mean of the prompt's samples. leave_one_out: minus the mean of the other samples.
+    # reinforce_pp: returns, whitened over the step. gae: with the values of a critic.
+    advantages: Literal["group", "leave_one_out", "reinforce_pp", "gae"]
+    std: bool = False  # divide by the standard deviation of a group's rewards
+    kl_in_reward: bool = (
+        False  # where a KL penalty belongs: inside of the rewards, or a term of the loss
+    )
+    loss: dict[str, Any] = field(default_factory=dict)  # options of PolicyLoss, as published
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantages == "gae"
+
+    @property
+    def has_groups(self) -> bool:
+        return self.advantages in ("group", "leave_one_out")
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("grpo", "group", std=True, loss={"norm": "sequence"}),
+        Algorithm("dr_grpo", "group", loss={"norm": "constant"}),
+        Algorithm("rloo", "leave_one_out", kl_in_reward=True, loss={"norm": "constant"}),
+        Algorithm("reinforce_pp", "reinforce_pp", kl_in_reward=True, loss={"norm": "token"}),
+        Algorithm("ppo", "gae", kl_in_reward=True, loss={"norm": "token"}),
+        Algorithm(
+            "gspo",
+            "group",
+            std=True,
+            loss={"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
+        ),
+        # No lower bound, and ratios up to 5.
+        Algorithm(
+            "cispo", "group", std=True, loss={"norm": "token", "cispo": True, "clip": (1.0, 4.0)}
+        ),
+    )
+}
+
+
+class RL(Section):
+    """The algorithm and the size of a step."""
+
+    algorithm: AlgorithmName = "grpo"
+    """How advantages and the policy loss are computed; ppo trains a critic too."""
+    prompts: Count = 32
+    """Prompts of one step."""
+    group: Count = 8
+    """Completions of each prompt."""
+    updates: Count = 1
+    """Optimizer steps over the completions of one step, each on its share of the prompts."""
+    clip: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
+    """By how much the probability ratio may fall and rise; null: the algorithm's own, [0.2, 0.2] of most, [3e-4, 4e-4]
+    of gspo, [1, 4] of cispo. [0.2, 0.28] is clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """The largest ratio that counts where the advantage is negative, such as 3; null: no such limit."""
+    kl: NonNegative = 0.0
+    """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp, rloo)."""
+    norm: Literal["token", "sequence", "constant"] | None = None
+    """What the policy loss is divided by; null: the algorithm's own."""
+    entropy: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    importance_cap: Positive | None = None
+    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler); null: 2 with behind=1,
+    else no such correction."""
+    behind: Literal[0, 1] = 0
+    """1: the rollouts of the next step are generated with the weights before this step's update, so that both can run
+    at the same time; they are then off-policy by one step, which importance_cap corrects."""
+    dynamic_sampling: Annotated[int, Field(ge=0)] = 0
+    """Prompts whose completions all have the same reward are replaced by new prompts, in at most so many more rounds
+    of generation; 0: they stay, and give no gradient."""
+    gamma: Fraction = 1.0
+    """Discount per token; of ppo and reinforce_pp."""
+    lam: Fraction = 0.95
+    """Lambda of generalized advantage estimation (GAE); of ppo."""
+    value_clip: Positive | None = 0.2
+    """By how much a value may move from the old one in the critic's loss; null: no clipping."""
+    critic_lr: Positive | None = None
+    """The critic's learning rate; null: optim.lr."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic alone is trained."""
+
+    @property
+    def max_importance(self) -> float | None:
+        """The largest importance weight of a token; None: there are no such weights."""
+        if self.importance_cap is None and self.behind:
+            return 2.0
+        return self.importance_cap
+
+
+class RolloutSettings(Section):
+    """Who generates, and how."""
+
+    backend: Literal["packed", "vllm", "openai"] = "packed"
+    """packed: our own decode in the actor, or in the group `rollout`; vllm, openai: servers at `urls`."""
+    max_new_tokens: Count = 64
+    """The most tokens of a completion."""
+    temperature: Positive = 1.0
+    """Of sampling, and of the log-probs in the loss."""
+    max_gap: Positive | None = 0.05
+    """The mean absolute difference between log-probs of sampler and trainer that stops the run; null: never."""
+    gap_interval: Count = 10
+    """With rl.updates=1, steps from one measurement of the gap by modality, before the update, to the next one; step 1
+    has one. The steps between need no forward for old log-probs: their update gives the mean gap. With more updates
+    every step measures it."""
+    urls: list[str] = Field(default_factory=list)
+    """Servers, such as http://localhost:8000; of vllm and openai."""
+    sync: Literal["file", "ipc", "nccl", "none"] = "file"
+    """How weights reach vLLM servers: files that both sides see, CUDA IPC on the same GPUs, or NCCL to other GPUs.
+    none: of openai, whose servers take no weights."""
+    sync_folder: str | None = None
+    """Where sync=file writes weights, such as a folder in shared memory; null: in the run folder."""
+    server_wait: Positive = 60.0
+    """Seconds to wait for a server where none answers, before the run ends with an error."""
+    log_prompts: Annotated[int, Field(ge=0)] = 4
+    """Prompts of each step whose completions are written to rollouts.jsonl and shown in the report; 0: none."""
+
+    @model_validator(mode="after")
+    def _weights_reach_the_sampler(self) -> RolloutSettings:
+        if self.backend == "openai" and self.sync != "none":
+            raise ValueError(
+                "rollout.backend=openai: an OpenAI-compatible server takes no weights, so every completion is from "
+                "the model that it was started with. Set rollout.sync=none if you want that, or rollout.backend=vllm"
+            )
+        if self.backend == "vllm" and self.sync == "none":
+            raise ValueError(
+                "rollout.sync=none is of rollout.backend=openai: set file, ipc or nccl"
+            )
+        return self
+
+
+class RewardSettings(Section):
+    """How rewards are computed."""
+
+    timeout: Positive = 30.0
+    """Seconds after which a reward counts as failed."""
+    on_error: Literal["drop", "zero", "raise"] = "drop"
+    """What happens to a completion whose reward failed: it is left out, gets 0, or ends the run."""
+    max_errors: Fraction = 0.05
+    """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """Processes that compute rewards; 0: the controller itself, without a time-out."""
+    model: str | None = None
+    """The folder of a reward model of the policy's family, whose score is added to the reward."""
+    model_weight: float = 1.0
+    """What the score of the reward model is multiplied by."""
+
+
+class Evaluation(Section):
+    """Completions of held-out prompts in every evaluation."""
+
+    samples: Count = 1
+    """Completions of each prompt; more than 1 give pass@k for k up to this number."""
+    temperature: NonNegative = 0.0
+    """0: greedy decoding, for samples: 1."""
+    right_from: float = 1.0
+    """The reward from which a completion counts as right, for pass@k."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Evaluation:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("samples > 1 would all be the same: set evaluation.temperature, to 1")
+        return self
+
+
+class Workers(Section):
+    where: Literal["local", "spawn", "ray"] = "local"
+    """local: the models are in the controller's process; spawn: in processes of this machine; ray: in Ray actors."""
+    restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a training starts its processes again, from the newest checkpoint, after one of them died."""
+
+
+class Group(Section):
+    """The processes and the layout of one model."""
+
+    ranks: Count | None = None
+    """Processes; null: 1, or those of the group that `on` names."""
+    parallel: GroupParallel = GroupParallel()
+    """How they share the model."""
+    on: Literal["actor"] | None = None
+    """The group whose processes this one uses too, with a layout of its own; null: processes of its own."""
+
+    @model_validator(mode="after")
+    def _own_ranks(self) -> Group:
+        if self.on is not None and self.ranks is not None:
+            raise ValueError(f"on: {self.on} has the ranks of that group: leave out ranks")
+        return self
+
+    def check_layout(self, name: str, actor_ranks: int) -> None:
+        """Raise if the sizes of `parallel` do not multiply to the ranks of this group."""
+        owner = "actor" if self.on is not None else name
+        ranks = actor_ranks if self.on is not None else self.ranks or 1
+        sizes = self.parallel.model_dump(exclude={"replicate", "expert", "reshard"})
+        replicas = self.parallel.replicate
+        each = math.prod(sizes.values()) * max(1, replicas)
+        if ranks % each or (replicas != -1 and ranks != each):
+            keys = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+            keys += [f"replicate={replicas}"] if replicas > 1 else []
+            raise ValueError(
+                f"groups.{name}.parallel ({', '.join(keys) or 'replicate=1'}) does not multiply to "
+                f"groups.{owner}.ranks={ranks}: set groups.{owner}.ranks={each * max(1, ranks // each)}, or change "
+                "the sizes"
+            )
+
+
+class Groups(Section):
+    actor: Group = Group()
+    """The policy that is trained."""
+    critic: Group = Group(on="actor")
+    """The value model of ppo."""
+    reference: Group | None = None
+    """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else on the actor's processes."""
+    reward: Group = Group(on="actor")
+    """The reward model of reward.model."""
+    rollout: Group | None = None
+    """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
+
+    @field_validator("critic", "reference", "reward", mode="before")
+    @classmethod
+    def _on_the_actor(cls, group: Any) -> Any:
+        """A group that is given a layout alone stays where it is by default."""
+        if isinstance(group, Mapping) and not {"ranks", "on"} & set(group):
+            return {**group, "on": "actor"}
+        return group
+
+
+class RLConfig(MLLMConfig):
+    """The config of an RLEngine."""
+
+    rl: RL = RL()
+    """The algorithm and the size of a step."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Generation of completions."""
+    reward: RewardSettings = RewardSettings()
+    """Computation of rewards."""
+    evaluation: Evaluation = Evaluation()
+    """Generation in evaluations."""
+    workers: Workers = Workers()
+    """Where the models run."""
+    groups: Groups = Groups()
+    """Processes and layouts of the models."""
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> RLConfig:
+        actor = self.groups.actor
+        if actor.on is not None:
+            raise ValueError("groups.actor has processes of its own: leave out on")
+        if self.workers.where == "local":
+            for name, group in self.groups:
+                if group is not None and (group.ranks or 1) > 1:
+                    raise ValueError(
+                        f"groups.{name}.ranks={group.ranks}: workers.where=local is one process. Set "
+                        "workers.where=spawn"
+                    )
+        for name, group in self.groups:
+            if group is not None:
+                group.check_layout(name, actor.ranks or 1)
+        if self.groups.rollout is not None and self.rollout.backend != "packed":
+            raise ValueError("groups.rollout is for rollout.backend=packed: servers generate")
+        if self.rollout.backend != "packed" and not self.rollout.urls:
+            raise ValueError(f"rollout.backend={self.rollout.backend} needs rollout.urls")
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> RLConfig:
+        rl = self.rl
+        needs_groups = ("grpo", "dr_grpo", "rloo", "gspo", "cispo")
+        if rl.algorithm in needs_groups and rl.group == 1:
+            raise ValueError(
+                f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.group to 2 or more"
+            )
+        in_rewards = ("rloo", "reinforce_pp", "ppo")
+        if rl.kl and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
+            raise ValueError(
+                f"rl.kl_estimator=k1: {rl.algorithm} has the KL divergence in its loss, where the gradient of k1 is 0 "
+                "in expectation. Set k2 or k3"
+            )
+        if rl.updates > rl.prompts:
+            raise ValueError(f"rl.updates={rl.updates} is more than rl.prompts={rl.prompts}")
+        if rl.dynamic_sampling and rl.group == 1:
+            raise ValueError(
+                "rl.dynamic_sampling compares the completions of a prompt: set rl.group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_keys_of_sft(self) -> RLConfig:
+        sizes = self.parallel.model_dump(
+            include={"replicate", "shard", "context", "ulysses", "tensor", "pipeline", "expert"}
+        )
+        if max(sizes.values()) > 1:
+            raise ValueError(
+                "parallel: the controller is one process. Set groups.actor.parallel, groups.actor.ranks and "
+                "workers.where=spawn"
+            )
+        if self.eval_generation is not None:
+            raise ValueError("eval_generation is of SFT: an RL run has evaluation.samples")
+        if self.optim.ema is not None:
+            raise ValueError("optim.ema: workers keep no EMA weights. Leave it out")
+        if "auto" in (self.mllm.micro_batch_tokens, self.model.activation_checkpointing):
+            raise ValueError(
+                "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
+                f"number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
+            )
+        if (self.data.global_batch_size or 1) > 1 or self.mllm.global_batch_tokens is not None:
+            raise ValueError(
+                "data.global_batch_size and mllm.global_batch_tokens are of SFT: a step of RL has rl.prompts prompts"
+            )
+        if self.model.type in ("value_model", "action_model"):
+            raise ValueError(
+                f"model.type={self.model.type}: a policy writes text. Set model.type=language_model"
+            )
+        if self.mllm.pairs:
+            raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")
+        return self
+
+    @property
+    def budget(self) -> int:
+        """The most tokens of a forward."""
+        return self.mllm.pack_tokens

@@ -1,0 +1,525 @@
+"""Rollouts by vLLM servers in an environment of their own, over HTTP; weights by vLLM's weight-transfer API.
+
+Every server says with each completion which weights wrote it. One that was restarted, or that another trainer sent
+weights to, is noticed by that: it gets our weights again, and the completion is generated again.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import functools
+import mimetypes
+import pickle
+import shutil
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.rl.rollout import Buckets, Sample, Sampling
+from mvp_engine.kit.rl.server_rollout import (
+    BAN,
+    LOGGER,
+    PROBE,
+    Server,
+    ServerGone,
+    ServerRefused,
+    ServerRollout,
+    request_seed,
+)
+from mvp_engine.kit.rl.vllm_plugin import BACKEND
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.rl.prompts import Prompt
+
+GENERATE = "/inference/v1/generate"
+MEDIA_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
+    '--weight-transfer-config \'{"backend": "%s"}\''
+)
+
+
+class VLLMRollout(ServerRollout):
+    """A `Rollout` of vLLM servers. `folder`: where sync=file writes weights; the servers must see the same files."""
+
+    def __init__(
+        self, urls: list[str], *, sync: str = "file", folder: str | Path, **options: Any
+    ) -> None:
+        super().__init__(urls, **options)
+        self.transfer: Transfer = transfer_of(sync, folder)
+        # Versions of two trainers, or of a run and its resumed self, must differ: the number alone would not.
+        self.name = f"mvp-{uuid.uuid4().hex[:12]}"
+        self.version: int | None = None
+        self._joined: set[Server] = set()
+
+    @property
+    def label(self) -> str:
+        """The version as servers know it."""
+        return f"{self.name}-{self.version}"
+
+    def sync(self, weights: Buckets | None, version: int) -> None:
+        """Send weights to all servers. One that is gone gets them when it is back."""
+        if weights is None:
+            raise ValueError("a vLLM server has no weights of the trainer: sync needs them")
+        self.transfer.keep(weights, version)
+        self.version = version
+        self.ready()
+
+    def prepare(self, server: Server) -> None:
+        """Send the current weights, unless the server has them."""
+        if self.version is None:
+            raise RuntimeError(
+                "sync comes before generate: the servers have no weights of this run"
+            )
+        try:
+            found = server.get("/weight_info")["weight_version"]
+            if found != self.label:
+                self._send(server, found)
+        except ServerRefused as error:
+            raise self._refused(server, error) from None
+
+    def close(self) -> None:
+        self.transfer.close()
+
+    def complete(self, server: Server, index: int, prompt: Prompt, how: Sampling) -> list[Sample]:
+        parameters = {
+            "temperature": how.temperature,
+            "max_tokens": how.max_new_tokens,
+            "n": how.samples,
+            "seed": request_seed(how.seed, prompt),
+            "stop_token_ids": list(how.stop),
+            "ignore_eos": True,  # what ends a completion is `stop` alone
+            "logit_bias": {str(token): BAN for token in self.banned} or None,
+        }
+        answer = self._generate(server, prompt, parameters)
+        self.check_prompt(server, prompt, answer.get("prompt_token_ids"))
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != how.samples:
+            raise UserError(
+                f"rollout.urls: {server.url} returned {len(choices)} of {how.samples} completions"
+            )
+        return [self._sample(server, index, choice, how) for choice in choices]
+
+    def biased_log_prob(self, server: Server, prompt: Prompt, token: int) -> float:
+        parameters = {"temperature": 1.0, "max_tokens": 1, "logit_bias": {str(token): PROBE}}
+        answer = self._generate(server, prompt, parameters)
+        return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+
+    def _generate(self, server: Server, prompt: Prompt, parameters: dict[str, Any]) -> Any:
+        # A server's own defaults, such as top_k of the model's generation config, must not apply.
+        fixed = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False}
+        body = {
+            "token_ids": prompt.text_ids,
+            "sampling_params": {**fixed, **parameters},
+            "return_token_ids": True,  # the prompt with expanded media
+        }
+        if prompt.media:
+            body["content_parts"] = [_content_part(item, prompt.where) for item in prompt.media]
+        try:
+            return server.post(GENERATE, body)
+        except ServerRefused as error:
+            raise self._refused(server, error) from None
+
+    def _sample(self, server: Server, index: int, choice: Any, how: Sampling) -> Sample:
+        versions = {span["version"] for span in choice.get("weight_versions") or []}
+        if versions != {self.label}:
+            raise ServerGone(
+                f"{server.url} generated with other weights ({', '.join(sorted(versions))}), not with {self.label}"
+            )
+        content = (choice.get("logprobs") or {}).get("content") or []
+        assert self.version is not None
+        return self.sample(
+            server,
+            index,
+            choice["token_ids"],
+            [one["logprob"] for one in content],
+            choice["finish_reason"],
+            self.version,
+            how,
+        )
+
+    def _send(self, server: Server, found: str) -> None:
+        if server in self._joined and not found.startswith(self.name):
+            LOGGER.warning(
+                "rollout server %s has other weights (version %s): it was restarted, or another trainer uses it. "
+                "Version %s is sent again",
+                server.url,
+                found,
+                self.version,
+            )
+            self._joined.discard(server)
+        if server not in self._joined:
+            self.transfer.join(server)
+        # A trainer that is killed in the update must not leave half of the weights under the old version.
+        # One that a killed trainer left paused would never finish the requests that wait in it.
+        is_paused = server.get("/is_paused")["is_paused"]
+        server.post(f"/pause?mode={'abort' if is_paused else 'wait'}")
+        server.post("/update_weight_version", {"new_version": f"{self.name}-incomplete"})
+        try:
+            self._start_update(server)
+            self.transfer.send(server)
+            server.post("/finish_weight_update", {"weight_version": self.label})
+        except BaseException:
+            self._joined.discard(server)
+            raise
+        server.post("/resume")
+        self._joined.add(server)
+
+    def _start_update(self, server: Server) -> None:
+        try:
+            server.post("/start_weight_update")
+        except ServerRefused:  # an update is active: its trainer was killed
+            server.post("/finish_weight_update")
+            server.post("/start_weight_update")
+
+    def _refused(self, server: Server, error: ServerRefused) -> UserError:
+        start = START % self.transfer.backend
+        hint = f" {self.transfer.hint}" if self.transfer.hint else ""
+        fix = "" if error.status == 400 else f". Start the server as: {start}{hint}"
+        return UserError(f"rollout.urls: {error}{fix}")
+
+
+def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
+    kind = item["type"]
+    media_type: str | None = MEDIA_TYPES.get(kind)
+    if "path" in item:
+        data = Path(item["path"]).read_bytes()
+        media_type = mimetypes.guess_type(item["path"])[0] or media_type
+    elif "bytes" in item:
+        data = item["bytes"]
+    else:
+        data = None
+    if data is None or media_type is None:
+        raise UserError(
+            f"{where}: rollout.backend=vllm sends media as files, and this {kind} is none: set rollout.backend=packed"
+        )
+    encoded = base64.b64encode(data).decode()
+    return {"type": f"{kind}_url", "url": f"data:{media_type};base64,{encoded}"}
+
+
+# Sending weights to vLLM servers through its weight-transfer API: by files, CUDA IPC or NCCL.
+#
+# A transfer holds what was sent last, so that a server that was restarted gets it again: files hold it on disk, the
+# others in host memory. The receiving ends are vLLM's own, and `vllm_plugin.py` for files.
+
+JOIN_SECONDS = 120.0  # for all workers of a server to join a communicator
+
+
+class Transfer(ABC):
+    """One way into servers. `keep` takes the weights of a version; `send` gives them to one server, again if asked."""
+
+    backend: str  # of vLLM's --weight-transfer-config
+    hint = ""  # what a server needs besides, in the error for one that refuses
+
+    @abstractmethod
+    def keep(self, weights: Buckets, version: int) -> None: ...
+
+    def join(self, server: Server) -> None:
+        """Called once for each process of a server, before the first update."""
+        server.post("/init_weight_transfer_engine", {"init_info": {}})
+
+    @abstractmethod
+    def send(self, server: Server) -> None:
+        """The updates of one server, between its start and its end of an update."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is kept."""
+
+
+class FileTransfer(Transfer):
+    """Weights in safetensors files, in a folder that trainer and servers share and that no other trainer uses.
+
+    Only the last version is kept.
+    """
+
+    backend = BACKEND
+    hint = "with this package in the server's environment (pip install --no-deps mvp-engine)"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+        self.files: list[Path] = []
+
+    def keep(self, weights: Buckets, version: int) -> None:
+        from safetensors.torch import save_file
+
+        # Of this run, or of one that was killed; removed when the new files are complete.
+        old = list(self.folder.glob("version-*"))
+        target = self.folder / f"version-{version}-{uuid.uuid4().hex[:8]}"
+        target.mkdir(parents=True)
+        files: list[Path] = []
+        for bucket in weights:
+            file = target / f"{len(files):05d}.safetensors"
+            # Copies: safetensors refuses tensors that share memory.
+            save_file({name: tensor.contiguous().clone() for name, tensor in bucket}, file)
+            files.append(file)
+        self.files = files
+        for folder in old:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def send(self, server: Server) -> None:
+        for file in self.files:
+            server.post("/update_weights", {"update_info": {"path": str(file)}})
+
+    def close(self) -> None:
+        if self.files:
+            shutil.rmtree(self.files[0].parent, ignore_errors=True)
+            with suppress(OSError):  # others wrote into it
+                self.folder.rmdir()
+        self.files = []
+
+
+@dataclass
+class Packed:
+    """The tensors of one bucket as bytes, one after the other, in host memory."""
+
+    info: dict[str, Any]  # names, dtype_names, shapes
+    sizes: list[int]  # bytes of each tensor
+    data: Tensor
+
+    @classmethod
+    def of(cls, bucket: list[tuple[str, Tensor]], memory: Tensor | None) -> Packed:
+        """A copy of the bucket, in `memory` where that has its size."""
+        # The receiver views slices of the bytes as their type: offsets must be multiples of its size.
+        ordered = sorted(bucket, key=lambda pair: -pair[1].element_size())
+        sizes = [tensor.numel() * tensor.element_size() for _, tensor in ordered]
+        if memory is None or memory.numel() != sum(sizes):
+            memory = torch.empty(
+                sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            )
+        for part, (_, tensor) in zip(memory.split(sizes), ordered, strict=True):
+            part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8), non_blocking=True)
+        info = {
+            "names": [name for name, _ in ordered],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+            "shapes": [list(tensor.shape) for _, tensor in ordered],
+        }
+        return cls(info, sizes, memory)
+
+
+class DeviceTransfer(Transfer):
+    """What transfers from GPU to GPU share: packed buckets in pinned host memory."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"rollout.sync={self.backend} needs a GPU in the controller's process: set rollout.sync=file"
+            )
+        self.buckets: list[Packed] = []
+
+    def keep(self, weights: Buckets, version: int) -> None:
+        old = self.buckets
+        self.buckets = []
+        for index, bucket in enumerate(weights):
+            memory = old[index].data if index < len(old) else None
+            self.buckets.append(Packed.of(bucket, memory))
+        torch.cuda.synchronize()  # the copies to the host
+
+    def close(self) -> None:
+        self.buckets = []
+
+
+class IPCTransfer(DeviceTransfer):
+    """Weights in a buffer of the controller on each of its GPUs, which workers on the same GPUs open by CUDA IPC."""
+
+    backend = "ipc"
+    hint = "and the environment variable VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+
+    def join(self, server: Server) -> None:
+        server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
+
+    def send(self, server: Server) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        largest = max(bucket.data.numel() for bucket in self.buckets)
+        buffers = [
+            torch.empty(largest, dtype=torch.uint8, device=f"cuda:{index}")
+            for index in range(torch.cuda.device_count())
+        ]
+        handles = {}
+        for buffer in buffers:
+            uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            handles[uuid] = reduce_tensor(buffer)[1]
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        for bucket in self.buckets:
+            for buffer in buffers:
+                buffer[: bucket.data.numel()].copy_(bucket.data, non_blocking=True)
+            for buffer in buffers:
+                torch.cuda.synchronize(buffer.device)
+            # The answer comes when all workers have copied: the buffer is free again.
+            info = {**bucket.info, "tensor_sizes": bucket.sizes, "ipc_handles_pickled": pickled}
+            server.post("/update_weights", {"update_info": info})
+        del buffers
+        torch.cuda.ipc_collect()
+
+
+class NCCLTransfer(DeviceTransfer):
+    """Weights broadcast by the controller's GPU to all workers of a server. Their GPUs must be others."""
+
+    backend = "nccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.communicators: dict[Server, Communicator] = {}
+
+    def join(self, server: Server) -> None:
+        self._leave(server)
+        size = 1 + int(server.get("/get_world_size")["world_size"])
+        unique_id = Communicator.new_id()
+        info = {
+            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
+            "rank_offset": 1,
+            "world_size": size,
+            "packed": True,
+            "packed_buffer_size_bytes": 2**62,  # each bucket is one broadcast
+            "packed_num_buffers": 1,
+        }
+        request = _in_thread(server.post, "/init_weight_transfer_engine", {"init_info": info})
+        joined = _in_thread(Communicator, unique_id, 0, size)
+        _both(server, request, joined)
+        self.communicators[server] = joined.result()
+
+    def send(self, server: Server) -> None:
+        communicator = self.communicators[server]
+        for bucket in self.buckets:
+            data = bucket.data.to("cuda", non_blocking=True)
+            request = _in_thread(server.post, "/update_weights", {"update_info": bucket.info})
+            sent = _in_thread(communicator.broadcast, data)
+            try:
+                _both(server, request, sent)
+            except BaseException:
+                self._leave(server)
+                raise
+
+    def _leave(self, server: Server) -> None:
+        communicator = self.communicators.pop(server, None)
+        if communicator is not None:
+            communicator.abort()
+
+    def close(self) -> None:
+        for server in list(self.communicators):
+            self._leave(server)
+        super().close()
+
+
+def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """The result of a call in a thread that nobody has to wait for: it may hang in NCCL with a server that is gone."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - whoever reads the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _both(server: Server, request: Future[Any], ours: Future[Any]) -> None:
+    """Wait for the request and our side of it; the request's error comes first, since it is the reason."""
+    until = time.monotonic() + JOIN_SECONDS
+    while not (request.done() and ours.done()):
+        if request.done() and request.exception() is not None:
+            break
+        if time.monotonic() > until:
+            raise ServerGone(f"{server.url}: no NCCL connection for {JOIN_SECONDS:g} s")
+        time.sleep(0.001)
+    request.result()
+    ours.result()
+
+
+def transfer_of(sync: str, folder: str | Path) -> Transfer:
+    """The transfer of `rollout.sync`."""
+    match sync:
+        case "file":
+            return FileTransfer(folder)
+        case "ipc":
+            return IPCTransfer()
+        case "nccl":
+            return NCCLTransfer()
+    raise UserError(f"rollout.sync={sync}: vLLM servers get weights by file, ipc or nccl")
+
+
+# An NCCL communicator with processes that are not ranks of ours: vLLM's workers join by the same unique id.
+#
+# torch's process groups would need a store and torch's own handshake at both ends. This is NCCL's C API, of the library
+# that torch has loaded.
+
+_UINT8 = 1  # ncclDataType_t
+_FLOAT32 = 7
+_SUM = 0  # ncclRedOp_t
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL("libnccl.so.2")
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), integer, _UniqueId, integer]
+    library.ncclAllReduce.argtypes = [pointer, pointer, size, integer, integer, pointer, pointer]
+    library.ncclBroadcast.argtypes = [pointer, pointer, size, integer, integer, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    library.ncclGetErrorString.argtypes = [integer]
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_library(), name)(*args)
+    if code:
+        raise RuntimeError(f"{name}: {_library().ncclGetErrorString(code).decode()}")
+
+
+class Communicator:
+    """This process as one rank of a communicator, on the current CUDA device."""
+
+    def __init__(self, unique_id: bytes, rank: int, size: int) -> None:
+        """Returns when all ranks have joined."""
+        self.handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        one = _UniqueId.from_buffer_copy(unique_id)
+        _call("ncclCommInitRank", ctypes.byref(self.handle), size, one, rank)
+        # vLLM's workers begin with an all-reduce of one element.
+        first = torch.zeros(1, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        address = first.data_ptr()
+        _call("ncclAllReduce", address, address, 1, _FLOAT32, _SUM, self.handle, stream)
+        torch.cuda.current_stream().synchronize()
+
+    @staticmethod
+    def new_id() -> bytes:
+        one = _UniqueId()
+        _call("ncclGetUniqueId", ctypes.byref(one))
+        return bytes(one)
+
+    def broadcast(self, data: Tensor, root: int = 0) -> None:
+        """Bytes of one rank to all; returns when they are sent."""
+        stream = torch.cuda.current_stream()
+        address = data.data_ptr()
+        size = data.numel()
+        _call(
+            "ncclBroadcast", address, address, size, _UINT8, root, self.handle, stream.cuda_stream
+        )
+        stream.synchronize()
+
+    def abort(self) -> None:
+        """End the communicator, also where a rank is gone and a broadcast waits for it."""
+        if self.handle is not None:
+            _call("ncclCommAbort", self.handle)
+            self.handle = None

@@ -1,0 +1,17 @@
+"""The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
+
+from mvp_engine.config import Section
+from mvp_engine.kit import DistilConfig, MLLMConfig
+
+
+class Made(Section):
+    folder: str  # rows and tokenizer are built into it, once
+    rows: int  # for training
+
+
+class StudentConfig(DistilConfig):
+    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+
+
+class TeacherConfig(MLLMConfig):
+    made: Made

@@ -1,0 +1,87 @@
+"""A reward model as the reward: scores of the sampled tokens equal transformers' classifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from templates.tiny import tokenizer
+from test_rewards import Letters, settings
+from test_rewards import prompts as toy_prompts
+from tiny_vlm import TEXT, made, write
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMDataKit
+from mvp_engine.kit.rl.model_groups import RewardModel, check_reward_model
+from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
+from mvp_engine.kit.rl.rewards import RewardFailed, Rewards
+from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.worker.group import WorkerGroup
+from mvp_engine.worker.spec import WorkerSpec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    words = tokenizer("qwen2_5")
+    config = hf.Qwen3Config(**TEXT, num_labels=1, pad_token_id=0)
+    torch.manual_seed(3)
+    hf.Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    words.save_pretrained(tmp_path / "reward")
+    return tmp_path / "reward"
+
+
+def test_reward_model_scores_equal_the_classifier_and_are_added(
+    folder: Path, tmp_path: Path
+) -> None:
+    kit = made(
+        write(tmp_path / "rows.jsonl", [{"prompt": "a b"}, {"prompt": "c"}]), tokenizer("qwen2_5")
+    )
+    kit = MLLMDataKit(prompt_settings(kit.settings, 8), kit.processor)
+    (prompts,) = prompt_loader(kit, prompts=2, shuffle=False)
+    samples = [
+        Sample(i % 2, list(range(5, 6 + i)) if i else [], [0.0] * i, 0, "stop") for i in range(4)
+    ]
+    spec = WorkerSpec.of(str(folder), model={"type": "value_model"}, device="cpu")
+    with WorkerGroup.start(spec, name="reward") as group:
+        scores = RewardModel(group, budget=64)(prompts, samples)
+        rewards = Rewards(
+            lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0, model_weight=0.5)
+        )
+        rewards.model = RewardModel(group, budget=64)
+        found = rewards(prompts, samples)
+    model: Any = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for sample, score, reward in zip(samples, scores, found, strict=True):
+        ids = prompts[sample.prompt].batch.input_ids.tolist() + sample.tokens
+        with torch.no_grad():
+            assert score == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-6)
+        assert reward.parts == {"n": 2.0, "model": score}
+        assert reward.value == pytest.approx(2.0 + 0.5 * score)
+
+
+def test_rewards_without_a_function_are_the_scores_and_nan_is_named() -> None:
+    samples = [Sample(0, [1], [0.0], 0, "stop")] * 2
+    rewards = Rewards(None, Letters(), settings(workers=2))
+    rewards.model = lambda prompts, samples: [1.5, 2.5]
+    assert [one.value for one in rewards(toy_prompts(1), samples)] == [1.5, 2.5]
+    rewards.model = lambda prompts, samples: [float("nan")] * 2
+    with pytest.raises(RewardFailed, match=r"toy.jsonl:0.*the reward model's score is nan"):
+        rewards(toy_prompts(1), samples)
+
+
+def test_check_reward_model_another_vocabulary_or_no_head_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    check_reward_model(folder, tokenizer("qwen2_5"))
+    with pytest.raises(UserError, match=r"reward.model=.* its tokenizer is not the policy's"):
+        check_reward_model(folder, tokenizer("zephyr"))
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT)).save_pretrained(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"policy has no score.weight, so it is not a reward model"):
+        check_reward_model(tmp_path / "policy", tokenizer("qwen2_5"))
+    (tmp_path / "hf_step_20").mkdir()
+    with pytest.raises(
+        UserError, match=r"is not the Hugging Face folder .* Its export is .*hf_step_20"
+    ):
+        check_reward_model(tmp_path, tokenizer("qwen2_5"))

@@ -1,0 +1,226 @@
+"""Rewards, rollouts.jsonl, report and `mvp check` in whole runs of an RL engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from conftest import wait_until
+from templates.tiny import tokenizer
+from test_rewards import Limit
+from tiny_rl import write_recipe
+from tiny_vlm import TEXT
+
+from mvp_engine.cli import main
+from mvp_engine.distributed import hang
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit.rl import rewards
+from mvp_engine.kit.rl.collector import Learner
+from mvp_engine.kit.rl.rollout_log import read_rollouts
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.runs import Run, list_runs
+from mvp_engine.tools.merge import model_checkpoint
+
+IN_CAMPAIGN = pytest.mark.campaign(only=True)
+LENGTH = "return len(set(answer.tokens)) / 4"
+
+
+def trained(config: str, *words: str, code: int = 0) -> Path:
+    """The folder of the newest run after a training."""
+    assert main(["train", config, *words]) == code
+    return list_runs(Path(config).parent / "outputs")[-1].dir
+
+
+def records(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["split"] == split]
+
+
+FAILING = {
+    "raises": "assert row['answer'] != '3', 'no threes'",
+    "hangs": "import pathlib, time\nif row['answer'] == '3': pathlib.Path('HANGS').touch(); time.sleep(600)",
+    "nan": "if row['answer'] == '3': return float('nan')",
+    "dies": "import os\nif row['answer'] == '3': os._exit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["hangs", *(pytest.param(kind, marks=IN_CAMPAIGN) for kind in ("raises", "nan", "dies"))],
+)
+def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
+    tmp_path: Path, capfd: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Limit(tmp_path / "hangs")
+    monkeypatch.setattr(rewards, "time", limit)
+    config = write_recipe(tmp_path, f"{FAILING[kind].replace('HANGS', str(limit.file))}\n{LENGTH}")
+    folder = trained(config, "reward.timeout=0.5", "reward.workers=1")
+    assert sum(record["reward_errors"] for record in records(folder)) == pytest.approx(2 / 8)
+    assert "reward failed: rows.jsonl:4 (source rows), answer " in capfd.readouterr().err
+    completions = [
+        one for record in read_rollouts(folder / "rollouts.jsonl") for one in record["completions"]
+    ]
+    assert len(completions) == 2 * 4 * 2  # none is lost, none is counted twice
+    assert [one["reward"] for one in completions if "error" in one] == [None, None]
+
+
+@IN_CAMPAIGN
+@pytest.mark.parametrize("where", ["spawn", "ray"])
+def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
+    tmp_path: Path, where: str
+) -> None:
+    """One prompt per step on two ranks, and a prompt over the budget."""
+    if where == "ray":
+        pytest.importorskip("ray")
+    config = write_recipe(tmp_path, LENGTH)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "long " * 300, "answer": "long"}) + "\n")
+    words = ["rl.prompts=1", "loop.total_steps=8", "rollout.log_prompts=1"]
+    words += [
+        f"workers.where={where}",
+        "groups.actor={ranks: 2, parallel: {shard: 2}}",
+        "mllm.overlong=drop",
+    ]
+    folder = trained(config, *words)
+    rollouts = [one for one in read_rollouts(folder / "rollouts.jsonl") if one["split"] == "train"]
+    assert sorted(one["columns"]["answer"] for one in rollouts) == [str(i) for i in range(8)]
+    assert all(len(one["completions"]) == 2 for one in rollouts)
+    assert sum(record["skipped"] for record in records(folder)) == 0
+    assert "rows.jsonl:9" in (folder / "overlong_rows.jsonl").read_text()
+
+
+def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(
+    tmp_path: Path, capfd: Any
+) -> None:
+    config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
+    trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)
+    error = capfd.readouterr().err
+    assert "rows.jsonl:4 (source rows)" in error
+    assert "AssertionError: no threes" in error
+    assert "engine.py" in error
+
+
+def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) -> None:
+    config = write_recipe(
+        tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}"
+    )
+    words = [
+        "checkpoint.interval=1",
+        "loop.eval_interval=2",
+        "evaluation.samples=2",
+        "evaluation.temperature=1",
+    ]
+    whole = trained(config, *words, "loop.total_steps=4", "project.run_id=whole")
+    trained(config, *words, "loop.total_steps=2", "project.run_id=two")
+    with open(tmp_path / "outputs" / "two" / "rollouts.jsonl", "a") as file:
+        file.write('{"step": 3, "split": "train"')  # as a kill leaves it
+    two = tmp_path / "outputs" / "two"
+    trained(config, *words, "loop.total_steps=4", f"resume={two}")
+    assert (two / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
+    assert {"pass@1", "pass@2", "reward"} <= records(whole, "eval")[0].keys()
+    steps = [(one["step"], one["split"]) for one in read_rollouts(whole / "rollouts.jsonl")]
+    assert steps.count((2, "eval")) == 8
+    assert steps.count((2, "train")) == 4
+
+
+def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(
+    tmp_path: Path, capfd: Any
+) -> None:
+    config = write_recipe(tmp_path, LENGTH)
+    (tmp_path / "engine.py").write_text(
+        "from mvp_engine.kit.rl import RLEngine\n\nclass Scored(RLEngine):\n    pass\n"
+    )
+    assert main(["train", config]) == EXIT_USER_ERROR
+    assert (
+        "Scored has no reward: define reward(self, row, answer), or set reward.model"
+        in capfd.readouterr().err
+    )
+    torch.manual_seed(1)
+    hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**TEXT, num_labels=1)).save_pretrained(
+        tmp_path / "scorer"
+    )
+    tokenizer("qwen2_5").save_pretrained(tmp_path / "scorer")
+    words = ["reward.model_weight=2", "model.freeze=[*embed*]"]
+    folder = trained(config, f"reward.model={tmp_path / 'scorer'}", *words)
+    part = RunFacts(Run(folder)).part_rows()[1]
+    assert (part[0], part[4]) == ("llm", "0.001")
+    assert part[1] != part[2]  # without the frozen embeddings
+    assert model_checkpoint(folder).parts[-2:] == ("step_00000002", "actor")
+    for record in records(folder):
+        assert record["reward"] == pytest.approx(2 * record["reward_model"])
+        assert record["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "warning"),
+    [
+        ("return -float(answer.text == row['answer'])", "is the sign of the reward wrong"),
+        pytest.param("return 0.5", "have the same reward in 4 steps (mean 0.5)", marks=IN_CAMPAIGN),
+        pytest.param(
+            "return float(answer.text == row['answer']) + len(set(answer.tokens)) / 32",
+            None,
+            marks=IN_CAMPAIGN,
+        ),
+    ],
+    ids=["sign", "constant", "good"],
+)
+def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
+    tmp_path: Path, capsys: Any, reward: str, warning: str | None
+) -> None:
+    config = write_recipe(tmp_path, reward)
+    assert main(["check", config, "--json", "loop.total_steps=20", "rollout.max_new_tokens=6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [stage["name"] for stage in found["stages"]]
+    assert names == ["config", "data", "model", "step", "rollouts", "evaluation"]
+    about_rewards = [text for text in found["warnings"] if "reward" in text]
+    assert any(warning in text for text in about_rewards) if warning else not about_rewards
+    assert len(found["rollouts"]["reward"]) == 4
+    assert max(found["rollouts"]["gap"]) < 1e-5
+    assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5
+
+
+def test_rl_training_reports_the_part_of_a_step_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See also tests/engine/test_hang.py."""
+    update = Learner.update
+    warnings: list[str] = []
+
+    def is_reported() -> bool:
+        return any(text.startswith("update of step 1 takes longer") for text in warnings)
+
+    def slow(self: Learner, *args: Any) -> Any:
+        wait_until(is_reported)
+        return update(self, *args)
+
+    monkeypatch.setattr(Learner, "update", slow)
+    monkeypatch.setattr(
+        hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
+    )
+    trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
+    [text] = [
+        text
+        for text in warnings
+        if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")
+    ]
+    assert "wait_until(is_reported)" in text
+
+
+@IN_CAMPAIGN
+def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) -> None:
+    config = write_recipe(tmp_path, LENGTH)
+    words = [
+        "--out",
+        str(tmp_path / "profile"),
+        "--steps",
+        "2",
+        "--first",
+        "2",
+        "loop.total_steps=8",
+    ]
+    assert main(["profile", config, *words]) == 0
+    assert (tmp_path / "profile" / "profile.json").is_file()

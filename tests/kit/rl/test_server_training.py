@@ -1,0 +1,120 @@
+"""A whole RL training whose rollouts come from servers: weights are sent before each step, faults do not end it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import read_metrics
+from fake_vllm import FakeVLLM
+
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit.tiny_processors import train_tokenizer
+
+ENGINE = """
+from mvp_engine.kit.rl import RLEngine
+
+class ParityEngine(RLEngine):
+    def reward(self, row, answer):
+        return float(sum(token % 2 for token in answer.tokens))
+"""
+CONFIG: dict[str, Any] = {
+    "engine": "engine.py:ParityEngine",
+    "project": {"name": "servers"},
+    "cpu_threads": 1,
+    "model": {"type": "language_model"},
+    "mllm": {"micro_batch_tokens": 512},
+    "data": {"num_workers": 0},
+    "rl": {"algorithm": "grpo", "prompts": 3, "group": 4},
+    "rollout": {"backend": "vllm", "max_new_tokens": 6, "max_gap": 1e-4},
+    "reward": {
+        "workers": 0
+    },  # processes that are forked would keep the sockets of the servers open
+    "loop": {"total_steps": 3, "eval_interval": None},
+    "log": {"interval": 1},
+    "optim": {"lr": 0.01, "schedule": "constant"},
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[list[FakeVLLM]]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    }
+    base = tmp_path / "base"
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(base)
+    train_tokenizer(["one two three"], 300).save_pretrained(base)
+    started = [FakeVLLM(base) for _ in range(2)]
+    yield started
+    for fake in started:
+        fake.kill()
+
+
+def config(folder: Path, urls: list[str]) -> Path:
+    """The config of a training in `folder`."""
+    rows = [json.dumps({"prompt": f"number {index}"}) + "\n" for index in range(20)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "engine.py").write_text(ENGINE)
+    own = copy.deepcopy(CONFIG)
+    own["model"]["path"] = own["processor"] = str(folder / "base")
+    own["mllm"]["sources"] = {"rows": {"path": str(folder / "rows.jsonl")}}
+    own["rollout"]["urls"] = urls
+    (folder / "config.yaml").write_text(yaml.safe_dump(own))
+    return folder / "config.yaml"
+
+
+def versions(fake: FakeVLLM) -> list[int]:
+    """The versions of the weights that a server got."""
+    bodies = [body for path, body in fake.requests if path == "/finish_weight_update"]
+    return [int(body["weight_version"].split("-")[-1]) for body in bodies]
+
+
+@pytest.mark.slow
+def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(
+    train: Callable[..., int], tmp_path: Path, fakes: list[FakeVLLM]
+) -> None:
+    fakes[1].dies_at = "/start_weight_update"
+    assert train(config=config(tmp_path, [fake.url for fake in fakes])) == 0
+    assert versions(fakes[0]) == [0, 1, 2]
+    assert versions(fakes[1]) == []
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[0]["gap/text"] < 1e-5
+    assert all(record["gap"] < 1e-5 for record in records)
+    assert all(
+        record["grad_norm"] > 0 for record in records
+    )  # so the weights of the versions differ
+
+
+@pytest.mark.slow
+def test_training_without_its_server_ends_with_url_and_fix(
+    train: Callable[..., int],
+    tmp_path: Path,
+    fakes: list[FakeVLLM],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fakes[0].kill()
+    code = train("rollout.server_wait=0.1", config=config(tmp_path, [fakes[0].url]))
+    assert code == EXIT_USER_ERROR
+    err = capfd.readouterr().err
+    assert f"no server for 0.1 s:\n  {fakes[0].url}: " in err
+    assert "Start the servers (docs/rl.md" in err
+    assert "Traceback" not in err

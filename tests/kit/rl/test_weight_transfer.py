@@ -1,0 +1,225 @@
+"""Weights on their way into vLLM servers: packed buckets, the plugin inside a server, CUDA IPC and NCCL."""
+
+from __future__ import annotations
+
+import base64
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.rl import vllm_plugin
+from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
+from mvp_engine.kit.rl.settings import RolloutSettings
+from mvp_engine.kit.rl.vllm_rollout import (
+    Communicator,
+    IPCTransfer,
+    NCCLTransfer,
+    Packed,
+    VLLMRollout,
+    transfer_of,
+)
+from mvp_engine.worker.buckets import checksum
+
+
+def bucket() -> list[tuple[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(3, 5, generator=g).bfloat16(),
+        torch.randn(7, generator=g),
+        torch.randn(4, 2, generator=g).t(),
+        torch.randint(9, (3,), generator=g, dtype=torch.int8),
+        torch.randn((), generator=g),
+    ]
+    return [(f"tensor{index}", tensor) for index, tensor in enumerate(tensors)]
+
+
+def unpacked(data: torch.Tensor, info: dict[str, Any], sizes: list[int]) -> dict[str, torch.Tensor]:
+    """As vLLM 0.32 unpacks: each slice of the bytes is viewed as its type, which needs aligned offsets."""
+    found = {}
+    for name, dtype, shape, part in zip(
+        info["names"], info["dtype_names"], info["shapes"], data.split(sizes), strict=True
+    ):
+        found[name] = part.view(getattr(torch, dtype)).view(shape)
+    return found
+
+
+def test_packed_bucket_of_mixed_dtypes_is_unpacked_with_the_same_bits() -> None:
+    packed = Packed.of(bucket(), None)
+    found = unpacked(packed.data, packed.info, packed.sizes)
+    assert all(torch.equal(found[name], tensor) for name, tensor in bucket())
+    again = Packed.of([(name, tensor + 1) for name, tensor in bucket()], packed.data)
+    assert again.data.data_ptr() == packed.data.data_ptr()  # memory is used again
+    found = unpacked(again.data, again.info, again.sizes)
+    assert all(torch.equal(found[name], tensor + 1) for name, tensor in bucket())
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the plugin imports of vLLM 0.32, with its calls in order."""
+    calls: list[str] = []
+    registered: dict[str, Any] = {}
+
+    class WeightTransferEngine:
+        def __class_getitem__(cls, _: Any) -> Any:
+            return cls
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+            self.model_config = None
+            self.device = torch.device("cpu")
+
+        def parse_update_info(self, update: dict[str, Any]) -> Any:
+            return self.update_info_cls(**update)  # type: ignore[attr-defined]
+
+    class Factory:
+        _registry = registered
+
+        @classmethod
+        def register_engine(cls, name: str, engine: Any) -> None:
+            if name in registered:
+                raise ValueError(name)
+            registered[name] = engine
+
+    class ParallelLMHead(torch.nn.Module):
+        quant_method = SimpleNamespace(
+            process_weights_after_loading=lambda module: calls.append("pack head")
+        )
+
+    base = "vllm.distributed.weight_transfer"
+    contents: dict[str, dict[str, Any]] = {
+        f"{base}.factory": {"WeightTransferEngineFactory": Factory},
+        f"{base}.base": {
+            "WeightTransferEngine": WeightTransferEngine,
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+        },
+        "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda model: calls.append("start"),
+            "finalize_layerwise_reload": lambda model, config: calls.append("finish"),
+        },
+    }
+    for name, values in contents.items():
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            monkeypatch.setitem(
+                sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1])
+            )
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(calls=calls, registered=registered, ParallelLMHead=ParallelLMHead)
+
+
+def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(
+    vllm: SimpleNamespace, tmp_path: Path
+) -> None:
+    vllm_plugin.register()
+    vllm_plugin.register()  # vLLM may load a plugin twice
+    loaded: dict[str, torch.Tensor] = {}
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), vllm.ParallelLMHead())
+    model.load_weights = loaded.update  # type: ignore[assignment]
+    engine = vllm.registered["mvp_file"](model)
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": torch.arange(3.0)}, file)
+    engine.init_transfer_engine(engine.init_info_cls())
+    engine.start_weight_update()
+    engine.update_weights({"path": str(file)})
+    engine.finish_weight_update()
+    assert vllm.calls == ["start", "finish", "pack head"]
+    assert torch.equal(loaded["a"], torch.arange(3.0))
+
+
+def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
+    code = "import sys, mvp_engine.kit.rl.vllm_plugin; print(sorted(name.split('.')[0] for name in sys.modules))"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "transformers", "hydra", "omegaconf", "numpy"} & set(eval(answer.stdout))
+
+
+def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) -> None:
+    urls = ["http://one:8000", "http://two:8000"]
+    rollout = server_rollout(
+        RolloutSettings(backend="vllm", urls=urls, server_wait=5), folder=tmp_path, banned=[7, 3]
+    )
+    assert isinstance(rollout, VLLMRollout)
+    assert [server.url for server in rollout.servers] == urls
+    assert (rollout.banned, rollout.wait_seconds) == ([3, 7], 5)
+    assert rollout.transfer.folder == tmp_path / "rollout_weights"  # type: ignore[attr-defined]
+    shared = RolloutSettings(backend="vllm", urls=urls, sync_folder="/shared")
+    found = server_rollout(shared, folder=tmp_path)
+    assert found.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
+    fixed = RolloutSettings(backend="openai", urls=urls, sync="none")
+    assert isinstance(server_rollout(fixed, folder=tmp_path), OpenAIRollout)
+
+
+def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused() -> None:
+    with pytest.raises(ValidationError, match="takes no weights"):
+        RolloutSettings(backend="openai", urls=["http://one"])
+    with pytest.raises(ValidationError, match="set file, ipc or nccl"):
+        RolloutSettings(backend="vllm", urls=["http://one"], sync="none")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("sync", ["ipc", "nccl"])
+def test_transfer_between_gpus_without_a_gpu_is_refused(sync: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"rollout.sync={sync} needs a GPU"):
+        transfer_of(sync, tmp_path)
+
+
+def receive(requests: Any, results: Any) -> None:
+    """A worker of a server: opens the buffer of each update as vLLM 0.32 does."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    while (info := requests.get()) is not None:
+        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+        args = list(handles[str(torch.cuda.get_device_properties(0).uuid)])
+        args[6] = 0
+        data = rebuild_cuda_tensor(*args)[: sum(info["tensor_sizes"])]
+        found = unpacked(data, info, info["tensor_sizes"])
+        results.put({name: checksum(tensor) for name, tensor in found.items()})
+
+
+@pytest.mark.gpu
+def test_ipc_transfer_another_process_reads_the_same_bits() -> None:
+    context = multiprocessing.get_context("spawn")
+    requests, results = context.Queue(), context.Queue()
+    worker = context.Process(target=receive, args=(requests, results), daemon=True)
+    worker.start()
+    transfer = IPCTransfer()
+    second = [(name, tensor + 1) for name, tensor in bucket()]
+    transfer.keep([[(n, t.cuda()) for n, t in bucket()], second], 1)
+    received: list[dict[str, str]] = []
+
+    class Server:
+        def post(self, path: str, body: Any) -> None:
+            assert path == "/update_weights"
+            requests.put(body["update_info"])
+            received.append(results.get(timeout=120))
+
+    transfer.send(Server())  # type: ignore[arg-type]
+    requests.put(None)
+    worker.join(30)
+    for sent, found in zip([bucket(), second], received, strict=True):
+        assert found == {name: checksum(tensor) for name, tensor in sent}
+
+
+@pytest.mark.gpu
+def test_nccl_communicator_broadcasts_and_aborts() -> None:
+    communicator = Communicator(Communicator.new_id(), 0, 1)  # two ranks need two GPUs
+    data = torch.arange(256, dtype=torch.uint8, device="cuda")
+    communicator.broadcast(data)
+    assert data.tolist() == list(range(256))
+    communicator.abort()
+    assert NCCLTransfer().communicators == {}
