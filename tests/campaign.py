@@ -118,10 +118,25 @@ def vision_language() -> Recipe:
 def reinforcement_learning(folder: Path) -> Recipe:
     """GRPO from a short SFT in `folder`, by a controller with two ranks that it spawns."""
     configs = ROOT / "recipes" / "reverse_rl" / "configs"
-    base = Recipe("", configs / "sft.yaml", [*LOGS, "made.rows=40", "optim.warmup_steps=0", "resume=null"], [], 16)
-    job = Job(base, 1, [*base.settings, f"project.dir={folder}", "loop.total_steps=16"], folder / "output.txt")
+    base = Recipe(
+        "",
+        configs / "sft.yaml",
+        [*LOGS, "made.rows=40", "optim.warmup_steps=0", "resume=null"],
+        [],
+        16,
+    )
+    job = Job(
+        base,
+        1,
+        [*base.settings, f"project.dir={folder}", "loop.total_steps=16"],
+        folder / "output.txt",
+    )
     assert job.wait(600), (folder / "output.txt").read_text()
-    settings = [*RL_SETTINGS, f"made.folder={folder}/reverse_data", f"model.path={folder}/reverse_base"]
+    settings = [
+        *RL_SETTINGS,
+        f"made.folder={folder}/reverse_data",
+        f"model.path={folder}/reverse_base",
+    ]
     jobs = [(1, ["groups.actor={ranks: 2, parallel: {shard: 2}}"])]
     moments = ["start", "first steps", "save", "any"]
     # A reward whose worker is killed is lost, which changes the step.
@@ -155,7 +170,13 @@ class Job:
     """The ranks of one launch."""
 
     def __init__(
-        self, recipe: Recipe, nproc: int, words: list[str], log: Path, module: str = "mvp_engine.launch", **env: str
+        self,
+        recipe: Recipe,
+        nproc: int,
+        words: list[str],
+        log: Path,
+        module: str = "mvp_engine.launch",
+        **env: str,
     ) -> None:
         shared = {
             "OMP_NUM_THREADS": "1",
@@ -171,7 +192,9 @@ class Job:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.ranks.append(spawn(*command, env=shared | place))
         self.log = log
-        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in self.ranks]
+        self._readers = [
+            threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in self.ranks
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -226,7 +249,12 @@ class Campaign:
         adopt_orphans()  # survivors of a launch become children of this process
 
     def words(self, recipe: Recipe, extra: list[str], runs: Path) -> list[str]:
-        last = [f"loop.total_steps={recipe.steps}", "loop.epochs=null", f"project.dir={runs}", "resume=auto"]
+        last = [
+            f"loop.total_steps={recipe.steps}",
+            "loop.epochs=null",
+            f"project.dir={runs}",
+            "resume=auto",
+        ]
         return [*recipe.settings, *extra, *last]
 
     def straight(self, recipe: Recipe, nproc: int, extra: list[str]) -> Path:
@@ -270,11 +298,15 @@ class Campaign:
         while True:
             tally.runs += 1
             job = Job(recipe, nproc, words, self.log, fault.module, **fault.env)
-            enough = faults == FAULTS_PER_TRAINING or fault.is_done or time.monotonic() > self.deadline
+            enough = (
+                faults == FAULTS_PER_TRAINING or fault.is_done or time.monotonic() > self.deadline
+            )
             try:
                 kind = None if enough else fault.inject(self, fault, job, runs)
                 began = time.monotonic()
-                if not job.wait(HUNG_SECONDS if kind else 600.0, lambda: size_of(runs, "metrics.jsonl")):
+                if not job.wait(
+                    HUNG_SECONDS if kind else 600.0, lambda: size_of(runs, "metrics.jsonl")
+                ):
                     tally.hung += 1
                     tally.notes.append(f"hung after {kind}: {self.tail()}")
                 seconds = time.monotonic() - began
@@ -309,7 +341,9 @@ class Campaign:
                 os.kill(pid, signal.SIGKILL)
                 tally.survivors += 1
 
-    def _compare(self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path) -> None:
+    def _compare(
+        self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path
+    ) -> None:
         """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
         if not list_runs(runs):
             return  # it was ended before it had a run
@@ -324,7 +358,9 @@ class Campaign:
             tally.steps += len(have)
             if wrong:
                 tally.unequal += 1
-                tally.notes.append(f"{recipe.name}, {nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})")
+                tally.notes.append(
+                    f"{recipe.name}, {nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})"
+                )
 
     def kill(self, fault: Fault, job: Job, runs: Path) -> str | None:
         """Kill -9 of one random rank, of a worker, or of all ranks."""
@@ -391,7 +427,9 @@ class Campaign:
         reached: dict[str, Callable[[], bool]] = {
             "first steps": lambda: last_step(runs) != before,
             "save": lambda: any(runs.glob("*/checkpoints/.tmp-step_*")),
-            "evaluation": lambda: last_step(runs) != before and last_step(runs) % EVAL_INTERVAL == 0,
+            "evaluation": lambda: (
+                last_step(runs) != before and last_step(runs) % EVAL_INTERVAL == 0
+            ),
             "epoch end": lambda: last_step(runs) != before and last_step(runs) % per_epoch == 0,
         }
         if moment in reached:
@@ -412,7 +450,9 @@ def small_disk(parent: Path) -> Iterator[Path | None]:
     """A disk of three MB; None where mounting is not allowed."""
     disk = parent / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(disk)], check=False
+    ).returncode:
         yield None
         return
     try:
@@ -464,7 +504,10 @@ def run(
         all_faults = sum(fault.done for fault in faults)
         bad = f"lost {tally.lost}, hung {tally.hung}, unequal {tally.unequal}, survivors {tally.survivors}"
         wanted = sum(fault.wanted for fault in faults)
-        print(f"[{clock}, {all_faults}/{wanted}] {name}: {tally.ended} trainings compared, {bad}", flush=True)
+        print(
+            f"[{clock}, {all_faults}/{wanted}] {name}: {tally.ended} trainings compared, {bad}",
+            flush=True,
+        )
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(out) as file:
@@ -474,10 +517,17 @@ def run(
     campaign.deadline = began + 60 * minutes
     with small_disk(folder) as disk:
         for recipe, share in (recipes or all_recipes)(folder):
-            faults.append(Fault(f"kill -9, {recipe.name}", Campaign.kill, recipe, round(share * kills)))
+            faults.append(
+                Fault(f"kill -9, {recipe.name}", Campaign.kill, recipe, round(share * kills))
+            )
         stopped = (EXIT_INTERRUPTED, -signal.SIGTERM, 0, 1)
-        faults.append(Fault("SIGTERM storm", Campaign.storm, tiny(), storms, lambda code: code in stopped))
-        slow = {"module": str(ROOT / "tests" / "slow_disk.py"), "env": {"MVP_FSYNC_SECONDS": "0.05"}}
+        faults.append(
+            Fault("SIGTERM storm", Campaign.storm, tiny(), storms, lambda code: code in stopped)
+        )
+        slow = {
+            "module": str(ROOT / "tests" / "slow_disk.py"),
+            "env": {"MVP_FSYNC_SECONDS": "0.05"},
+        }
         faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))  # type: ignore[arg-type]
         for name, inject, place in (
             ("full disk", Campaign.full_disk, disk),
@@ -488,7 +538,9 @@ def run(
                 fault.allowed = lambda code: code in (0, EXIT_USER_ERROR)
                 faults.append(fault)
         faults[:] = [fault for fault in faults if fault.wanted]
-        while time.monotonic() < campaign.deadline and (left := [fault for fault in faults if not fault.is_done]):
+        while time.monotonic() < campaign.deadline and (
+            left := [fault for fault in faults if not fault.is_done]
+        ):
             campaign.disturb(min(left, key=lambda fault: fault.done / fault.wanted))
     return {fault.name: fault.tally for fault in faults}
 
@@ -499,7 +551,17 @@ def all_recipes(folder: Path) -> list[tuple[Recipe, float]]:
 
 
 def table(faults: list[Fault], began: float) -> str:
-    head = ["fault", "runs", "faults", "runs compared", "steps compared", "trainings", "lost", "hung", "unequal"]
+    head = [
+        "fault",
+        "runs",
+        "faults",
+        "runs compared",
+        "steps compared",
+        "trainings",
+        "lost",
+        "hung",
+        "unequal",
+    ]
     head += ["survivors", "slowest end", "moments"]
     lines = [head, ["---"] * len(head), *([fault.name, *cells(fault.tally)] for fault in faults)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -513,12 +575,26 @@ def table(faults: list[Fault], began: float) -> str:
 
 def cells(tally: Tally) -> list[str]:
     moments = ", ".join(f"{kind} {number}" for kind, number in sorted(tally.faults.items()))
-    numbers = [tally.runs, sum(tally.faults.values()), tally.compared, tally.steps, tally.ended, tally.lost, tally.hung]
-    return [*map(str, [*numbers, tally.unequal, tally.survivors]), f"{tally.slowest:.1f} s", moments]
+    numbers = [
+        tally.runs,
+        sum(tally.faults.values()),
+        tally.compared,
+        tally.steps,
+        tally.ended,
+        tally.lost,
+        tally.hung,
+    ]
+    return [
+        *map(str, [*numbers, tally.unequal, tally.survivors]),
+        f"{tally.slowest:.1f} s",
+        moments,
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--storms", type=int, default=30)
     parser.add_argument("--disks", type=int, default=12)
@@ -535,7 +611,9 @@ def main() -> int:
     finally:
         print(args.out.read_text() if args.out.exists() else "no launch was compared", flush=True)
         print(f"The table is in {args.out}")
-    failed = any(tally.lost or tally.hung or tally.unequal or tally.survivors for tally in found.values())
+    failed = any(
+        tally.lost or tally.hung or tally.unequal or tally.survivors for tally in found.values()
+    )
     if not failed:
         shutil.rmtree(folder, ignore_errors=True)
     return int(failed)

@@ -70,11 +70,16 @@ def difference(expected: Path, found: Path, all_records: bool) -> str | None:
         if readers[0].entries.keys() != readers[1].entries.keys():
             return f"the contents of {last[0].name}/{model} differ"
         for name in readers[0].entries:
-            if name.startswith(("model.", "optim.")) and not torch.equal(*(reader.read(name) for reader in readers)):
+            if name.startswith(("model.", "optim.")) and not torch.equal(
+                *(reader.read(name) for reader in readers)
+            ):
                 return f"{model}/{name} differs"
     return None
 
 
 def models(checkpoint: Path) -> list[str]:
     """The folders of a checkpoint with weights: its own, or in reinforcement learning those of several models."""
-    return sorted(str(file.parent.relative_to(checkpoint)) for file in checkpoint.rglob("rank_00000.safetensors"))
+    return sorted(
+        str(file.parent.relative_to(checkpoint))
+        for file in checkpoint.rglob("rank_00000.safetensors")
+    )

@@ -6,13 +6,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ LONGEST_FILES = [
     "kit/test_watch.py",
     "kit/test_sampling.py",
     "hf/test_sparse_attention.py",
+    "ops/test_triton_kernels.py",
+    "model_engine/test_fp8_all_gather.py",
+    "model_engine/test_mixer_layouts.py",
     "model_engine/test_context_layouts.py",
     "recipes/test_reverse_rl.py",
     "recipes/test_any_ranks.py",
@@ -75,11 +79,13 @@ save_time()
 gc.disable()  # until all test files are imported, of which everything stays
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--campaign", action="store_true", help="run the tests marked `campaign` at full length")
+def pytest_addoption(parser: pytest.Parser):
+    parser.addoption(
+        "--campaign", action="store_true", help="run the tests marked `campaign` at full length"
+    )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Put the longest files first. Skip tests that need a GPU, or a package for it, where it is missing, and those
     marked `campaign(only=True)` outside of a campaign."""
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
@@ -94,13 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="only in a campaign: make test-campaign"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-    gc.set_threshold(2000, 10, 20)  # frozen objects do not count, so that full collections would be many
+    gc.set_threshold(
+        2000, 10, 20
+    )  # frozen objects do not count, so that full collections would be many
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup():
     probe_once.install()
 
 
@@ -116,7 +124,7 @@ def _missing_for_gpu(required: bool = True, package: str | None = None) -> str |
 
 
 @pytest.fixture
-def campaign_size(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+def campaign_size(request):
     """campaign_size(short, full): how many random trials to run, in the default suite or with --campaign."""
     is_full = request.config.getoption("--campaign")
     return lambda short, full: full if is_full else short
@@ -126,14 +134,21 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
 
-    records = [json.loads(line) for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()
+    ]
     return [{k: v for k, v in r.items() if k != "perf"} for r in records if r["split"] == split]
 
 
 def readme_commands(recipe: str) -> list[list[str]]:
     """The words of each `mvp` command in a recipe's README, without trailing comments."""
     text = (ROOT / "recipes" / recipe / "README.md").read_text().replace("\\\n", "")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
 
 
@@ -142,11 +157,11 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[..., int]:
+def train(tmp_path):
     """Launch the tiny recipe in this process: train("loop.total_steps=3", dir=...) -> exit code."""
     from mvp_engine.launch import launch
 
-    def run(*overrides: str, config: Path = TINY, dir: Path = tmp_path) -> int:
+    def run(*overrides, config=TINY, dir=tmp_path):
         return launch(str(config), [f"project.dir={dir}", *overrides])
 
     return run
@@ -155,10 +170,10 @@ def train(tmp_path: Path) -> Callable[..., int]:
 def spawn(
     *args: str,
     env: dict[str, str] | None = None,
-    cwd: Any = ROOT,
+    cwd=ROOT,
     fresh: bool = False,
     fresh_workers: bool = False,
-    **options: Any,
+    **options,
 ) -> subprocess.Popen[str]:
     """Start a Python process in its own session and capture its output.
 
@@ -168,9 +183,7 @@ def spawn(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
     if not fresh and (args[0] == "-m" or args[0].endswith(".py")):
         module = args[args[0] == "-m" :]
-        return ForkedModule(  # type: ignore[return-value]
-            module[0], list(module[1:]), environment, str(cwd), fresh_workers
-        )
+        return ForkedModule(module[0], list(module[1:]), environment, str(cwd), fresh_workers)
     return subprocess.Popen(
         [sys.executable, *args],
         stdout=subprocess.PIPE,
@@ -183,14 +196,14 @@ def spawn(
     )
 
 
-def run_process(*args: str, **options: Any) -> tuple[int, str]:
+def run_process(*args: str, **options) -> tuple[int, str]:
     """Run a Python process to its end and return its exit code and output. `options`: see `spawn`."""
     process = spawn(*args, **options)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0):
     """Wait for what takes a moment, and on a busy machine seconds."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -202,29 +215,61 @@ def is_gone(pid: int) -> bool:
     """Whether a process has ended, also as a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between `open` and `read`
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter: it ended between `open` and `read`
         return True
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port():
     """Held: a server of the test may listen on it, and no other process is given it meanwhile."""
     with reserve_port() as held:
         yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
-def rank_processes() -> Iterator[RankProcesses]:
+def rank_processes():
     processes = RankProcesses()
     yield processes
     processes.close()
 
 
 @pytest.fixture(scope="session")
-def ranks2(rank_processes: RankProcesses) -> RankPool:
+def ranks2(rank_processes):
     return RankPool(2, rank_processes)
 
 
 @pytest.fixture(scope="session")
-def ranks4(rank_processes: RankProcesses) -> RankPool:
+def ranks4(rank_processes):
     return RankPool(4, rank_processes)
+
+
+@pytest.fixture
+def on_ranks(rank_processes):
+    """on_ranks(sizes, f, *args): what `f(layout, *args)` returns on each rank of a layout of these sizes."""
+    from families import on_layout
+
+    def run(sizes, f, *args, **options):
+        ranks = math.prod(size for name, size in sizes.items() if name not in ("expert", "reshard"))
+        return RankPool(ranks, rank_processes).run(on_layout, sizes, f, *args, **options)
+
+    return run
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """logged(module): the texts that the module's logger is given from now on, at these levels."""
+
+    def watch(module, *levels):
+        texts = []
+
+        def note(text, *words):
+            texts.append(text % words if words else text)
+
+        for level in levels or ("warning",):
+            monkeypatch.setattr(module.LOGGER, level, note)
+        return texts
+
+    return watch

@@ -55,7 +55,11 @@ class FakeHub:
 
     def downloads(self) -> list[str]:
         """The files that were downloaded, in order."""
-        return [line.rpartition("/")[2] for line in self.requests if line.startswith("GET") and "/resolve/" in line]
+        return [
+            line.rpartition("/")[2]
+            for line in self.requests
+            if line.startswith("GET") and "/resolve/" in line
+        ]
 
     @contextmanager
     def serve(self) -> Iterator[FakeHub]:
@@ -120,16 +124,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.uploads[path.rpartition("/")[2]] = body
             self._answer({})
         elif path.endswith(".git/info/lfs/objects/batch"):
-            self._answer({"objects": [self._lfs_object(one) for one in json.loads(body)["objects"]]})
+            self._answer(
+                {"objects": [self._lfs_object(one) for one in json.loads(body)["objects"]]}
+            )
         else:
             self._repo_request(path, body)
 
     def _repo_request(self, path: str, body: bytes) -> None:
-        api = re.fullmatch(r"/api/(models/|(?=datasets/))(?P<repo>(datasets/)?[^/]+/[^/]+)(/(?P<rest>.*))?", path)
+        api = re.fullmatch(
+            r"/api/(models/|(?=datasets/))(?P<repo>(datasets/)?[^/]+/[^/]+)(/(?P<rest>.*))?", path
+        )
         file = re.fullmatch(r"/(?P<repo>(datasets/)?[^/]+/[^/]+)/resolve/(?P<rest>.+)", path)
         found = api or file
         repo = self.hub.repos.get(found["repo"]) if found else None
-        if found is None or repo is None or (repo.private and not self.headers.get("Authorization")):
+        if (
+            found is None
+            or repo is None
+            or (repo.private and not self.headers.get("Authorization"))
+        ):
             self._refuse(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
         elif file:
             revision, name = self._split_revision(repo, file["rest"])
@@ -139,7 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif content is None:
                 self._refuse(404, "EntryNotFound")
             else:
-                headers = {"X-Repo-Commit": str(revision), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+                headers = {
+                    "X-Repo-Commit": str(revision),
+                    "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+                }
                 self._answer(content, headers)
         else:
             self._api(repo, found["repo"], found["rest"] or "revision/main", body)
@@ -148,8 +163,14 @@ class _Handler(BaseHTTPRequestHandler):
         action, _, rest = rest.partition("/")
         if action == "preupload":
             files = json.loads(body)["files"]
-            modes = ["lfs" if one["path"].endswith((".safetensors", ".png")) else "regular" for one in files]
-            answers = [{"path": one["path"], "uploadMode": mode} for one, mode in zip(files, modes, strict=True)]
+            modes = [
+                "lfs" if one["path"].endswith((".safetensors", ".png")) else "regular"
+                for one in files
+            ]
+            answers = [
+                {"path": one["path"], "uploadMode": mode}
+                for one, mode in zip(files, modes, strict=True)
+            ]
             self._answer({"files": [{**one, "shouldIgnore": False} for one in answers]})
             return
         if action == "commit":
@@ -162,12 +183,22 @@ class _Handler(BaseHTTPRequestHandler):
         files = repo.commits[revision]
         if action == "tree":
             oids = {file: hashlib.sha1(content).hexdigest() for file, content in files.items()}
-            tree = [{"type": "file", "path": f, "size": len(c), "oid": oids[f]} for f, c in files.items()]
+            tree = [
+                {"type": "file", "path": f, "size": len(c), "oid": oids[f]}
+                for f, c in files.items()
+            ]
             self._answer(tree)
         else:
             siblings = [{"rfilename": file} for file in files]
             owned = {"private": repo.private, "gated": repo.gated}
-            self._answer({"id": name.removeprefix("datasets/"), "sha": revision, "siblings": siblings, **owned})
+            self._answer(
+                {
+                    "id": name.removeprefix("datasets/"),
+                    "sha": revision,
+                    "siblings": siblings,
+                    **owned,
+                }
+            )
 
     def _commit(self, repo: Repo, name: str, body: bytes) -> None:
         files = dict(repo.commits[repo.branches["main"]])
@@ -179,7 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.uploads[value["oid"]]
         sha = repo.commit(files)
-        self._answer({"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "success": True})
+        self._answer(
+            {"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "success": True}
+        )
 
     def _lfs_object(self, wanted: dict[str, Any]) -> dict[str, Any]:
         upload = {"href": f"{self.hub.url}/upload/{wanted['oid']}"}
@@ -194,17 +227,24 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.hub.repos:
             self._answer({"error": "exists", "url": url}, {}, 409)
             return
-        self.hub.add(name, {}, private=bool(wanted.get("private") or wanted.get("visibility") == "private"))
+        self.hub.add(
+            name, {}, private=bool(wanted.get("private") or wanted.get("visibility") == "private")
+        )
         self._answer({"url": url, "name": name})
 
     def _list(self, path: str, author: str) -> None:
         prefix = f"datasets/{author}/" if path.endswith("datasets") else f"{author}/"
-        names = [name.removeprefix("datasets/") for name in self.hub.repos if name.startswith(prefix)]
+        names = [
+            name.removeprefix("datasets/") for name in self.hub.repos if name.startswith(prefix)
+        ]
         self._answer([{"id": name} for name in names])
 
     def _split_revision(self, repo: Repo, rest: str) -> tuple[str | None, str]:
         """The commit at the front of a path, and what follows. Branches may have slashes."""
-        for branch, commit in [*repo.branches.items(), *zip(repo.commits, repo.commits, strict=True)]:
+        for branch, commit in [
+            *repo.branches.items(),
+            *zip(repo.commits, repo.commits, strict=True),
+        ]:
             if rest == branch or rest.startswith(f"{branch}/"):
                 return commit, rest.removeprefix(branch).removeprefix("/")
         return None, ""
@@ -212,7 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self._answer({"error": code}, {"X-Error-Code": code} if code else {}, status)
 
-    def _answer(self, content: Any, headers: dict[str, str] | None = None, status: int = 200) -> None:
+    def _answer(
+        self, content: Any, headers: dict[str, str] | None = None, status: int = 200
+    ) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():

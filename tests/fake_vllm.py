@@ -86,7 +86,9 @@ class FakeVLLM:
         http = self.http
         self.http = None
         threading.Thread(target=http.shutdown, daemon=True).start()
-        http.socket.shutdown(socket.SHUT_RDWR)  # `close` alone leaves it listening until its thread has left `poll`
+        http.socket.shutdown(
+            socket.SHUT_RDWR
+        )  # `close` alone leaves it listening until its thread has left `poll`
         http.socket.close()
         for connection in list(self.connections):
             with suppress(OSError):  # closed by its own thread meanwhile
@@ -157,7 +159,9 @@ class FakeVLLM:
                 assert body == {"init_info": {}}
             case "/start_weight_update":
                 if self.updating:
-                    raise Refused(500, "start_weight_update called while a weight update is already active")
+                    raise Refused(
+                        500, "start_weight_update called while a weight update is already active"
+                    )
                 assert self.paused
                 self.updating = True
                 self.received = {}
@@ -186,7 +190,9 @@ class FakeVLLM:
         choices = []
         for index, (tokens, log_probs, reason) in enumerate(self.write(ids, parameters)):
             span = {"version": self.version, "start": 0, "end": len(tokens)}
-            content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, log_probs, strict=True)]
+            content = [
+                {"token_id": t, "logprob": p} for t, p in zip(tokens, log_probs, strict=True)
+            ]
             choices.append(
                 {
                     "index": index,
@@ -211,7 +217,9 @@ class FakeVLLM:
 
     def expanded(self, ids: list[int], items: int) -> list[int]:
         assert ids.count(self.media_token if self.media_token is not None else -1) == items
-        return [i for one in ids for i in [one] * (self.media_tokens if one == self.media_token else 1)]
+        return [
+            i for one in ids for i in [one] * (self.media_tokens if one == self.media_token else 1)
+        ]
 
     def write(self, ids: list[int], parameters: Any) -> list[tuple[list[int], list[float], str]]:
         bias = {int(token): value for token, value in (parameters.get("logit_bias") or {}).items()}
@@ -226,4 +234,6 @@ class FakeVLLM:
             seed=parameters["seed"],
         )
         found = complete(self.engine, prompt, decoding)
-        return [(one.tokens, one.log_probs, "stop" if one.is_finished else "length") for one in found]
+        return [
+            (one.tokens, one.log_probs, "stop" if one.is_finished else "length") for one in found
+        ]

@@ -24,24 +24,28 @@ import warnings
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
 
 from mvp_engine.process import garbage, watchdog
 
 SETTLE = garbage.settle
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "mvp_engine.launch"]
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "mvp_engine.launch",
+]
 PRELOAD += ["mvp_engine.model_engine", "mvp_engine.kit"]
 PRELOAD += ["transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
 
 
-def fork_context() -> Any:
+def fork_context():
     """The multiprocessing context of this test process' fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
-def save_time() -> None:
+def save_time():
     """Leave out what a launch does for long trainings only.
 
     Data stays in the page cache, which outlives a killed process: eight calls of fsync, 5 ms each. And what this
@@ -49,21 +53,26 @@ def save_time() -> None:
     """
     os.fsync = lambda _: None
     garbage.settle = _do_nothing
-    garbage.gc = SimpleNamespace(**{**vars(gc), "freeze": _do_nothing, "unfreeze": _do_nothing})  # type: ignore[assignment]
+    garbage.gc = SimpleNamespace(**{**vars(gc), "freeze": _do_nothing, "unfreeze": _do_nothing})
 
 
-def _do_nothing() -> None: ...
+def _do_nothing(): ...
 
 
 class ForkedModule:
     """`python -m module args` or `python file.py args`, forked: the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
-        self, module: str, args: list[str], environment: dict[str, str], folder: str, fresh_workers: bool
-    ) -> None:
+        self,
+        module: str,
+        args: list[str],
+        environment: dict[str, str],
+        folder: str,
+        fresh_workers: bool,
+    ):
         context = fork_context()
         forkserver.ensure_running()
-        server = None if fresh_workers else forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        server = None if fresh_workers else forkserver._forkserver._forkserver_address
         reader, writer = context.Pipe(duplex=False)
         target_args = (module, args, environment, folder, writer, server)
         self._process = context.Process(target=_run_module, args=target_args, daemon=False)
@@ -71,7 +80,7 @@ class ForkedModule:
         writer.close()
         self.stdout = os.fdopen(os.dup(reader.fileno()), "r")
         reader.close()
-        self.pid: int = self._process.pid
+        self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -88,7 +97,7 @@ class ForkedModule:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Wait for the end of the process and return what it printed since the last read."""
-        output: list[str] = []
+        output = []
         reading = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
         reading.start()
         reading.join(timeout)
@@ -98,19 +107,19 @@ class ForkedModule:
         self.stdout.close()
         return output[0], None
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int):
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it ended since
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
 
 class ForkedWorker(ForkedModule):
     """A worker of torchrun, which writes to torchrun's own output."""
 
-    def __init__(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
         module = command.index("-m") + 1
         output = Connection(os.dup(1), readable=False)
         words = list(command[module + 1 :])
@@ -121,17 +130,17 @@ class ForkedWorker(ForkedModule):
         self.pid = self._process.pid
 
 
-def _fork_workers(server: str) -> None:
+def _fork_workers(server: str):
     """Let torchrun in this process fork its workers from the server at this address."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    forkserver._forkserver._forkserver_address = server  # type: ignore[attr-defined]
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-    handler: Any = subprocess_handler.SubprocessHandler
+    forkserver._forkserver._forkserver_address = server
+    forkserver._forkserver.ensure_running = lambda: None
+    handler = subprocess_handler.SubprocessHandler
     handler._popen = lambda self, command, environment: ForkedWorker(command, environment)
 
 
-def _end_with(launcher: int) -> None:
+def _end_with(launcher: int):
     """End this process when its launcher has: a child of torchrun would notice, one of the fork server would not."""
     select.select([os.pidfd_open(launcher)], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -142,10 +151,10 @@ def _run_module(
     args: list[str],
     environment: dict[str, str],
     folder: str,
-    output: Any,
+    output,
     server: str | None,
     launcher: int | None = None,
-) -> None:
+):
     os.setsid()
     if launcher is not None:
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
@@ -153,13 +162,13 @@ def _run_module(
     os.dup2(output.fileno(), 2)
     output.close()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, write_through=True)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, folder)
     watchdog.PARENT = os.getppid()
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type] # that of a process with no fork server
+    multiprocessing.set_start_method(None, force=True)  # that of a process with no fork server
     save_time()
     gc.freeze()
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already
@@ -169,9 +178,11 @@ def _run_module(
     if server is not None:
         _fork_workers(server)
     sys.argv = [module, *args]
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # the module is imported already
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module="runpy"
+    )  # the module is imported already
     code = _exit_code(module)
-    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does at its end
+    threading._shutdown()  # joins threads, as the interpreter does at its end
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)

@@ -125,7 +125,10 @@ def _log_size(folder: Path) -> int:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     [file] = folder.glob("*/metrics.jsonl")
-    return [{k: v for k, v in json.loads(line).items() if k != "perf"} for line in file.read_text().splitlines()]
+    return [
+        {k: v for k, v in json.loads(line).items() if k != "perf"}
+        for line in file.read_text().splitlines()
+    ]
 
 
 def compare(
@@ -158,7 +161,9 @@ def compare(
     assert start(config, nproc, killed, log).exit_code() == 0, log.read_text()[-4000:]
     expected, found = records(folder / "straight"), records(folder / "killed")
     different = [pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]]
-    assert expected == found, f"{len(expected)} and {len(found)} records; the first that differ: {different[:1]}"
+    assert expected == found, (
+        f"{len(expected)} and {len(found)} records; the first that differ: {different[:1]}"
+    )
     return {"kills": done, "during_save": during_save, "records": len(found), "bit_equal": True}
 
 
@@ -168,7 +173,9 @@ def settings_for(kills: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--config", type=Path, default=TINY)
@@ -176,7 +183,11 @@ def main() -> None:
     args, settings = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="kill-resume-"))
     settings = settings or (settings_for(args.kills) if args.config == TINY else [])
-    print(json.dumps(compare(args.kills, args.nproc, settings, folder, config=args.config, seed=args.seed)))
+    print(
+        json.dumps(
+            compare(args.kills, args.nproc, settings, folder, config=args.config, seed=args.seed)
+        )
+    )
     shutil.rmtree(folder)
 
 

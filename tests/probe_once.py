@@ -12,7 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ALWAYS = ("test_preflight", "test_preflight_media", "test_padded_rows", "test_padded_edge", "test_mixers")
+ALWAYS = (
+    "test_preflight",
+    "test_preflight_media",
+    "test_padded_rows",
+    "test_padded_edge",
+    "test_mixers",
+)
 FILE = [""]  # the test file that is running, in a rank process
 _PASSED: set[tuple[Any, ...]] = set()
 
@@ -36,7 +42,10 @@ def install(on_ranks: bool = False) -> None:
 
     def preflight(self: Any, layout: Any, exact: bool) -> None:
         file = FILE[0] if on_ranks else current_file()
-        sizes = [getattr(layout, name) for name in ("replicate", "shard", "ulysses", "context", "tensor", "pipeline")]
+        sizes = [
+            getattr(layout, name)
+            for name in ("replicate", "shard", "ulysses", "context", "tensor", "pipeline")
+        ]
         # On ranks the first family of a file is probed on each layout; in one process each config is.
         config = None if on_ranks else self.model.hf.config.to_json_string()
         key = (file, type(self.model).__name__, *sizes, exact, config)

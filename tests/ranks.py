@@ -21,11 +21,11 @@ from forked import fork_context, save_time
 class RankProcesses:
     """Rank processes that pools of several sizes share: a pool of two uses the first two of a pool of four."""
 
-    def __init__(self) -> None:
-        self.pipes: list[Any] = []
-        self.processes: list[Any] = []
+    def __init__(self):
+        self.pipes = []
+        self.processes = []
 
-    def grow(self, size: int) -> None:
+    def grow(self, size: int):
         context = fork_context()
         for rank in range(len(self.processes), size):
             ours, theirs = context.Pipe()
@@ -34,7 +34,7 @@ class RankProcesses:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def close(self) -> None:
+    def close(self):
         for process in self.processes:
             process.kill()
             process.join()
@@ -49,7 +49,7 @@ class RankPool:
     Each call sets torchrun's environment variables with a fresh port, so `f` may join and leave a process group.
     """
 
-    def __init__(self, size: int, shared: RankProcesses | None = None) -> None:
+    def __init__(self, size: int, shared: RankProcesses | None = None):
         """`shared`: processes that other pools use, too, and that outlive this one."""
         self.size = size
         self._shared = shared
@@ -64,12 +64,14 @@ class RankPool:
     def processes(self) -> list[Any]:
         return self._own.processes[: self.size]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args, timeout: float = 120.0) -> list[Any]:
         self._own.grow(self.size)  # another pool may have ended them
         with reserve_port() as held:
             return self._run(function, args, timeout, held.getsockname()[1])
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int) -> list[Any]:
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int
+    ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args, self.size, port, probe_once.current_file()))
         answers = []
@@ -80,9 +82,13 @@ class RankPool:
                 time.sleep(1.0)
                 self._restart(rank)
                 errors = "\n".join(error for error, _ in answers if error)
-                raise TimeoutError(f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}")
+                raise TimeoutError(
+                    f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}"
+                )
             try:
-                answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
+                answers.append(
+                    pickle.loads(pipe.recv_bytes())
+                )  # `recv` would open a socket for each tensor
             except EOFError:
                 code = self._restart(rank)
                 raise EOFError(f"rank {rank} of {self.size} died with exit code {code}") from None
@@ -100,17 +106,17 @@ class RankPool:
         self._own.grow(self.size)
         return code
 
-    def launch(self, config: Any, *overrides: str) -> list[int]:
+    def launch(self, config, *overrides: str) -> list[int]:
         return self.run(_launch, str(config), list(overrides))
 
-    def close(self) -> None:
+    def close(self):
         if self._shared is None:
             self._own.close()
 
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
 
@@ -120,13 +126,15 @@ def _launch(config: str, overrides: list[str]) -> int:
     return launch(config, overrides)
 
 
-def _serve(rank: int, pipe: Any) -> None:
+def _serve(rank: int, pipe):
     import torch
 
     import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
 
     faulthandler.register(signal.SIGUSR1)
-    multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as under torchrun; spawned loader workers import everything
     torch.set_num_threads(1)
     save_time()
     probe_once.install(on_ranks=True)

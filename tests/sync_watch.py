@@ -15,8 +15,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mvp_engine.data.batch import PackedBatch
 
 # Operations whose result, or its shape, is a value of a tensor.
-_READS = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "_unique2", "unique_dim", "equal")
-_METHODS = {Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
+_READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "repeat_interleave",
+    "_unique2",
+    "unique_dim",
+    "equal",
+)
+_METHODS = {
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+}
 _METHODS |= {Tensor.__index__, Tensor.cpu, Tensor.__contains__}
 
 
@@ -54,7 +69,9 @@ class SyncWatch:
 
     def mark(self, model: torch.nn.Module, batch: MovedBatch) -> None:
         host = {one.untyped_storage().data_ptr() for one in batch.host.tensors().values()}
-        of_batch = [one for one in batch.tensors().values() if one.untyped_storage().data_ptr() not in host]
+        of_batch = [
+            one for one in batch.tensors().values() if one.untyped_storage().data_ptr() not in host
+        ]
         for tensor in [*model.parameters(), *model.buffers(), *of_batch]:
             self._on_device[tensor.untyped_storage()] = True
 
@@ -79,7 +96,11 @@ class SyncWatch:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor) and one.layout == torch.strided]
+    return [
+        one
+        for one in tree_leaves(values)
+        if isinstance(one, Tensor) and one.layout == torch.strided
+    ]
 
 
 class _Functions(TorchFunctionMode):

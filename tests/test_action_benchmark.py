@@ -21,7 +21,9 @@ BENCH: Any = import_file(SCRIPT)
 ARGS = Namespace(tiny=True, workers=0, steps=2)
 
 
-def test_action_benchmark_config_of_ours_is_valid_and_has_room_for_the_samples(tmp_path: Path) -> None:
+def test_action_benchmark_config_of_ours_is_valid_and_has_room_for_the_samples(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "robot").mkdir()
     config: Any = compose(BENCH.ours_config(tmp_path, ARGS, 4, "full", 2)).config
@@ -49,9 +51,22 @@ def test_action_benchmark_batch_of_transformers_trains_all_samples() -> None:
 @pytest.mark.campaign(only=True)
 def test_action_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    words = ["--tiny", "--steps", "4", "--episodes", "2", "--workers", "0", "--ours", "4:full:2", "4:none:1"]
+    words = [
+        "--tiny",
+        "--steps",
+        "4",
+        "--episodes",
+        "2",
+        "--workers",
+        "0",
+        "--ours",
+        "4:full:2",
+        "4:none:1",
+    ]
     command = [sys.executable, str(SCRIPT), *words, "--theirs", "4", "--out", str(out)]
-    subprocess.run(command, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=600)
+    subprocess.run(
+        command, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=600
+    )
     found = json.loads(out.read_text())
     assert [row["side"] for row in found["rows"]] == ["ours", "ours", "transformers"]
     assert all(row["samples_per_s"] > 0 for row in found["rows"])

@@ -29,14 +29,22 @@ def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
     ids = [torch.randint(100, (n,), generator=g) for n in lengths]
     owner = torch.tensor([s for s in range(len(lengths)) for _ in range(s % 3)], dtype=torch.long)
     rows = torch.randint(1, 5, (len(owner),), generator=g)
-    images = Media(torch.randn(int(rows.sum()), 2, generator=g), rows, owner, {"grid": torch.rand(len(owner), 3)})
+    images = Media(
+        torch.randn(int(rows.sum()), 2, generator=g),
+        rows,
+        owner,
+        {"grid": torch.rand(len(owner), 3)},
+    )
     positions = [torch.randint(9, (axes, n), generator=g) for n in lengths] if axes else None
     return PackedBatch.from_sequences(
         ids,
         [torch.rand(n, generator=g) < 0.6 for n in lengths],
         position_ids=positions,
         token_fields={"advantage": [torch.randn(n, generator=g) for n in lengths]},
-        sequence_fields={"id": torch.arange(len(lengths)), "reward": torch.randn(len(lengths), generator=g)},
+        sequence_fields={
+            "id": torch.arange(len(lengths)),
+            "reward": torch.randn(len(lengths), generator=g),
+        },
         media={"image": images},
     )
 
@@ -67,7 +75,9 @@ def test_split_stays_within_the_budget_and_its_order_can_be_restored(
     order = [s for members in split.members for s in members]
     restored = PackedBatch.concat(split.parts).select([order.index(s) for s in range(len(lengths))])
     assert restored.equals(batch)
-    assert torch.equal(split.merge_tokens([part.input_ids for part in split.parts]), batch.input_ids)
+    assert torch.equal(
+        split.merge_tokens([part.input_ids for part in split.parts]), batch.input_ids
+    )
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200))
@@ -212,7 +222,9 @@ def test_from_sequences_with_fields_of_other_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="position_ids of sequence 0 has 3 entries for 5 tokens"):
         PackedBatch.from_sequences(ids, position_ids=[part.expand(3, -1) for part in swapped])
     for length in (1, 2, 6):
-        with pytest.raises(ValueError, match=f"loss_masks of sequence 0 has {length} entries for 5 tokens"):
+        with pytest.raises(
+            ValueError, match=f"loss_masks of sequence 0 has {length} entries for 5 tokens"
+        ):
             PackedBatch.from_sequences(ids, [torch.ones(length), torch.ones(3)])
     with pytest.raises(ValueError, match="old has 1 entries for 2 sequences"):
         PackedBatch.from_sequences(ids, token_fields={"old": [torch.ones(8)]})
@@ -244,7 +256,9 @@ def padded_batch(prompts: list[int], answers: list[int], seed: int = 0) -> dict[
     }
 
 
-prompts_and_answers = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+prompts_and_answers = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6
+)
 
 
 @given(prompts_and_answers, st.integers(0, 99))
@@ -254,7 +268,10 @@ def test_padded_to_packed_and_back_is_bit_equal(pairs: list[tuple[int, int]], se
     padded = padded_batch(prompts, answers, seed)
     fields = {"old": padded["old"], "wide": padded["wide"]}
     batch = from_padded(
-        padded["input_ids"], padded["attention_mask"], response_length=max(answers), token_fields=fields
+        padded["input_ids"],
+        padded["attention_mask"],
+        response_length=max(answers),
+        token_fields=fields,
     )
     assert batch.sequence_fields[PROMPT_LENS].tolist() == prompts
     again = to_padded(batch)
@@ -275,7 +292,9 @@ def test_padded_to_packed_and_back_is_bit_equal(pairs: list[tuple[int, int]], se
 
 @given(some_lengths, st.integers(0, 99), st.integers(0, 3), st.booleans())
 @settings(deadline=None)
-def test_packed_to_padded_and_back_is_bit_equal(lengths: list[int], seed: int, axes: int, prompts: bool) -> None:
+def test_packed_to_padded_and_back_is_bit_equal(
+    lengths: list[int], seed: int, axes: int, prompts: bool
+) -> None:
     """With any loss mask, media and fields of every kind."""
     batch = make(lengths, seed, axes)
     if prompts:
@@ -309,7 +328,9 @@ def test_responses_shift_stays_inside_the_sequence(pairs: list[tuple[int, int]])
     batch = from_padded(padded["input_ids"], padded["attention_mask"], response_length=length)
     packed = from_responses(padded["old"], batch)
     assert torch.equal(responses(packed, batch), padded["old"])
-    assert torch.equal(packed != 0, (batch.labels != IGNORE) & (packed != 0))  # nothing where nothing is predicted
+    assert torch.equal(
+        packed != 0, (batch.labels != IGNORE) & (packed != 0)
+    )  # nothing where nothing is predicted
     # The labels themselves, read as values about tokens, are the tokens of the responses.
     own = about_tokens(torch.where(batch.labels == IGNORE, 0, batch.labels), batch)
     assert torch.equal(own, torch.where(own != 0, batch.input_ids, 0))

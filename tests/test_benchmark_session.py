@@ -37,10 +37,17 @@ def test_watch_reads_output_that_ends_inside_of_a_character(tmp_path: Path, monk
     assert (seen.code, seen.first is not None, seen.output[:6]) == (None, True, "step 1")
 
 
-def test_session_job_after_its_time_is_not_started_and_one_without_arguments_is_refused(tmp_path: Path) -> None:
+def test_session_job_after_its_time_is_not_started_and_one_without_arguments_is_refused(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/session.py"), "--logs", str(tmp_path)]
     (tmp_path / "0.txt").write_text("of an earlier session")
-    done = subprocess.run([*command, "--seconds", "0", "9 -c 1"], capture_output=True, text=True, check=False)
-    assert (done.returncode, "not started: the time of the session was up\n\n" in done.stdout) == (1, True)
+    done = subprocess.run(
+        [*command, "--seconds", "0", "9 -c 1"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "not started: the time of the session was up\n\n" in done.stdout) == (
+        1,
+        True,
+    )
     done = subprocess.run([*command, "60"], capture_output=True, text=True, check=False)
     assert "has no arguments of python" in done.stderr

@@ -41,12 +41,16 @@ def bench(monkeypatch) -> ModuleType:
 def across_boundaries(bench: ModuleType) -> Any:
     def attend(*qkv: Any) -> Any:
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
+            0, 1
+        )
 
     return lambda case: bench._with_autograd(case, attend)
 
 
-def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench: ModuleType, monkeypatch, capsys) -> None:
+def test_packed_attention_dry_run_prints_each_mix_with_its_flops(
+    bench: ModuleType, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry"])
     bench.main()
     output = capsys.readouterr().out
@@ -60,7 +64,9 @@ def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench: ModuleTy
     assert bench.Mix("", (9, 1)).forward_flops == pairs * 16 * 128 * 4
 
 
-def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_packs(monkeypatch, capsys) -> None:
+def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_packs(
+    monkeypatch, capsys
+) -> None:
     share: Any = import_file(ROOT / "benchmarks" / "context_share.py")
     monkeypatch.setattr(sys, "argv", ["context_share.py", "--dry", "--context", "4"])
     share.main()
@@ -73,7 +79,9 @@ def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_
         assert all(len(one.keys.rows) <= 2 * sum(lengths) for one in shares)
 
 
-def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(bench: ModuleType, monkeypatch) -> None:
+def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(
+    bench: ModuleType, monkeypatch
+) -> None:
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
     monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
@@ -105,9 +113,13 @@ def compare(monkeypatch) -> ModuleType:
 
 def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path) -> None:
     page = tmp_path / "page.md"
-    page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |"))
+    page.write_text(
+        (ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |")
+    )
     for name in ("text_sft", "vlm_sft"):
-        compare.into_page(name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page)
+        compare.into_page(
+            name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page
+        )
     assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
     readme = (ROOT / "README.md").read_text()
     for name, key, value in (
@@ -122,27 +134,40 @@ def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path) -> 
     assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
 
 
-def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(compare: Any, tmp_path, monkeypatch) -> None:
+def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(
+    compare: Any, tmp_path, monkeypatch
+) -> None:
     perf = {"step_s": 2.0, "data_wait": 0.1, "memory_gib": 3.0}
     totals = {"tokens": 100, "flops": 1e9}
-    records = [(9.0, {"step": step, "loss": 1.0, "perf": perf, "totals": totals}) for step in (1, 5, 10)]
+    records = [
+        (9.0, {"step": step, "loss": 1.0, "perf": perf, "totals": totals}) for step in (1, 5, 10)
+    ]
     args = Namespace(shape="tiny", steps=20, longest=64, packs=2, keys=[], limit=60)
     for seen, code in ((records, None), (records[:2], None), (records, 1)):
         ended = Namespace(records=seen, code=code, output="")
         monkeypatch.setattr(compare, "watch", lambda *_, ended=ended, **__: ended)
         row = compare.measure(args, "ours", "mix")
         if (len(seen), code) == (3, None):
-            assert (row["steps"], row["tokens_per_s"], row["data_wait"]) == (5, 10.0, pytest.approx(0.1))
+            assert (row["steps"], row["tokens_per_s"], row["data_wait"]) == (
+                5,
+                10.0,
+                pytest.approx(0.1),
+            )
         else:
             assert row["why"] == f"ended with {code or 124}"
 
 
 def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
-    data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
+    data, trainer = (
+        import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
+    )
     chosen = data.rows("images", 1)[:12]
     assert {len(row.grids) for row in chosen} == {0, 1, 2, 3, 4}
-    packed, padded = data.packed(chosen, "tiny_vl", data.Pixels()), trainer.padded(chosen, data.Pixels())
+    packed, padded = (
+        data.packed(chosen, "tiny_vl", data.Pixels()),
+        trainer.padded(chosen, data.Pixels()),
+    )
     real = padded["attention_mask"].bool()
     assert packed.input_ids.equal(padded["input_ids"][real])
     assert packed.media["pixel_values"].values.equal(padded["pixel_values"])
@@ -151,33 +176,58 @@ def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare: Any, tmp_path, monkeypatch, train) -> None:
+def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(
+    compare: Any, tmp_path, monkeypatch, train
+) -> None:
     pytest.importorskip("sklearn")
     engine: Any = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
     data: Any = sys.modules[engine.rows.__module__]
     monkeypatch.setitem(data.PER_STEP, "images", 6)
-    keys = ["sft.source=files", "sft.mix=images", "sft.shape=tiny_vl", f"sft.folder={tmp_path / 'files'}"]
-    keys += ["data.micro_batch_size=1", "data.global_batch_size=2", "data.num_workers=0", "model.compile=null"]
+    keys = [
+        "sft.source=files",
+        "sft.mix=images",
+        "sft.shape=tiny_vl",
+        f"sft.folder={tmp_path / 'files'}",
+    ]
+    keys += [
+        "data.micro_batch_size=1",
+        "data.global_batch_size=2",
+        "data.num_workers=0",
+        "model.compile=null",
+    ]
     keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
-    expected, found = data.rows("images", 4), list[Any]()  # two steps are trained, two more are read
+    expected, found = (
+        data.rows("images", 4),
+        list[Any](),
+    )  # two steps are trained, two more are read
     for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(global_batch_size=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
-    four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # one pack holds a quarter of a step's rows
-    assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 4, rel=0.02)
+    four = engine.data_kit(
+        "tiny_vl", 4, 4, tmp_path / "files", 0
+    )  # one pack holds a quarter of a step's rows
+    assert 4 * four.settings.micro_batch_tokens == pytest.approx(
+        sum(len(row.ids) for row in expected) / 4, rel=0.02
+    )
     found.sort(key=lambda one: int(one.sequence_fields["sample"]))
     assert len(found) == len(expected)
     for got, row in zip(found, expected, strict=True):
         wanted = data.packed([row], "tiny_vl", data.Pixels())
-        assert got.input_ids[:-1].equal(wanted.input_ids[:-1])  # the last token ends the assistant turn
+        assert got.input_ids[:-1].equal(
+            wanted.input_ids[:-1]
+        )  # the last token ends the assistant turn
         assert got.labels[:-2].equal(wanted.labels[:-2])
         assert got.num_loss_tokens == wanted.num_loss_tokens
         assert got.position_ids.equal(wanted.position_ids)
-        grids = [one.media["pixel_values"].fields["image_grid_thw"].tolist() for one in (got, wanted)]
+        grids = [
+            one.media["pixel_values"].fields["image_grid_thw"].tolist() for one in (got, wanted)
+        ]
         assert grids[0] == grids[1]
         if row.grids:
-            assert 0.02 < got.media["pixel_values"].values.float().var() < 2  # a photo, not one colour
+            assert (
+                0.02 < got.media["pixel_values"].values.float().var() < 2
+            )  # a photo, not one colour
 
     (log,) = tmp_path.glob("*/metrics.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -191,12 +241,25 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare: Any, tmp_pat
 def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
     curves: Any = import_file(ROOT / "benchmarks" / "sft" / "curves.py")
-    losses = {"ours": [4.0, 3.0, 2.0, 1.0], "ours, 4 packs": [4.0, 3.0, 2.0, 1.001], "Trainer": [4.0, 3.5]}
-    code = "import json, sys; json.dump({'losses': [4.0, 3.5]}, open(sys.argv[1], 'w')); sys.exit(3)"
-    job = curves.Job("text", "Trainer", [sys.executable, "-c", code, str(tmp_path / "trainer.json")], tmp_path)
+    losses = {
+        "ours": [4.0, 3.0, 2.0, 1.0],
+        "ours, 4 packs": [4.0, 3.0, 2.0, 1.001],
+        "Trainer": [4.0, 3.5],
+    }
+    code = (
+        "import json, sys; json.dump({'losses': [4.0, 3.5]}, open(sys.argv[1], 'w')); sys.exit(3)"
+    )
+    job = curves.Job(
+        "text", "Trainer", [sys.executable, "-c", code, str(tmp_path / "trainer.json")], tmp_path
+    )
     rows = [{"kind": "text", "side": side, "losses": losses[side]} for side in curves.PACKS]
     curves.run_all([job], 1, 60, rows.append)
-    assert rows[-1] == {"kind": "text", "side": "Trainer", "losses": losses["Trainer"], "why": "ended with 3"}
+    assert rows[-1] == {
+        "kind": "text",
+        "side": "Trainer",
+        "losses": losses["Trainer"],
+        "why": "ended with 3",
+    }
     *_, line = curves.table({"steps": 4, "rows": rows}).splitlines()
     shown = "4.0000 / 3.0000 / 1.0000 | 4.0000 / 3.5000 / - (ended with 3) | 0.5, 0.25 (2 steps) | 0.001, 0.00025 |"
     assert line == f"| text | {shown}"
@@ -212,7 +275,9 @@ def test_trl_sequence_lengths_are_read_from_packed_labels() -> None:
 
 def test_trl_token_counts_equal_what_it_trained_on(compare: Any, tmp_path, monkeypatch) -> None:
     pytest.importorskip("trl")
-    data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
+    data, trainer = (
+        import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
+    )
     make, made = trainer.trl_trainer, list[Any]()
 
     def run_in_process(command: list[str], check: bool) -> None:
@@ -227,7 +292,10 @@ def test_trl_token_counts_equal_what_it_trained_on(compare: Any, tmp_path, monke
     whole = Counter(len(row.ids) for row in data.rows("mix", 2, 512))
     for side, packing in compare.TRL.items():
         found = compare.theirs(args, "mix", tmp_path, side)
-        steps, own = made[-1].sequences(), [log["num_tokens"] for log in made[-1].state.log_history[:2]]
+        steps, own = (
+            made[-1].sequences(),
+            [log["num_tokens"] for log in made[-1].state.log_history[:2]],
+        )
         assert own == [sum(steps[0]), sum(steps[0]) + sum(steps[1])]
         assert found["tokens"] == sum(steps[1]) > 1000
         assert (Counter(steps[0] + steps[1]) <= whole) == (
@@ -246,7 +314,20 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -
 
 def test_generation_benchmark_compares_equal_tokens(tmp_path: Path) -> None:
     bench: Any = import_file(ROOT / "benchmarks" / "generation.py")
-    words = ["--shape", "tiny", "--prompts", "3", "--new", "4", "--held", "20", "--packs", "1", "--steps", "1"]
+    words = [
+        "--shape",
+        "tiny",
+        "--prompts",
+        "3",
+        "--new",
+        "4",
+        "--held",
+        "20",
+        "--packs",
+        "1",
+        "--steps",
+        "1",
+    ]
     bench.main([*words, "--out", str(tmp_path / "out.json")])
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row.get("same_tokens") for row in result["rows"]] == [1.0, 1.0, None]
@@ -273,12 +354,16 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign_size: Callable[[int, int], int]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(decode_image, "open_image", decode_image.open_image)  # the script replaces it
+    monkeypatch.setattr(
+        decode_image, "open_image", decode_image.open_image
+    )  # the script replaces it
     bench: Any = import_file(ROOT / "benchmarks" / "measure_rows.py")
     bench.TRAINED_PACKS = campaign_size(1, 20)
     count = campaign_size(400, 50_000)
     delay = campaign_size(2, 50) / 1e3
-    found = bench.compare(tmp_path, count, delay, workers=1, stop_after=campaign_size(70, count // 4))
+    found = bench.compare(
+        tmp_path, count, delay, workers=1, stop_after=campaign_size(70, count // 4)
+    )
     assert [one["opened"] for one in found[:5]] == [count, 0, 100, 1, 0]
     assert found[5]["opened"] == found[5]["images"]  # in training
     stopped = found[6:9]
@@ -306,7 +391,16 @@ def test_hardware_cells_are_all_what_is_estimated() -> None:
 @pytest.mark.campaign(only=True)
 def test_activation_offload_benchmark_finds_equal_results(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    words = ["benchmarks/activation_offload.py", "--tiny", "--layers", "3", "--steps", "1", "--out", str(out)]
+    words = [
+        "benchmarks/activation_offload.py",
+        "--tiny",
+        "--layers",
+        "3",
+        "--steps",
+        "1",
+        "--out",
+        str(out),
+    ]
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
     rows = {row["mode"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["offload"]["equal"]

@@ -19,8 +19,17 @@ from mvp_engine.tools.check.stages import is_known_metric
 from mvp_engine.tools.check.stages import main as check_rank
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
-QUICK = [*(f"model.config.{key}" for key in SMALL), "digits.drawings=1", "digits.count=60", "data.num_workers=0"]
+SMALL = [
+    "text_config.num_hidden_layers=1",
+    "vision_config.depth=1",
+    "vision_config.deepstack_visual_indexes=[0]",
+]
+QUICK = [
+    *(f"model.config.{key}" for key in SMALL),
+    "digits.drawings=1",
+    "digits.count=60",
+    "data.num_workers=0",
+]
 
 
 def checked(capsys: Any, config: Path, *words: str, code: int = 0) -> dict[str, Any]:
@@ -42,10 +51,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
 
 
-def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path: Path, capsys: Any) -> None:
+def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(
+    tmp_path: Path, capsys: Any
+) -> None:
     folder = tmp_path / "outputs"
     found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
-    assert list(stages(found).items()) == [(name, True) for name in ("config", "model", "step", "split", "evaluation")]
+    assert list(stages(found).items()) == [
+        (name, True) for name in ("config", "model", "step", "split", "evaluation")
+    ]
     step, training = found["step"], found["training"]
     assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, STEPS)
     assert step["losses"][0] == pytest.approx(2.4, abs=0.2)
@@ -65,23 +78,37 @@ def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path: Pa
 def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
     found = checked(capsys, TINY, f"project.dir={tmp_path}")
     documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
-    inner = [found["step"], found["training"], found["memory"], found["stages"][0], found["parts"][0]]
+    inner = [
+        found["step"],
+        found["training"],
+        found["memory"],
+        found["stages"][0],
+        found["parts"][0],
+    ]
     assert set(found).union(*inner) - documented == set()
 
 
-def test_check_slow_loader_warns_with_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_slow_loader_warns_with_the_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = checked(capsys, TINY, f"project.dir={tmp_path}", "tiny.load_seconds=0.02")
     (warning,) = [text for text in found["warnings"] if "wait for data" in text]
     assert "raise data.num_workers (now 0; the machine has " in warning
 
 
 @pytest.mark.slow
-def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_of_a_data_kit_inspects_rows_and_evaluates(
+    digits: list[str], tmp_path: Path, capsys: Any
+) -> None:
     export = tmp_path / "export"
-    found = checked(capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3")
+    found = checked(
+        capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3"
+    )
     assert list(stages(found)) == ["config", "data", "model", "step", "split", "evaluation"]
     (row,) = found["data"]["rows"]
-    assert [piece["text"] for piece in row["sequences"][0]["text"] if piece.get("learnt")] == ["0<|im_end|>"]
+    assert [piece["text"] for piece in row["sequences"][0]["text"] if piece.get("learnt")] == [
+        "0<|im_end|>"
+    ]
     plan = found["data"]["plan"]
     assert found["training"]["steps"] == 3 * plan["steps"]
     assert found["step"]["samples"] == pytest.approx(plan["rows"] / plan["steps"], abs=0.05)
@@ -91,17 +118,30 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits: list[str], tmp_
     assert {"loss", "loss_one", "accuracy_one", "exact_two"} <= found["evaluation"].keys()
     parts = {one["part"]: one for one in found["parts"]}
     assert parts.keys() == {"vision", "projector", "llm", "all"}
-    assert parts["all"]["parameters"] == sum(one["parameters"] for name, one in parts.items() if name != "all")
+    assert parts["all"]["parameters"] == sum(
+        one["parameters"] for name, one in parts.items() if name != "all"
+    )
     folder = Path(digits[0].partition("=")[2])
-    assert [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")] == ["digits_data"]
+    assert [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")] == [
+        "digits_data"
+    ]
     assert not export.exists()
     assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
     text = capsys.readouterr().out
-    for words in ("«0<|im_end|>»", "frozen", "peak memory", "750 steps", "without evaluations", "ready to train"):
+    for words in (
+        "«0<|im_end|>»",
+        "frozen",
+        "peak memory",
+        "750 steps",
+        "without evaluations",
+        "ready to train",
+    ):
         assert words in text
 
 
-def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path: Path, capsys: Any) -> None:
+def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(
+    tmp_path: Path, capsys: Any
+) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
@@ -111,47 +151,69 @@ def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path: 
     assert found["step"]["losses"][1] is None
     found = checked(capsys, TINY, *words, "tiny.fault=nan_grad", code=EXIT_USER_ERROR)
     (problem,) = found["problems"]
-    assert problem.startswith("step 2 was skipped: a gradient is not finite, that of 0.weight; its samples:")
+    assert problem.startswith(
+        "step 2 was skipped: a gradient is not finite, that of 0.weight; its samples:"
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_check_settings_that_fail_late_are_problems_at_once(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_settings_that_fail_late_are_problems_at_once(
+    digits: list[str], tmp_path: Path, capsys: Any
+) -> None:
     here = f"project.dir={tmp_path}"
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
     assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
-    assert is_known_metric("exact_b", ["loss", "exact_a"], ["a", "b"])  # the micro-batch has no row of source b
+    assert is_known_metric(
+        "exact_b", ["loss", "exact_a"], ["a", "b"]
+    )  # the micro-batch has no row of source b
     assert not is_known_metric("exact_c", ["loss", "exact_a"], ["a", "b"])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
-    (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)["problems"]
+    (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)[
+        "problems"
+    ]
     assert "exists: choose another project.run_id" in problem
     (problem,) = checked(capsys, TINY, f"project.dir={TINY}", code=EXIT_USER_ERROR)["problems"]
     assert f"{TINY} cannot be written to" in problem
     found = checked(capsys, DIGITS, *digits, f"export={tmp_path}", code=EXIT_USER_ERROR)
     assert "exists and is no link of an earlier run" in found["problems"][0]
     assert stages(found) == {"config": True, "data": True, "model": False}
-    gone = "mllm.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
+    gone = (
+        "mllm.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
+    )
     found = checked(capsys, DIGITS, *digits, gone, code=EXIT_USER_ERROR)
     assert "gone.jsonl" in found["problems"][0]
     assert stages(found) == {"config": True, "data": False}
 
 
-def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: Path, capsys: Any) -> None:
-    chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+def test_check_bad_rows_are_a_warning_or_an_error(
+    digits: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    chat = [
+        {"role": "user", "content": "Which digit is this?"},
+        {"role": "assistant", "content": "7"},
+    ]
     rows = ["{broken", *[json.dumps({"messages": chat, "origin": "web"})] * 30]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
     words += ["loop.eval_interval=null", "eval_generation=null"]
     assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
     output = capsys.readouterr()
-    assert re.search(r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out)
+    assert re.search(
+        r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
+    )
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
     found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
-    bad, columns, unused = [text for text in found["warnings"] if "wait for data" not in text]  # on a busy machine
+    bad, columns, unused = [
+        text for text in found["warnings"] if "wait for data" not in text
+    ]  # on a busy machine
     assert bad == "train: leaves out 1 bad row"
     assert columns == "train: nothing reads 1 column: origin"
-    assert "parameters that train got no gradient in 4 steps: all of vision, all of projector. Is the loss" in unused
+    assert (
+        "parameters that train got no gradient in 4 steps: all of vision, all of projector. Is the loss"
+        in unused
+    )
     assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first good row
     assert found["evaluation"] is None
 
@@ -171,7 +233,9 @@ def _check(folder: str, words: list[str]) -> int:
 
 
 @pytest.mark.campaign(only=True)
-def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_on_two_ranks_equals_one_rank(
+    ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any
+) -> None:
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
     two, one = read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
@@ -183,7 +247,12 @@ def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_
 
 @pytest.mark.slow
 def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
-    words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", "tiny.fault_step=1", "tiny.fault_rank=1"]
+    words = [
+        f"project.dir={tmp_path}",
+        "tiny.fault=nan_once",
+        "tiny.fault_step=1",
+        "tiny.fault_rank=1",
+    ]
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
     assert output.count("ok      config") == 1
@@ -194,12 +263,21 @@ def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
 def test_check_bad_rows_of_a_stream_are_listed(
     digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvp_engine.tools.inspect_rows.SAMPLE", 100)  # rows of a stream that the data stage reads
-    chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+    monkeypatch.setattr(
+        "mvp_engine.tools.inspect_rows.SAMPLE", 100
+    )  # rows of a stream that the data stage reads
+    chat = [
+        {"role": "user", "content": "Which digit is this?"},
+        {"role": "assistant", "content": "7"},
+    ]
     rows = [json.dumps({"messages": chat})] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]", "loop.total_steps=4"]
+    words = [
+        *digits,
+        f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]",
+        "loop.total_steps=4",
+    ]
     words += ["loop.eval_interval=null", "eval_generation=null"]
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
@@ -218,7 +296,10 @@ def test_check_media_that_no_step_has_are_tried(
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     Image.new("RGB", (32, 32)).save(tmp_path / "image.png")
-    text = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+    text = [
+        {"role": "user", "content": "Which digit is this?"},
+        {"role": "assistant", "content": "7"},
+    ]
     image = [{**text[0], "content": "<image>Which digit is this?"}, text[1]]
     rows = [*[{"messages": text}] * 400, {"messages": image, "images": ["image.png"]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -232,6 +313,9 @@ def test_check_media_that_no_step_has_are_tried(
 
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", fail)
     found = checked(capsys, DIGITS, *words, code=EXIT_USER_ERROR)
-    assert "qwen3_vl: the forward on a row with pixel_values fails: IndexError: tuple index" in found["problems"][0]
+    assert (
+        "qwen3_vl: the forward on a row with pixel_values fails: IndexError: tuple index"
+        in found["problems"][0]
+    )
     assert stages(found)["model"]
     assert not stages(found)["step"]

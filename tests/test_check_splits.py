@@ -25,7 +25,9 @@ def checked(capsys: Any, *words: str, config: Path = RECIPE) -> tuple[int, dict[
     capsys.readouterr()
     code = main(["check", str(config), "--json", "project.dir=unused", *words])
     found = json.loads(capsys.readouterr().out)
-    found["warnings"] = [text for text in found["warnings"] if "wait for data" not in text]  # on a busy machine
+    found["warnings"] = [
+        text for text in found["warnings"] if "wait for data" not in text
+    ]  # on a busy machine
     return code, found
 
 
@@ -38,7 +40,9 @@ def checked(capsys: Any, *words: str, config: Path = RECIPE) -> tuple[int, dict[
         ("negatives", "compared with other rows of their micro-batch only (in-batch negatives"),
     ],
 )
-def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(kind: str, cause: str, capsys: Any) -> None:
+def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(
+    kind: str, cause: str, capsys: Any
+) -> None:
     code, found = checked(capsys, f"losses.kind={kind}")
     assert code == EXIT_USER_ERROR
     (problem,) = found["problems"]
@@ -54,14 +58,18 @@ def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(kind: 
 
 
 def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys: Any) -> None:
-    code, found = checked(capsys, "losses.kind=negatives", "data.micro_batch_size=1", "data.global_batch_size=4")
+    code, found = checked(
+        capsys, "losses.kind=negatives", "data.micro_batch_size=1", "data.global_batch_size=4"
+    )
     assert code == EXIT_USER_ERROR
     assert found["split"]["micro_batches"] == [4, 2]
     assert found["split"]["loss"][0] == 0.0
     assert found["split"]["loss"][1] > 0.1
 
 
-@pytest.mark.parametrize("words", ["kind=sum", "kind=cancel", "kind=noise", "kind=random_weight", "layer=dropout"])
+@pytest.mark.parametrize(
+    "words", ["kind=sum", "kind=cancel", "kind=noise", "kind=random_weight", "layer=dropout"]
+)
 def test_check_loss_that_is_right_or_random_passes(words: str, capsys: Any) -> None:
     for seed in range(3):
         code, found = checked(capsys, f"losses.{words}", f"seed={seed}")
@@ -81,14 +89,20 @@ def test_check_random_model_with_wrong_loss_is_a_problem(capsys: Any) -> None:
 def test_check_batch_norm_is_a_warning(capsys: Any) -> None:
     code, found = checked(capsys, "losses.layer=batch_norm")
     assert code == 0
-    assert "1 BatchNorm1d module with statistics of one micro-batch of one rank" in found["warnings"][0]
+    assert (
+        "1 BatchNorm1d module with statistics of one micro-batch of one rank"
+        in found["warnings"][0]
+    )
 
 
 def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:
     code, found = checked(capsys, "losses.unused=true")
     assert code == 0
     assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
-    assert "3 of 7 parameters that train got no gradient in 4 steps: factor, unused.weight" in found["warnings"][0]
+    assert (
+        "3 of 7 parameters that train got no gradient in 4 steps: factor, unused.weight"
+        in found["warnings"][0]
+    )
     assert checked(capsys)[1]["without_gradient"] == []
 
 
@@ -96,7 +110,9 @@ def test_check_rising_loss_is_a_warning(capsys: Any) -> None:
     code, found = checked(capsys, "optim.lr=3")
     assert code == 0
     (warning,) = found["warnings"]
-    assert re.match(r"the loss rises from \d+\.\d+ to \d+\.?\d* in 4 steps: lower optim.lr", warning)
+    assert re.match(
+        r"the loss rises from \d+\.\d+ to \d+\.?\d* in 4 steps: lower optim.lr", warning
+    )
 
 
 def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys: Any) -> None:
@@ -116,14 +132,21 @@ def test_check_on_two_ranks_compares_the_rows_of_both(ranks2: Any, tmp_path: Pat
     for kind, shard, code in (("sum", 2, 0), ("sum", 1, 0), ("negatives", 1, EXIT_USER_ERROR)):
         folder = tmp_path / f"{kind}{shard}"
         folder.mkdir()
-        words = [f"losses.kind={kind}", f"parallel.shard={shard}", "data.micro_batch_size=4", "losses.unused=true"]
+        words = [
+            f"losses.kind={kind}",
+            f"parallel.shard={shard}",
+            "data.micro_batch_size=4",
+            "losses.unused=true",
+        ]
         assert ranks2.run(_check, str(folder), words) == [code, code]
         found = record.read_facts(folder)
         assert found["split"]["micro_batches"] == [4, 8]
         assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
 
 
-def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path: Path, capsys: Any) -> None:
+def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(
+    tmp_path: Path, capsys: Any
+) -> None:
     page = (ROOT / "docs" / "whole_step_loss.md").read_text()
     for name, language in (("engine.py", "python"), ("train.yaml", "yaml")):
         (code,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
@@ -132,8 +155,17 @@ def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path: Pat
     assert (code, found["problems"], found["warnings"]) == (0, [], [])
     expected: list[float] = []
     for size in (16, 8, 64):
-        words = [f"project.dir={tmp_path / str(size)}", f"data.micro_batch_size={size}", "loop.total_steps=3"]
-        assert launch(str(tmp_path / "train.yaml"), [*words, "log.interval=1", "loop.eval_interval=null"]) == 0
+        words = [
+            f"project.dir={tmp_path / str(size)}",
+            f"data.micro_batch_size={size}",
+            "loop.total_steps=3",
+        ]
+        assert (
+            launch(
+                str(tmp_path / "train.yaml"), [*words, "log.interval=1", "loop.eval_interval=null"]
+            )
+            == 0
+        )
         expected = expected or losses(tmp_path / str(size))
         assert losses(tmp_path / str(size)) == pytest.approx(expected, rel=1e-5)
     assert expected[0] > 2.0
@@ -144,9 +176,16 @@ def test_split_micro_batch_keeps_every_row_once() -> None:
     sides = PackedBatch.from_sequences(
         [torch.arange(n) for n in lengths], sequence_fields={"sample": torch.tensor([5, 5, 8, 8])}
     )
-    for part, samples in zip(split_micro_batch(sides) or [], ([8, 8], [5, 5]), strict=True):  # fewer labels first
+    for part, samples in zip(
+        split_micro_batch(sides) or [], ([8, 8], [5, 5]), strict=True
+    ):  # fewer labels first
         assert part.sequence_fields["sample"].tolist() == samples
-    batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "temperature": 2.0, "scale": torch.tensor(3.0)}
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "names": ["a", "b", "c"],
+        "temperature": 2.0,
+        "scale": torch.tensor(3.0),
+    }
     one, two = split_micro_batch(batch) or []
     assert (one["names"], two["names"]) == (["a"], ["b", "c"])
     assert torch.equal(torch.cat([one["x"], two["x"]]), batch["x"])
@@ -154,7 +193,12 @@ def test_split_micro_batch_keeps_every_row_once() -> None:
     (merged,) = merge_pairs([(one["x"], one["names"]), (two["x"], two["names"])]) or []
     assert torch.equal(merged[0], batch["x"])
     assert merged[1] == batch["names"]
-    for unknown in ({"x": torch.zeros(3), "classes": torch.zeros(5)}, object(), torch.zeros(1, 4), "text"):
+    for unknown in (
+        {"x": torch.zeros(3), "classes": torch.zeros(5)},
+        object(),
+        torch.zeros(1, 4),
+        "text",
+    ):
         assert split_micro_batch(unknown) is None
         assert merge_pairs([unknown]) is None
     assert split_each([object()], lambda one: [one, one]) is not None

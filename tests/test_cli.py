@@ -36,18 +36,31 @@ def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
     assert yaml.safe_load(shown)["seed"] == 4
-    assert main(["train", str(tmp_path / "again.yaml"), f"project.dir={tmp_path}", "loop.total_steps=2"]) == 0
+    assert (
+        main(
+            ["train", str(tmp_path / "again.yaml"), f"project.dir={tmp_path}", "loop.total_steps=2"]
+        )
+        == 0
+    )
 
 
 def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
     assert main(["train", str(two_runs / "first" / "config.yaml"), "project.run_id=third"]) == 0
-    first, third = (list((two_runs / name / "metrics.jsonl").read_text().splitlines()) for name in ("first", "third"))
-    assert [json.loads(line)["loss"] for line in first] == [json.loads(line)["loss"] for line in third]
+    first, third = (
+        list((two_runs / name / "metrics.jsonl").read_text().splitlines())
+        for name in ("first", "third")
+    )
+    assert [json.loads(line)["loss"] for line in first] == [
+        json.loads(line)["loss"] for line in third
+    ]
 
 
 def test_config_schema_prints_json(capsys) -> None:
     assert main(["config", str(MAGIC), "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"] == 12
+    assert (
+        json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"]
+        == 12
+    )
 
 
 def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> None:
@@ -101,7 +114,17 @@ def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> Non
 
 def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
     out = two_runs / "both.png"
-    words = ["runs", "first", "second", "--plot", "grad_norm", "--out", str(out), "--dir", str(two_runs)]
+    words = [
+        "runs",
+        "first",
+        "second",
+        "--plot",
+        "grad_norm",
+        "--out",
+        str(out),
+        "--dir",
+        str(two_runs),
+    ]
     assert main(words) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert main(["runs", "first", "--plot", "beauty", "--dir", str(two_runs)]) == EXIT_USER_ERROR
@@ -116,7 +139,9 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
         (["runs"], "no runs in"),
     ],
 )
-def test_runs_without_a_match_print_a_message(tmp_path: Path, capsys, words: list[str], expected: str) -> None:
+def test_runs_without_a_match_print_a_message(
+    tmp_path: Path, capsys, words: list[str], expected: str
+) -> None:
     main([*words, "--dir", str(tmp_path)])
     output = capsys.readouterr()
     assert expected in output.out + output.err
@@ -130,7 +155,10 @@ def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
     Run.create(tmp_path, "tiny", "first")
     assert main(["runs", "frist", "--dir", str(tmp_path)]) == EXIT_USER_ERROR
     assert "Did you mean first?" in capsys.readouterr().err
-    assert main(["train", str(TINY), f"resume={tmp_path}/firts", f"project.dir={tmp_path}"]) == EXIT_USER_ERROR
+    assert (
+        main(["train", str(TINY), f"resume={tmp_path}/firts", f"project.dir={tmp_path}"])
+        == EXIT_USER_ERROR
+    )
     assert f"Did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 
@@ -159,7 +187,9 @@ def test_user_errors_are_one_line(capsys) -> None:
 def read_one_line(command: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command with a reader that closes the pipe after one line."""
     script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -183,11 +213,15 @@ def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
 
 def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
     code = "import sys, mvp_engine.cli, mvp_engine.tools.runs; print({'torch', 'pydantic'} & set(sys.modules))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert printed.stdout.strip() == "set()"
 
 
-def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(monkeypatch, capsys) -> None:
+def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(
+    monkeypatch, capsys
+) -> None:
     def interrupted(**options: object) -> None:
         raise KeyboardInterrupt
 

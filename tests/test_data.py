@@ -30,9 +30,16 @@ class Numbers(Dataset[Any]):
         return index, random.random() + np.random.rand() + float(torch.rand(()))
 
 
-def loader(size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more: Any) -> SampleLoader:
+def loader(
+    size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more: Any
+) -> SampleLoader:
     return SampleLoader(
-        Numbers(size), micro_batch_size=micro, global_batch_size=total, rank=rank, world_size=world, **more
+        Numbers(size),
+        micro_batch_size=micro,
+        global_batch_size=total,
+        rank=rank,
+        world_size=world,
+        **more,
     )
 
 
@@ -50,7 +57,9 @@ def order(loaders: list[SampleLoader]) -> list[set[int]]:
 @pytest.mark.parametrize("micro", [2, 5, 16])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("size", [1, 7, 48, 50])
-def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(world: int, size: int, micro: int) -> None:
+def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(
+    world: int, size: int, micro: int
+) -> None:
     alone = order([loader(size, total=16, micro=4)])
     parts = [loader(size, rank, world, micro=micro, total=16) for rank in range(world)]
     assert order(parts) == alone
@@ -116,11 +125,15 @@ def test_sample_ids_are_those_of_the_loaded_samples() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ranks(world: int) -> None:
+def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ranks(
+    world: int,
+) -> None:
     for batches, expected in ((3, range(6)), (100, range(11))):
         found = []
         for rank in range(world):
-            part = SampleLoader(Numbers(11), micro_batch_size=2, rank=rank, world_size=world, shuffle=False)
+            part = SampleLoader(
+                Numbers(11), micro_batch_size=2, rank=rank, world_size=world, shuffle=False
+            )
             part.limit_batches(batches)
             for again in range(2):  # `set_epoch` keeps the limit
                 part.set_epoch(again)
@@ -151,11 +164,17 @@ def test_sample_that_raises_is_named(workers: int) -> None:
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
     assert "sample" in notes
-    traceback.clear_frames(caught.tb)  # or it is for the garbage collector, which waits five seconds for a worker
+    traceback.clear_frames(
+        caught.tb
+    )  # or it is for the garbage collector, which waits five seconds for a worker
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 2), (1, 4)])  # with workers the micro-batches of a step
-def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers: int, ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "ahead"), [(0, 2), (1, 4)]
+)  # with workers the micro-batches of a step
+def test_pinning_thread_prefetches_a_few_micro_batches(
+    monkeypatch, workers: int, ahead: int
+) -> None:
     begun, threads = [], set()
 
     def pin(item: Any) -> Any:  # what torch does needs a GPU
@@ -164,7 +183,10 @@ def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers: int
         return item
 
     monkeypatch.setattr(data_loader, "pin", pin)
-    plain, part = [batch[0].tolist() for batch in loader()], loader(pin_memory=True, num_workers=workers)
+    plain, part = (
+        [batch[0].tolist() for batch in loader()],
+        loader(pin_memory=True, num_workers=workers),
+    )
     assert part.accumulation == 4
     items = part._items
     read: list[Any] = []
@@ -214,8 +236,16 @@ class Large(Numbers):
 
 
 @pytest.mark.parametrize(("workers", "there"), [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
-def test_worker_keeps_its_last_micro_batches_in_shared_memory(workers: int, there: list[int]) -> None:
-    part = SampleLoader(Large(6), micro_batch_size=1, shuffle=False, num_workers=workers, collate_fn=lambda few: few[0])
+def test_worker_keeps_its_last_micro_batches_in_shared_memory(
+    workers: int, there: list[int]
+) -> None:
+    part = SampleLoader(
+        Large(6),
+        micro_batch_size=1,
+        shuffle=False,
+        num_workers=workers,
+        collate_fn=lambda few: few[0],
+    )
     assert [int(one[0]) for one in part] == there
 
 

@@ -39,14 +39,18 @@ def test_docs_links_resolve(page: Path) -> None:
 
 
 def test_install_page_lists_every_extra_of_the_package() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     page = (ROOT / "docs" / "install.md").read_text()
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
     assert [name for name in extras if f"`{name}`" not in rows and name != "dev"] == []
 
 
 @pytest.mark.slow
-def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     files = 0
     for before, code in blocks(ROOT / "README.md", "python") + blocks(ROOT / "README.md", "yaml"):
@@ -61,7 +65,9 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Pat
     assert main(one_rank[1:]) == 0
     first = list(list_runs(tmp_path / "outputs")[0].records())
     assert first[-1]["loss"] < 1e-3
-    code, output = run_process("-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=tmp_path)
+    code, output = run_process(
+        "-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=tmp_path
+    )
     assert code == 0, output
     last = list(list_runs(tmp_path / "outputs")[1].records())
     assert last[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
@@ -81,7 +87,12 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
         if words[1] in ("train", "evaluate"):
             if "--nproc" in words:
                 continue  # run by the test above and by the tests on two ranks
-            words += ["loop.total_steps=2", "loop.eval_batches=1", f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+            words += [
+                "loop.total_steps=2",
+                "loop.eval_batches=1",
+                f"project.dir={tmp_path}",
+                "log.backends=[jsonl]",
+            ]
         if words[1] == "evaluate":
             words += ["--dir", str(tmp_path)]
         if words[1] == "check":
@@ -93,7 +104,12 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
-    table = (ROOT / "README.md").read_text().partition("<!-- hardware -->\n")[2].partition("<!-- /hardware -->")[0]
+    table = (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("<!-- hardware -->\n")[2]
+        .partition("<!-- /hardware -->")[0]
+    )
     page = (ROOT / "docs" / "hardware.md").read_text().splitlines()
     assert len(table.splitlines()) > 5
     assert set(table.splitlines()) <= set(page)
@@ -102,12 +118,23 @@ def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
 def test_readme_table_lists_every_recipe() -> None:
     text = (ROOT / "README.md").read_text()
     for folder in sorted((ROOT / "recipes").glob("*/configs")):
-        assert f"| [{folder.parent.name}](recipes/{folder.parent.name}) |" in text, folder.parent.name
+        assert f"| [{folder.parent.name}](recipes/{folder.parent.name}) |" in text, (
+            folder.parent.name
+        )
 
 
 def test_readme_has_the_words_that_people_search_for() -> None:
     text = (ROOT / "README.md").read_text().lower()
-    for word in ("pip install", "fine-tune", "sft", "lora", "learning rate", "gradient accumulation", "hub", "fsdp"):
+    for word in (
+        "pip install",
+        "fine-tune",
+        "sft",
+        "lora",
+        "learning rate",
+        "gradient accumulation",
+        "hub",
+        "fsdp",
+    ):
         assert word in text, word
 
 
@@ -128,7 +155,9 @@ def test_docs_config_keys_exist() -> None:
     sections = {key.split(".")[0] for key in known}
     for page in PAGES:
         for word in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
-            if word.split(".")[0] in sections and not word.endswith((".py", ".md", ".yaml", ".json", ".txt", ".png")):
+            if word.split(".")[0] in sections and not word.endswith(
+                (".py", ".md", ".yaml", ".json", ".txt", ".png")
+            ):
                 assert word in known, f"{page.name}: {word}"
 
 

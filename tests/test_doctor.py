@@ -40,7 +40,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor without processes of its own."""
     facts = {"ranks": 2, "hosts": ["a"], "backend": "gloo", "right": True, "bytes_per_s": 1e9}
     monkeypatch.setattr(doctor, "run_checks", doctor_checks.run_checks)
-    monkeypatch.setattr(doctor, "check_all_reduce", lambda *_, **__: doctor.describe_all_reduce(facts))
+    monkeypatch.setattr(
+        doctor, "check_all_reduce", lambda *_, **__: doctor.describe_all_reduce(facts)
+    )
 
 
 @pytest.mark.usefixtures("quick")
@@ -50,7 +52,16 @@ def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path: Path
     assert code == (0 if facts["ok"] else 2)
     by_name = {finding["name"]: finding for finding in facts["findings"]}
     works = ["torch", "image", "video", "audio", "attention", "loss"]
-    assert {"python", "host", "/dev/shm", "Hub cache", "driver", "disk", "all-reduce", *works} <= by_name.keys()
+    assert {
+        "python",
+        "host",
+        "/dev/shm",
+        "Hub cache",
+        "driver",
+        "disk",
+        "all-reduce",
+        *works,
+    } <= by_name.keys()
     assert [f for f in facts["findings"] if (f["status"] == "ok") != (f["fix"] is None)] == []
     assert [by_name[name] for name in works if by_name[name]["status"] != "ok"] == []
 
@@ -61,7 +72,9 @@ def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys) -> N
 
 
 @pytest.mark.usefixtures("quick")
-def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path: Path, capsys) -> None:
+def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(
+    tmp_path: Path, capsys
+) -> None:
     assert main(["doctor", str(QWEN3), *CHATS, f"model.path={tmp_path}"]) == 2
     output = capsys.readouterr().out
     for text in ("problem  disk", "config.json", "this machine cannot train"):
@@ -94,7 +107,9 @@ NO_TORCH = "raise ImportError('libcudnn.so.9: cannot open shared object file')"
     [
         pytest.param(DIES, ["ok", "problem", "ok"], "SIGSEGV: libfoo is broken", id="dies"),
         pytest.param(NO_TORCH, ["problem"], "libcudnn.so.9", id="cannot import torch"),
-        pytest.param("import time; time.sleep(60)", ["problem"], "did not finish within 1 s", id="hangs"),
+        pytest.param(
+            "import time; time.sleep(60)", ["problem"], "did not finish within 1 s", id="hangs"
+        ),
     ],
 )
 def test_process_of_checks_that_fails_is_a_problem_and_other_checks_run(
@@ -107,7 +122,9 @@ def test_process_of_checks_that_fails_is_a_problem_and_other_checks_run(
     assert text in next(f.text for f in result if f.status == "problem")
 
 
-def test_check_that_raises_is_a_problem_and_other_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_raises_is_a_problem_and_other_checks_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor_checks, "check_loss", lambda: 1 / 0)
     loss, image = findings(doctor_checks.run_checks(["loss", "image"], Request()))
     assert (loss.name, loss.status, image.name, image.status) == ("loss", "problem", "image", "ok")
@@ -116,9 +133,17 @@ def test_check_that_raises_is_a_problem_and_other_checks_run(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("1.9.1", "problem"), ("2.11.0+cu130", "ok"), ("2.13.4", "ok"), ("2.14.0.dev1", "warning"), ("3.0", "warning")],
+    [
+        ("1.9.1", "problem"),
+        ("2.11.0+cu130", "ok"),
+        ("2.13.4", "ok"),
+        ("2.14.0.dev1", "warning"),
+        ("3.0", "warning"),
+    ],
 )
-def test_package_version_is_compared_with_the_tested_ones(version: str, status: str, monkeypatch) -> None:
+def test_package_version_is_compared_with_the_tested_ones(
+    version: str, status: str, monkeypatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     finding = doctor._check_package("torch", Package("2.11", "2.13"))
     assert finding.status == status
@@ -144,7 +169,9 @@ def test_tested_versions_begin_where_pyproject_does_and_include_the_installed_on
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = chain(project["dependencies"], *project["optional-dependencies"].values())
     lowest = dict(word.split(">=") for word in required if ">=" in word)
-    assert {name: lowest[name] for name in doctor.PACKAGES} == {n: p.lowest for n, p in doctor.PACKAGES.items()}
+    assert {name: lowest[name] for name in doctor.PACKAGES} == {
+        n: p.lowest for n, p in doctor.PACKAGES.items()
+    }
     assert [f for f in doctor.check_software() if f.status != "ok"] == []
 
 
@@ -157,13 +184,17 @@ def test_media_check_with_a_broken_decoder_result_is_a_problem(kind: str, tmp_pa
     assert finding.fix
 
 
-def test_media_check_without_the_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_check_without_the_package_gives_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     finding = doctor_checks.check_media("video")
     assert (finding.status, finding.fix) == ("warning", "pip install 'mvp-engine[data]'")
 
 
-def test_small_shared_memory_and_disk_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_and_disk_are_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = SimpleNamespace(free=60 * 2**20, total=64 * 2**20)  # what docker gives
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     finding = doctor._check_shared_memory(tmp_path)
@@ -190,7 +221,13 @@ def test_folder_that_is_not_writable_is_a_problem() -> None:
         (None, "13.0", None, "problem", "built without CUDA"),
         ("13.0", None, None, "ok", "no NVIDIA driver"),
         ("13.0", "13.0", "", "warning", "hides all GPUs"),
-        ("13.0", "12.4", None, "problem", "supports CUDA up to 12.4, but torch is built for CUDA 13.0"),
+        (
+            "13.0",
+            "12.4",
+            None,
+            "problem",
+            "supports CUDA up to 12.4, but torch is built for CUDA 13.0",
+        ),
         ("12.6", "12.4", None, "problem", "torch sees no GPU"),
     ],
 )
@@ -221,10 +258,17 @@ def test_all_reduce_on_two_ranks_sums_over_them(ranks2: Any, tmp_path: Path) -> 
     ("result", "nodes", "text", "fix"),
     [
         ((None, ""), 1, "8 ranks did not finish", "NCCL_DEBUG=INFO"),
-        ((1, "x\nRuntimeError: ncclSystemError"), 2, "16 ranks: RuntimeError: nccl", "docs/several_nodes.md"),
+        (
+            (1, "x\nRuntimeError: ncclSystemError"),
+            2,
+            "16 ranks: RuntimeError: nccl",
+            "docs/several_nodes.md",
+        ),
     ],
 )
-def test_ranks_that_hang_or_fail_are_problems(result: Any, nodes: int, text: str, fix: str, monkeypatch) -> None:
+def test_ranks_that_hang_or_fail_are_problems(
+    result: Any, nodes: int, text: str, fix: str, monkeypatch
+) -> None:
     monkeypatch.setattr(doctor, "run_with_limit", lambda *_: result)
     finding = doctor.check_all_reduce(Nodes(8, count=nodes), on_gpus=True)
     assert finding.status == "problem"
@@ -238,7 +282,10 @@ def test_run_with_limit_kills_all_processes_after_the_limit() -> None:
 
 
 def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
-    words = ["model.path=null", "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}"]
+    words = [
+        "model.path=null",
+        "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}",
+    ]
     words += [*CHATS, "checkpoint.keep_n=2", "loop.eval_interval=10", "checkpoint.best_metric=loss"]
     config = compose(str(QWEN3), words).config
     parameters = sum(p.numel() for p in MLLMModelKit().build(config.model).parameters())
@@ -270,7 +317,13 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     ("capability", "installed", "kernel", "status", "named"),
     [
         (9, {"flash", "cudnn"}, "FlashAttention 4", "ok", ""),
-        (9, {"cudnn"}, "cuDNN", "warning", f"flash-attn-4 {flash_attention.VERSION} is not installed"),
+        (
+            9,
+            {"cudnn"},
+            "cuDNN",
+            "warning",
+            f"flash-attn-4 {flash_attention.VERSION} is not installed",
+        ),
         (9, set(), "FlashAttention 2", "warning", "nvidia-cudnn-frontend is not installed"),
         (10, {"flash", "cudnn"}, "cuDNN", "ok", "only on Hopper GPUs"),
         (8, {"flash", "cudnn"}, "FlashAttention 2", "ok", "need Hopper or Blackwell"),
@@ -288,15 +341,21 @@ def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
         monkeypatch.setattr(module, "INSTALLED", name in installed)
         monkeypatch.setattr(module, "is_supported", lambda *_: True)
     for name, entry in doctor_checks._KERNELS.items():
-        monkeypatch.setitem(doctor_checks._KERNELS, name, entry._replace(attention=reference_attention))
+        monkeypatch.setitem(
+            doctor_checks._KERNELS, name, entry._replace(attention=reference_attention)
+        )
     finding = doctor_checks.check_attention(Request())
     assert (finding.facts["kernel"], finding.status) == (kernel, status), finding
     assert named in finding.text
     assert (finding.fix is None) == (status == "ok")
 
 
-def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(inputs: list[torch.Tensor]) -> None:
-    wrong = doctor_checks._KERNELS["cuDNN"]._replace(attention=lambda q, k, v, spec: q * (k.mean() + v.mean()))
+def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(
+    inputs: list[torch.Tensor],
+) -> None:
+    wrong = doctor_checks._KERNELS["cuDNN"]._replace(
+        attention=lambda q, k, v, spec: q * (k.mean() + v.mean())
+    )
     finding = doctor_checks._try_attention("cuDNN", wrong, inputs, SPEC)
     assert (finding.status, "wrong values" in finding.text) == ("problem", True)
     assert "FlashAttention 2 is used then" in str(finding.fix)

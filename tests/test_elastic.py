@@ -17,7 +17,12 @@ from mvp_engine.errors import JOB_ID, UserError
 from mvp_engine.runs import launcher_id, list_runs
 from mvp_engine.tools.nodes import Nodes
 
-WORDS = ["log.interval=1", "log.backends=[file,jsonl]", "checkpoint.interval=5", "data.micro_batch_size=2"]
+WORDS = [
+    "log.interval=1",
+    "log.backends=[file,jsonl]",
+    "checkpoint.interval=5",
+    "data.micro_batch_size=2",
+]
 
 
 def test_nodes_of_a_range_are_elastic(resolve: Callable[..., Nodes]) -> None:  # noqa: F811
@@ -28,12 +33,18 @@ def test_nodes_of_a_range_are_elastic(resolve: Callable[..., Nodes]) -> None:  #
     assert "--rdzv-endpoint=gpu07:29500" in options
     [waits] = [option for option in options if "is_host" in option]
     assert "is_host=False" in waits
-    for wrong, text in (("2:2", "less than the second"), ("0:2", "at least 1"), ("two", "LEAST:MOST")):
+    for wrong, text in (
+        ("2:2", "less than the second"),
+        ("0:2", "at least 1"),
+        ("two", "LEAST:MOST"),
+    ):
         with pytest.raises(UserError, match=text):
             resolve("--nnodes", wrong, "--node-rank", "0", "--master-addr", "a")
 
 
-def test_restarted_elastic_job_continues_its_own_run(train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_elastic_job_continues_its_own_run(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its ranks may be those of another launcher; a job of another id is a new run."""
     monkeypatch.setenv(JOB_ID, "first")
     assert launcher_id() == "first"
@@ -55,15 +66,28 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(
     assert train(*WORDS, steps, dir=tmp_path / "straight") == 0
     nodes = []
     for rank in ("0", "1"):
-        place = ["--nnodes", "1:2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        place = [
+            "--nnodes",
+            "1:2",
+            "--node-rank",
+            rank,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(port),
+        ]
         words = [*WORDS, steps, "tiny.step_seconds=0.1", f"project.dir={tmp_path / 'elastic'}"]
-        nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *place, *words, fresh_workers=True))
+        nodes.append(
+            spawn("-m", "mvp_engine.cli", "train", str(TINY), *place, *words, fresh_workers=True)
+        )
     metrics = tmp_path / "elastic"
     wait_until(lambda: len(_lines(metrics)) > 12, 120)
     assert json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"] == 2
     os.kill(nodes[1].pid, signal.SIGKILL)
     killed = time.monotonic()
-    wait_until(lambda: "restarted by torchrun" in (list_runs(metrics)[0].dir / "log.txt").read_text(), 60)
+    wait_until(
+        lambda: "restarted by torchrun" in (list_runs(metrics)[0].dir / "log.txt").read_text(), 60
+    )
     continued = time.monotonic() - killed
     print(f"continued after {continued:.1f} s")
     output = nodes[0].communicate(timeout=200)[0]
@@ -72,7 +96,9 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(
     assert len(list_runs(metrics)) == 1
     expected, found = read_metrics(tmp_path / "straight"), read_metrics(metrics)
     assert [record["step"] for record in found] == list(range(1, 61))
-    assert [record["loss"] for record in found] == pytest.approx([record["loss"] for record in expected], rel=1e-5)
+    assert [record["loss"] for record in found] == pytest.approx(
+        [record["loss"] for record in expected], rel=1e-5
+    )
     # Samples have different weights, which the log counts as tokens: equal counts are equal samples.
     assert [record["totals"] for record in found] == [record["totals"] for record in expected]
     ranks = json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"]
@@ -80,4 +106,6 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(
 
 
 def _lines(folder: Path) -> list[str]:
-    return [line for file in folder.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
+    return [
+        line for file in folder.glob("*/metrics.jsonl") for line in file.read_text().splitlines()
+    ]

@@ -58,7 +58,12 @@ def parquet(rows: int) -> bytes:
     for i in range(rows):
         image = io.BytesIO()
         Image.new("RGB", (16, 12 + i), ["red", "green", "blue"][i % 3]).save(image, "PNG")
-        table.append({**chat("<image>What colour?", "red"), "images": [{"bytes": image.getvalue(), "path": None}]})
+        table.append(
+            {
+                **chat("<image>What colour?", "red"),
+                "images": [{"bytes": image.getvalue(), "path": None}],
+            }
+        )
     out = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(table), out)
     return out.getvalue()
@@ -82,7 +87,10 @@ def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with FakeHub().serve() as hub:
         use_hub(hub.url, tmp_path / "home", monkeypatch)
         hub.add("org/vlm", model)
-        files = {"data/train-00000-of-00001.parquet": parquet(6), "data/test-00000-of-00001.parquet": parquet(2)}
+        files = {
+            "data/train-00000-of-00001.parquet": parquet(6),
+            "data/test-00000-of-00001.parquet": parquet(2),
+        }
         hub.add("datasets/org/shapes", files)
         yield hub
 
@@ -98,7 +106,11 @@ def run(capsys: Any, *words: str, code: int = 0) -> str:
 def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
     hub: FakeHub, model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "README.md").read_text().partition("## Fine-tune a vision-language model on your images")[2]
+    page = (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("## Fine-tune a vision-language model on your images")[2]
+    )
     row, text = re.findall(r"```(?:json|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
     inspect, check, train, ask = [shlex.split(line)[1:] for line in text.splitlines()]
     hub.add("Qwen/Qwen3-VL-2B-Instruct", model)
@@ -120,7 +132,14 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
     assert run(capsys, *ask, "--max-new-tokens", "4").endswith("\n")
     files = hub.downloads()
     assert sorted(files) == sorted(set(files))
-    of_hub = ["data", "inspect", "hf://org/shapes", "--model", "Qwen/Qwen3-VL-2B-Instruct", "--json"]
+    of_hub = [
+        "data",
+        "inspect",
+        "hf://org/shapes",
+        "--model",
+        "Qwen/Qwen3-VL-2B-Instruct",
+        "--json",
+    ]
     (source,) = json.loads(run(capsys, *of_hub))["sources"]
     assert (source["name"], source["good"]) == ("shapes", 6)
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
@@ -131,8 +150,12 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
     error = run(capsys, "data", "inspect", "org/shapes", code=EXIT_USER_ERROR)
     assert "write hf://org/shapes" in error
     use_hub("http://127.0.0.1:9", Path("other_home"), monkeypatch)
-    assert "run `hf download Qwen/Qwen3-VL-2B-Instruct`" in run(capsys, *train, code=EXIT_USER_ERROR)
-    assert [one.status() for one in list_runs(Path("outputs"))] == ["finished"] * 2  # no run of the failed start
+    assert "run `hf download Qwen/Qwen3-VL-2B-Instruct`" in run(
+        capsys, *train, code=EXIT_USER_ERROR
+    )
+    assert [one.status() for one in list_runs(Path("outputs"))] == [
+        "finished"
+    ] * 2  # no run of the failed start
     run(capsys, *ask, "--max-new-tokens", "4")
     error = run(capsys, "data", "inspect", "hf://org/shapes", code=EXIT_USER_ERROR)
     assert "hf://org/shapes is not complete in the cache" in error
@@ -140,7 +163,9 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
 
 
 @pytest.mark.slow
-def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub: FakeHub, capsys: Any) -> None:
+def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(
+    hub: FakeHub, capsys: Any
+) -> None:
     commit = hub.repos["org/vlm"].branches["main"]
     rows = hub.repos["datasets/org/shapes"].branches["main"]
     run(capsys, "train", "train.yaml")
@@ -159,14 +184,29 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub: F
     run(capsys, "train", "train.yaml", "resume=auto", "loop.total_steps=3")
     assert [record["step"] for record in first.records("train")] == [1, 2, 3]
     assert first.info["hub"]["org/vlm"] == f"org/vlm@{commit}"
-    run(capsys, "train", "train.yaml", f"resume={first.checkpoint_list()[-1]}", "loop.total_steps=4")  # a new run
+    run(
+        capsys, "train", "train.yaml", f"resume={first.checkpoint_list()[-1]}", "loop.total_steps=4"
+    )  # a new run
     assert list_runs(Path("outputs"))[-1].info["hub"] == first.info["hub"]
-    assert "no split test" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)  # a new run: the new commit
+    assert "no split test" in run(
+        capsys, "train", "train.yaml", code=EXIT_USER_ERROR
+    )  # a new run: the new commit
 
 
 @pytest.mark.slow
 def test_profile_runs_on_a_model_of_the_hub(hub: FakeHub, capsys: Any) -> None:
-    run(capsys, "profile", "train.yaml", "--out", "out", "--steps", "1", "--first", "1", "loop.total_steps=4")
+    run(
+        capsys,
+        "profile",
+        "train.yaml",
+        "--out",
+        "out",
+        "--steps",
+        "1",
+        "--first",
+        "1",
+        "loop.total_steps=4",
+    )
     assert Path("out/profile.md").is_file()
 
 
@@ -212,8 +252,13 @@ def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2
         files = hub.downloads()
         assert sorted(files) == sorted(set(files))
         assert "model.safetensors" in files
-        errors = ranks2.run(error_of_start, str(Path("train.yaml").absolute()), "model.path=org/vml")
-        assert ["model.path=org/vml is neither a folder" in error for error in errors] == [True, True]
+        errors = ranks2.run(
+            error_of_start, str(Path("train.yaml").absolute()), "model.path=org/vml"
+        )
+        assert ["model.path=org/vml is neither a folder" in error for error in errors] == [
+            True,
+            True,
+        ]
         assert ranks2.run(error_of_download) == [("cannot be stored", 1), ("cannot be stored", 0)]
     finally:
         ranks2.run(use_hub, "https://huggingface.co", Path.home() / ".cache" / "huggingface")
@@ -240,12 +285,19 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
     metadata = yaml.safe_load(card.split("---\n")[1])
     assert (metadata["base_model"], metadata["datasets"]) == ("org/vlm", ["org/shapes"])
     assert metadata["pipeline_tag"] == "image-text-to-text"
-    for text in ("| held-out loss |", "| `optim.lr` | 0.001 |", "Qwen3VLForConditionalGeneration.from_pretrained"):
+    for text in (
+        "| held-out loss |",
+        "| `optim.lr` | 0.001 |",
+        "Qwen3VLForConditionalGeneration.from_pretrained",
+    ):
         assert text in card
     assert str(Path.cwd()) not in card
     assert "| torch | 1.2.3 |" in card  # of the training, not of this machine
     chat = ["-p", "What colour?", "--max-new-tokens", "2", "--json"]
-    answers = [json.loads(run(capsys, "chat", model, *chat))["answer"] for model in (str(newest.dir), "me/reader")]
+    answers = [
+        json.loads(run(capsys, "chat", model, *chat))["answer"]
+        for model in (str(newest.dir), "me/reader")
+    ]
     run(capsys, "push", newest.id, "me/adapter", "--adapter", "--public")
     files = hub.repos["me/adapter"].commits[hub.repos["me/adapter"].branches["main"]]
     assert not hub.repos["me/adapter"].private
@@ -272,26 +324,38 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
 
     assert names("hf://org/shapes", "test") == ["test-00000-of-00001.parquet"]
     assert names("hf://datasets/org/shapes:train") == ["train-00000-of-00001.parquet"]
-    files = {f"{config}/{split}.parquet": b"PAR1" for config in ("en", "de") for split in ("train", "valid")}
+    files = {
+        f"{config}/{split}.parquet": b"PAR1"
+        for config in ("en", "de")
+        for split in ("train", "valid")
+    }
     hub.add("datasets/org/words", files)
     assert names("hf://org/words:de:validation") == ["valid.parquet"]
     assert "/de/" in dataset_files("hf://org/words:de")[0]
     readme = b"---\nconfigs:\n- config_name: big\n  default: true\n  data_files:\n"
     readme += b"  - {split: train_sft, path: data/sft-*}\n  - {split: gen, path: [data/g*/**]}\n---\n# Card\n"
-    shards = {"data/sft-1.parquet": b"PAR1", "data/sft-2.parquet": b"PAR1", "data/gen/x/1.parquet": b"PAR1"}
+    shards = {
+        "data/sft-1.parquet": b"PAR1",
+        "data/sft-2.parquet": b"PAR1",
+        "data/gen/x/1.parquet": b"PAR1",
+    }
     hub.add("datasets/org/card", {"README.md": readme, **shards})
     assert names("hf://org/card:train_sft") == ["sft-1.parquet", "sft-2.parquet"]
     assert names("hf://org/card:big:gen") == ["1.parquet"]
     readme = b"---\nconfigs:\n- {config_name: default, data_dir: v2}\n---\n"
     files = {
-        f"{folder}/{split}-00000-of-00001.parquet": b"PAR1" for folder in ("v1", "v2") for split in ("train", "test")
+        f"{folder}/{split}-00000-of-00001.parquet": b"PAR1"
+        for folder in ("v1", "v2")
+        for split in ("train", "test")
     }
     hub.add("datasets/org/folder", {"README.md": readme, **files})
     assert dataset_files("hf://org/folder")[0].endswith("v2/train-00000-of-00001.parquet")
     assert names("hf://org/folder") == ["train-00000-of-00001.parquet"]
     assert names("hf://org/folder:test") == ["test-00000-of-00001.parquet"]
     hub.add("datasets/org/json", {"rows.jsonl": b"{}"})
-    hub.add("datasets/org/json", {"default/train/0000.parquet": b"PAR1"}, branch="refs/convert/parquet")
+    hub.add(
+        "datasets/org/json", {"default/train/0000.parquet": b"PAR1"}, branch="refs/convert/parquet"
+    )
     assert names("hf://org/json") == ["0000.parquet"]
 
 
@@ -306,7 +370,10 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
         ("hf://org/shapes@v2", "has no revision v2"),
         ("hf://org/words", "has several configs: hf://org/words:de, hf://org/words:en"),
         ("hf://org/words:fr:train", "no config fr"),
-        ("hf://org/raw", r"has no parquet files.* It has rows.jsonl: run `hf download org/raw --repo-type dataset"),
+        (
+            "hf://org/raw",
+            r"has no parquet files.* It has rows.jsonl: run `hf download org/raw --repo-type dataset",
+        ),
     ],
 )
 def test_dataset_path_errors_name_the_choices(hub: FakeHub, path: str, message: str) -> None:
@@ -317,5 +384,7 @@ def test_dataset_path_errors_name_the_choices(hub: FakeHub, path: str, message: 
 
 
 def test_held_out_source_without_a_split_of_that_name_is_an_error(hub: FakeHub) -> None:
-    with pytest.raises(ValueError, match="has no split eval: name one of its splits, hf://org/shapes:test"):
+    with pytest.raises(
+        ValueError, match="has no split eval: name one of its splits, hf://org/shapes:test"
+    ):
         dataset_files("hf://org/shapes", "eval")

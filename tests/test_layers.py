@@ -20,7 +20,18 @@ from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "config.schema", "log.format"}
-ROOMS = ["cli", "tools", "launch", "config", "plug-in kits", "worker", "kit", "engine", "model_engine", "hf"]
+ROOMS = [
+    "cli",
+    "tools",
+    "launch",
+    "config",
+    "plug-in kits",
+    "worker",
+    "kit",
+    "engine",
+    "model_engine",
+    "hf",
+]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # Folders of kit/ that plug in: they may use everything below `config`, and only their plugin.py says what they add.
 PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
@@ -35,18 +46,62 @@ COMMANDS = 26
 SFT_MODULES = 290
 STEP_FILES = 93
 STEP_FUNCTIONS = 407
-READING_PATH = ["launch.py", "engine/engine.py", "model_engine/base.py", "model_engine/fsdp/engine.py"]
+READING_PATH = [
+    "launch.py",
+    "engine/engine.py",
+    "model_engine/base.py",
+    "model_engine/fsdp/engine.py",
+]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.
-BANNED = ["beside", "aside", "anew", "mend(s|ed|ing)?", "told", "tells?", "films?", "honou?r(s|ed|ing)?"]
+BANNED = [
+    "beside",
+    "aside",
+    "anew",
+    "mend(s|ed|ing)?",
+    "told",
+    "tells?",
+    "films?",
+    "honou?r(s|ed|ing)?",
+]
 BANNED += ["recomput(e|es|ed|ing)", "go(es)? on", "went on", r"so many[- ]th", "few bits"]
-FIELD_TERMS = ["gradient accumulation", "micro-batch", "global batch", "activation checkpointing", "learning rate"]
+FIELD_TERMS = [
+    "gradient accumulation",
+    "micro-batch",
+    "global batch",
+    "activation checkpointing",
+    "learning rate",
+]
 FIELD_TERMS += ["all-gather", "reduce-scatter", "all-reduce", "data parallel", "tensor parallel"]
-FIELD_TERMS += ["sequence parallel", "fsdp", "prefetch", "pinned memory", "host sync", "packed sequences"]
+FIELD_TERMS += [
+    "sequence parallel",
+    "fsdp",
+    "prefetch",
+    "pinned memory",
+    "host sync",
+    "packed sequences",
+]
 FIELD_TERMS += ["variable-length", "optimizer state", "kv cache"]
-FIELD_TERMS += ["loss spike", "skipped step", "mfu", "all-to-all", "stochastic rounding", "peak memory", "throughput"]
-FIELD_TERMS += ["low-precision", "loss scale", "non-finite", "gemm", "matmul", "dtensor", "dummy", "completion"]
+FIELD_TERMS += [
+    "loss spike",
+    "skipped step",
+    "mfu",
+    "all-to-all",
+    "stochastic rounding",
+    "peak memory",
+    "throughput",
+]
+FIELD_TERMS += [
+    "low-precision",
+    "loss scale",
+    "non-finite",
+    "gemm",
+    "matmul",
+    "dtensor",
+    "dummy",
+    "completion",
+]
 
 
 PACKAGE = ROOT / "mvp_engine"
@@ -71,13 +126,23 @@ def imported(file: Path) -> set[str]:
             below = (node.module or "").removeprefix("mvp_engine").lstrip(".")
             found |= {below} if below else {alias.name for alias in node.names}
             if below == "kit":  # `from mvp_engine.kit import flow`
-                found |= {f"kit.{alias.name}" for alias in node.names if (PACKAGE / "kit" / alias.name).is_dir()}
+                found |= {
+                    f"kit.{alias.name}"
+                    for alias in node.names
+                    if (PACKAGE / "kit" / alias.name).is_dir()
+                }
         elif isinstance(node, ast.Import):
-            found |= {a.name.removeprefix("mvp_engine.") for a in node.names if a.name.startswith("mvp_engine.")}
+            found |= {
+                a.name.removeprefix("mvp_engine.")
+                for a in node.names
+                if a.name.startswith("mvp_engine.")
+            }
     return found - {"__version__", "PARENT"}
 
 
-@pytest.mark.parametrize("first", sorted({file.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py")}))
+@pytest.mark.parametrize(
+    "first", sorted({file.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py")})
+)
 def test_imports_point_downwards(first: str) -> None:
     for file in [PACKAGE / first] if first.endswith(".py") else (PACKAGE / first).rglob("*.py"):
         check_imports(file)
@@ -92,12 +157,16 @@ def check_imports(file: Path) -> None:
         assert module not in LEAVES, f"{module} is a leaf but imports {target}"
         if room == "__init__":
             continue
-        assert ROOMS.index(room_of(target)) >= ROOMS.index(room_of(module)), f"{module} imports {target}, above it"
+        assert ROOMS.index(room_of(target)) >= ROOMS.index(room_of(module)), (
+            f"{module} imports {target}, above it"
+        )
 
 
 def room_of(module: str) -> str:
     names = module.split(".")
-    return "plug-in kits" if names[0] == "kit" and names[1:] and names[1] in PLUGIN_KITS else names[0]
+    return (
+        "plug-in kits" if names[0] == "kit" and names[1:] and names[1] in PLUGIN_KITS else names[0]
+    )
 
 
 def test_core_and_tools_import_no_plugin_kit() -> None:
@@ -107,7 +176,9 @@ def test_core_and_tools_import_no_plugin_kit() -> None:
         if room_of(module) == "plug-in kits":
             continue
         kits = {target for target in imported(file) if room_of(target) == "plug-in kits"}
-        assert not [target for target in kits if target.split(".")[1] in APART], f"{module} imports {kits}"
+        assert not [target for target in kits if target.split(".")[1] in APART], (
+            f"{module} imports {kits}"
+        )
 
 
 # Plug-in kits with models of their own, next to those of hf/.
@@ -125,31 +196,60 @@ def transformers_internals(source: str) -> list[str]:
                 found.append(ast.unparse(node))
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.startswith("transformers.")]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("transformers."):
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith(
+            "transformers."
+        ):
             found.append(ast.unparse(node))
     return found
 
 
 def test_transformers_internals_are_imported_only_by_hf() -> None:
-    internal = ["from transformers.models.auto import x", "def f():\n  import transformers.masking_utils"]
-    internal += ["from transformers import masking_utils", "import transformers\ntransformers.models.auto"]
+    internal = [
+        "from transformers.models.auto import x",
+        "def f():\n  import transformers.masking_utils",
+    ]
+    internal += [
+        "from transformers import masking_utils",
+        "import transformers\ntransformers.models.auto",
+    ]
     assert all(transformers_internals(source) for source in internal)
-    assert not transformers_internals("from transformers import AutoModel\nimport transformers\ntransformers.AutoModel")
+    assert not transformers_internals(
+        "from transformers import AutoModel\nimport transformers\ntransformers.AutoModel"
+    )
     package = ROOT / "mvp_engine"
     folders = ("hf", *MODEL_KITS)
-    files = [file for file in package.rglob("*.py") if not file.relative_to(package).as_posix().startswith(folders)]
-    sources = {str(file): source for file in files if "transformers" in (source := file.read_text())}
-    assert {file: used for file, source in sources.items() if (used := transformers_internals(source))} == {}
+    files = [
+        file
+        for file in package.rglob("*.py")
+        if not file.relative_to(package).as_posix().startswith(folders)
+    ]
+    sources = {
+        str(file): source for file in files if "transformers" in (source := file.read_text())
+    }
+    assert {
+        file: used for file, source in sources.items() if (used := transformers_internals(source))
+    } == {}
 
 
 def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
-    page = (ROOT / "docs" / "model_engine.md").read_text().partition("## What changes on an instance")[2]
-    named = set(re.findall(r"`((?:hf|ops|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]))
+    page = (
+        (ROOT / "docs" / "model_engine.md")
+        .read_text()
+        .partition("## What changes on an instance")[2]
+    )
+    named = set(
+        re.findall(
+            r"`((?:hf|ops|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]
+        )
+    )
     changing: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(target, ast.Attribute) and target.attr in ("forward", "__class__") for target in targets):
+            if any(
+                isinstance(target, ast.Attribute) and target.attr in ("forward", "__class__")
+                for target in targets
+            ):
                 changing.add(file.relative_to(PACKAGE).as_posix())
     assert named == changing
 
@@ -225,7 +325,9 @@ def test_prose_of_package_holds_no_banned_word() -> None:
         if not banned.search(file.read_text()):
             continue
         for line, text in prose(file):
-            found += [f"{file.relative_to(ROOT)}:{line}: {match[0]}" for match in banned.finditer(text)]
+            found += [
+                f"{file.relative_to(ROOT)}:{line}: {match[0]}" for match in banned.finditer(text)
+            ]
     assert not found, "\n".join(["docs/glossary.md has a term for each of these:", *found])
 
 
@@ -249,7 +351,9 @@ except SystemExit:
 heavy = {"torch", "hydra", "pydantic", "matplotlib", "rich"} & set(sys.modules)
 sys.exit(f"--help imports {heavy}" if heavy else 0)
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert "train" in answer.stdout
 

@@ -13,7 +13,15 @@ from mvp_engine import cli
 from mvp_engine.imports import import_file
 from mvp_engine.tools.models import COLUMNS, KINDS, read_models
 
-NO_REASONS = ("Error", "Exception", "object has no attribute", "Traceback", "not tried", "its code fails on them", "[(")
+NO_REASONS = (
+    "Error",
+    "Exception",
+    "object has no attribute",
+    "Traceback",
+    "not tried",
+    "its code fails on them",
+    "[(",
+)
 
 
 def test_models_entries_have_all_columns_and_readable_reasons() -> None:
@@ -44,7 +52,9 @@ def test_models_command_prints_table_entry_and_json(capsys: pytest.CaptureFixtur
     assert entry == read_models()["bert"]
 
 
-def test_models_command_unknown_name_suggests_a_similar_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_command_unknown_name_suggests_a_similar_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["models", "lama"]) == 2
     assert "no model type 'lama'" in (printed := capsys.readouterr().err)
     assert "Did you mean llama?" in printed

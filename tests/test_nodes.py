@@ -102,7 +102,9 @@ def test_options_describe_the_node(resolve: Callable[..., Nodes]) -> None:
         ("--nproc 0", "at least one process"),
     ],
 )
-def test_wrong_node_options_are_user_errors(resolve: Callable[..., Nodes], words: str, message: str) -> None:
+def test_wrong_node_options_are_user_errors(
+    resolve: Callable[..., Nodes], words: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         resolve(*words.split())
 
@@ -113,7 +115,10 @@ TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"RANK": None, "MASTER_ADDR": None}, "WORLD_SIZE=4 is set in the environment, and not RANK, MASTER_ADDR"),
+        (
+            {"RANK": None, "MASTER_ADDR": None},
+            "WORLD_SIZE=4 is set in the environment, and not RANK, MASTER_ADDR",
+        ),
         ({"RANK": "4"}, "RANK=4: with WORLD_SIZE=4 it is 0 to 3"),
         ({"RANK": "x"}, "the environment variable RANK=x is not a number"),
         ({"MASTER_PORT": "p"}, "MASTER_PORT=p is not a number"),
@@ -122,7 +127,9 @@ TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "
 def test_variables_of_no_rank_are_user_errors(
     resolve: Callable[..., Nodes], changes: dict[str, str | None], message: str
 ) -> None:
-    variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    variables = {
+        name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None
+    }
     with pytest.raises(UserError, match=message):
         resolve(**variables)
     with pytest.raises(UserError, match=r"is one of 4 ranks\. Remove --nproc"):
@@ -133,21 +140,30 @@ def test_variables_of_no_rank_are_user_errors(
 def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve: Callable[..., Nodes]) -> None:
     port = 10_000 + 4711
     assert resolve(**slurm(2, 2, 1, SLURM_GPUS_ON_NODE=8)) == Nodes(8, 2, 1, "gpu07", port)
-    assert resolve("--nproc", "4", **slurm(2, 2, 0, SLURM_GPUS_ON_NODE=8)) == Nodes(4, 2, 0, "gpu07", port)
+    assert resolve("--nproc", "4", **slurm(2, 2, 0, SLURM_GPUS_ON_NODE=8)) == Nodes(
+        4, 2, 0, "gpu07", port
+    )
     assert resolve(**slurm(1, 1, 0, SLURM_GPUS_ON_NODE=8)).nproc == 8
     assert resolve(**slurm(1, 1, 0, SLURM_GPUS_ON_NODE=8, SLURM_PTY_PORT=1)).nproc == 1
     assert resolve(**slurm(2, 2, 1)).nproc == 1
 
 
-def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(resolve: Callable[..., Nodes]) -> None:
+def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(
+    resolve: Callable[..., Nodes],
+) -> None:
     assert resolve(**slurm(2, 8, 5)) == Nodes(1)
-    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    found = {
+        name: os.environ[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    }
     assert list(found.values()) == ["5", "8", "1", "4", "gpu07"]
     with pytest.raises(UserError, match="srun already starts 8 tasks on 2 nodes"):
         resolve("--nproc", "4", **slurm(2, 8, 5))
 
 
-def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve: Callable[..., Nodes], capsys) -> None:
+def test_nodes_of_a_job_without_srun_is_one_with_a_warning(
+    resolve: Callable[..., Nodes], capsys
+) -> None:
     assert resolve("--nproc", "8", SLURM_JOB_NUM_NODES="2", SLURM_PROCID="0") == Nodes(8)
     assert "srun mvp" in capsys.readouterr().err
     assert resolve(**TORCHRUN, **slurm(2, 2, 1)) == Nodes(1)  # torchrun under srun
@@ -155,7 +171,12 @@ def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve: Callable[...
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("a1", "a1"), ("gpu[003-005,9],b", "gpu003"), ("b,gpu[1-2]", "b"), ("r[1,3]-n[08-09].x", "r1-n08.x")],
+    [
+        ("a1", "a1"),
+        ("gpu[003-005,9],b", "gpu003"),
+        ("b,gpu[1-2]", "b"),
+        ("r[1,3]-n[08-09].x", "r1-n08.x"),
+    ],
 )
 def test_first_host_of_a_slurm_nodelist(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
@@ -175,7 +196,9 @@ def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch: pytest.Mo
     assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
 
 
-def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch, capsys, port: int) -> None:
+def test_node_without_the_others_is_a_user_error(
+    monkeypatch: pytest.MonkeyPatch, capsys, port: int
+) -> None:
     monkeypatch.setattr(launcher, "JOIN_SECONDS", 0)
     for address, message in {
         "127.0.0.1": "the nodes did not meet at 127.0.0.1",
@@ -187,17 +210,28 @@ def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch
 
 def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
     def failures(*ends: tuple[int, int]) -> dict[int, Any]:
-        return {rank: SimpleNamespace(timestamp=at, exitcode=code) for rank, (at, code) in enumerate(ends)}
+        return {
+            rank: SimpleNamespace(timestamp=at, exitcode=code)
+            for rank, (at, code) in enumerate(ends)
+        }
 
     assert launcher.first_failure(failures((7, 1), (7, -signal.SIGKILL))) == (1, -signal.SIGKILL)
-    assert launcher.first_failure(failures((7, 1), (607, -signal.SIGKILL))) == (0, 1)  # by torchrun, after ten minutes
+    assert launcher.first_failure(failures((7, 1), (607, -signal.SIGKILL))) == (
+        0,
+        1,
+    )  # by torchrun, after ten minutes
     assert launcher.first_failure(failures((7, 2), (7, -signal.SIGTERM))) == (0, 2)
-    assert launcher.first_failure(failures((7, 1), (7, -signal.SIGABRT))) == (0, 1)  # NCCL, after rank 0
+    assert launcher.first_failure(failures((7, 1), (7, -signal.SIGABRT))) == (
+        0,
+        1,
+    )  # NCCL, after rank 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(tmp_path: Path, port: int, rank: int) -> None:
+def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(
+    tmp_path: Path, port: int, rank: int
+) -> None:
     node = start(*node_options(rank, port), f"project.dir={tmp_path}")
     wait_for(node, "the nodes meet at")
     node.send_signal(signal.SIGTERM)  # the others are waited for ten minutes
@@ -218,7 +252,9 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
     [run] = list_runs(tmp_path / "nodes")
     [checkpoint] = run.checkpoint_list()
     assert len(list(checkpoint.glob("rank_*.safetensors"))) == 4
-    assert f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
+    assert (
+        f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
+    )
     assert train("loop.total_steps=3", "log.interval=1", dir=tmp_path / "one") == 0
     assert losses(tmp_path / "nodes")[:2] == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-4)
 
@@ -234,7 +270,9 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path: Path, port: int) -> None:
+def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(
+    tmp_path: Path, port: int
+) -> None:
     folders = [tmp_path / str(rank) for rank in (0, 1)]
     for folder in folders:
         folder.mkdir()
@@ -257,11 +295,28 @@ def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path, port: i
     assert "was killed by SIGKILL" in nodes[1].communicate(timeout=120)[0]
 
 
-def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path: Path, capsys) -> None:
-    words = ["launch", "slurm", str(MAGIC), "--nodes", "2", "--gpus", "4", "--sbatch=--partition=long gpu"]
+def test_slurm_script_is_valid_bash_with_the_command_and_the_options(
+    tmp_path: Path, capsys
+) -> None:
+    words = [
+        "launch",
+        "slurm",
+        str(MAGIC),
+        "--nodes",
+        "2",
+        "--gpus",
+        "4",
+        "--sbatch=--partition=long gpu",
+    ]
     assert main([*words, "optim.lr=1e-3", "optim.betas=[0.9, 0.95]"]) == 0
     text = capsys.readouterr().out
-    for line in ("--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=1", "--signal=TERM@600", "--requeue"):
+    for line in (
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--ntasks-per-node=1",
+        "--signal=TERM@600",
+        "--requeue",
+    ):
         assert f"#SBATCH {line}\n" in text
     assert "#SBATCH --partition=long gpu\n" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -275,14 +330,21 @@ def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path: P
         (["optim.lrr=1"], "Did you mean 'optim.lr'?"),
     ],
 )
-def test_slurm_script_of_a_wrong_config_is_a_user_error(words: list[str], message: str, capsys) -> None:
+def test_slurm_script_of_a_wrong_config_is_a_user_error(
+    words: list[str], message: str, capsys
+) -> None:
     assert main(["launch", "slurm", str(MAGIC), "--nodes", "2", *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("code", "state", "requeued"),
-    [(75, "RUNNING", True), (75, "COMPLETING", False), (0, "RUNNING", False), (2, "RUNNING", False)],
+    [
+        (75, "RUNNING", True),
+        (75, "COMPLETING", False),
+        (0, "RUNNING", False),
+        (2, "RUNNING", False),
+    ],
 )
 def test_slurm_script_requeues_a_running_job_on_exit_75(
     tmp_path: Path, capsys, code: int, state: str, requeued: bool
@@ -301,7 +363,14 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(
     assert answer.returncode == code
     words = (tmp_path / "srun.txt").read_text().splitlines()
     run_id = f"project.run_id={run_name()}-4711"
-    assert words[3:] == ["mvp_engine.cli", "train", str(MAGIC), "resume=auto", run_id, "optim.betas=[0.9, 0.95]"]
+    assert words[3:] == [
+        "mvp_engine.cli",
+        "train",
+        str(MAGIC),
+        "resume=auto",
+        run_id,
+        "optim.betas=[0.9, 0.95]",
+    ]
     assert (tmp_path / "scontrol.txt").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"

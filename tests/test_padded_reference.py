@@ -24,15 +24,23 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
-def test_language_model_packed_log_probs_and_entropy_equal_padded(rows: dict[str, torch.Tensor], family: str) -> None:
+def test_language_model_packed_log_probs_and_entropy_equal_padded(
+    rows: dict[str, torch.Tensor], family: str
+) -> None:
     torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_config(
+        config_of(family), attn_implementation="eager"
+    ).eval()
     packed = LanguageModel.from_config(config_of(family)).eval()
     packed.hf.load_state_dict(reference.state_dict())
     ids, mask, length = rows["input_ids"], rows["attention_mask"], rows["old"].shape[1]
     with torch.no_grad():
-        logits = reference(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
-        before = logits[:, -length - 1 : -1].log_softmax(-1)  # the logits that predict each response token
+        logits = reference(
+            ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).logits
+        before = logits[:, -length - 1 : -1].log_softmax(
+            -1
+        )  # the logits that predict each response token
         is_token = mask[:, -length:].bool()
         expected = before.gather(-1, ids[:, -length:, None])[..., 0].where(is_token, 0.0)
         entropy = -(before.exp() * before).sum(-1).where(is_token, torch.tensor(0.0))
@@ -49,8 +57,12 @@ def test_value_model_packed_values_equal_padded(rows: dict[str, torch.Tensor]) -
     eager.load_state_dict(model.hf.state_dict())
     ids, mask, length = rows["input_ids"], rows["attention_mask"], rows["old"].shape[1]
     with torch.no_grad():
-        hidden = eager(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).last_hidden_state
-        expected = model.score(hidden)[:, -length - 1 : -1, 0].where(mask[:, -length:].bool(), torch.tensor(0.0))
+        hidden = eager(
+            ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).last_hidden_state
+        expected = model.score(hidden)[:, -length - 1 : -1, 0].where(
+            mask[:, -length:].bool(), torch.tensor(0.0)
+        )
         batch = from_padded(ids, mask, response_length=length)
         values = model(batch, ["values"])["values"]
     assert torch.allclose(responses(values, batch), expected, rtol=1e-5, atol=1e-5)

@@ -28,11 +28,36 @@ ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
-def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(base_engine, "materialize_weights", None)  # a rank of 1,024 has no memory for weights here
-    assert main(["plan", CONFIG, *LAYOUT, "--gpus", "32", "--gpu", "H100", "--tokens", "256", "--simulate"]) == 0
+def test_plan_command_prints_memory_collectives_and_no_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(
+        base_engine, "materialize_weights", None
+    )  # a rank of 1,024 has no memory for weights here
+    assert (
+        main(
+            [
+                "plan",
+                CONFIG,
+                *LAYOUT,
+                "--gpus",
+                "32",
+                "--gpu",
+                "H100",
+                "--tokens",
+                "256",
+                "--simulate",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    for part in ("weights", "all-gather      shard (8)", "all-reduce      tensor (2)", "all ranks (32)"):
+    for part in (
+        "weights",
+        "all-gather      shard (8)",
+        "all-reduce      tensor (2)",
+        "all ranks (32)",
+    ):
         assert part in text
     assert "All simulated ranks call the same collectives in the same order." in text
 
@@ -40,14 +65,20 @@ def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch: pytest.
 @pytest.mark.campaign(only=True)
 def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
     def facts(micro_batches: int) -> dict[str, Any]:
-        words = ["parallel.shard=4", f"data.global_batch_size={4 * micro_batches}", "model.config.num_hidden_layers=1"]
+        words = [
+            "parallel.shard=4",
+            f"data.global_batch_size={4 * micro_batches}",
+            "model.config.num_hidden_layers=1",
+        ]
         question = Question(CONFIG, words, gpu="H100", gpus=4, tokens=64, simulate=True)
         return plan(question)
 
     of_two = facts(2)
     of_five = facts(5)
     assert of_five["micro_batches"] == 5
-    for two, five in zip(of_two["kinds"][0]["collectives"], of_five["kinds"][0]["collectives"], strict=True):
+    for two, five in zip(
+        of_two["kinds"][0]["collectives"], of_five["kinds"][0]["collectives"], strict=True
+    ):
         once = two["kind"] == "all-reduce"  # of the loss and the gradient norm
         assert five["calls"] == (1 if once else two["calls"] * 5 // 2)
     assert json.dumps(of_five)
@@ -64,21 +95,39 @@ def test_plan_on_several_gpus_includes_communication_where_it_is_simulated() -> 
     assert near["seconds"] == quick["seconds"]
     assert near["compute_s"] == quick["step_s"]
     assert near["step_s"] == pytest.approx(quick["step_s"] + exposed)
-    assert near["tokens_per_s"] * near["step_s"] == pytest.approx(quick["tokens_per_s"] * quick["step_s"])
+    assert near["tokens_per_s"] * near["step_s"] == pytest.approx(
+        quick["tokens_per_s"] * quick["step_s"]
+    )
 
 
 def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
     question = Question(CONFIG, [*LAYOUT, "parallel.replicate=4"], gpu="H100", gpus=64, tokens=64)
     simulation = Simulation(make_planner(question).config, 64)
-    assert simulation.ranks() == [0, 1, 14, 48, 63]  # the last of tensor, shard, replicate, and of all
+    assert simulation.ranks() == [
+        0,
+        1,
+        14,
+        48,
+        63,
+    ]  # the last of tensor, shard, replicate, and of all
     assert simulation.ranks("5, 62") == [0, 1, 5, 14, 48, 62, 63]
     assert len(simulation.ranks("all")) == 64
 
 
 def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
-    shape = ["model_type=qwen3_moe", "num_hidden_layers=2", "num_experts=4", "num_experts_per_tok=2"]
+    shape = [
+        "model_type=qwen3_moe",
+        "num_hidden_layers=2",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+    ]
     words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=64"]]
-    words += ["parallel.pipeline=2", "parallel.shard=16", "parallel.expert=4", "data.global_batch_size=48"]
+    words += [
+        "parallel.pipeline=2",
+        "parallel.shard=16",
+        "parallel.expert=4",
+        "data.global_batch_size=48",
+    ]
     facts = plan(Question(CONFIG, words, gpu="H100", gpus=32, tokens=64))
     assert facts["hangs"] == []
     assert facts["micro_batches"] == 3
@@ -99,15 +148,23 @@ def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> Non
     chosen, every = (plan(replace(question, ranks=ranks))["kinds"] for ranks in (None, "all"))
     for name, pick in {"held_gib_smallest": min, "held_gib_largest": max}.items():
         assert pick(kind[name] for kind in chosen) == pick(kind[name] for kind in every)
-    assert min(kind["held_gib_smallest"] for kind in every) < max(kind["held_gib_largest"] for kind in every)
+    assert min(kind["held_gib_smallest"] for kind in every) < max(
+        kind["held_gib_largest"] for kind in every
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.shard=3"], "--gpus 32: the parallel layout of the config needs a multiple of 3"),
+        (
+            ["parallel.shard=3"],
+            "--gpus 32: the parallel layout of the config needs a multiple of 3",
+        ),
         (["--ranks", "7,99"], "--ranks 7,99: '99' is no rank below 32"),
-        (["parallel.tensor=2", "loop.precision=bf16", "model.fp8=true"], "model.fp8 does not support parallel.tensor"),
+        (
+            ["parallel.tensor=2", "loop.precision=bf16", "model.fp8=true"],
+            "model.fp8 does not support parallel.tensor",
+        ),
     ],
 )
 def test_plan_wrong_options_are_user_errors(words: list[str], message: str, capsys) -> None:
@@ -121,11 +178,19 @@ def test_plan_wrong_options_are_user_errors(words: list[str], message: str, caps
         (["parallel.tensor=2", "model.fp8=true"], "model.fp8 does not support parallel.tensor"),
         (["parallel.ulysses=32"], "parallel.ulysses=32 cannot share"),
         (["parallel.shard=2", "parallel.expert=2"], "qwen3 has no experts"),
-        (["model.activation_checkpointing=auto", "parallel.pipeline=2"], "without parallel.pipeline: set a number"),
+        (
+            ["model.activation_checkpointing=auto", "parallel.pipeline=2"],
+            "without parallel.pipeline: set a number",
+        ),
     ],
 )
 def test_plan_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
-    words = [*words, "loop.precision=bf16", "model.config.num_hidden_layers=1", "optim.offload=true"]
+    words = [
+        *words,
+        "loop.precision=bf16",
+        "model.config.num_hidden_layers=1",
+        "optim.offload=true",
+    ]
     assert main(["plan", CONFIG, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
@@ -134,9 +199,23 @@ def test_plan_refuses_what_a_training_refuses(words: list[str], message: str, ca
 def test_plan_of_experts_with_unaligned_rows_is_refused_in_half_precision(
     precision: str, refused: bool, capsys
 ) -> None:
-    shape = ["model_type=qwen3_moe", "num_hidden_layers=1", "num_experts=4", "num_experts_per_tok=2"]
+    shape = [
+        "model_type=qwen3_moe",
+        "num_hidden_layers=1",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+    ]
     words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=24"]]
-    words += ["parallel.tensor=2", f"loop.precision={precision}", "--gpus", "2", "--tokens", "64", "--ranks", "0"]
+    words += [
+        "parallel.tensor=2",
+        f"loop.precision={precision}",
+        "--gpus",
+        "2",
+        "--tokens",
+        "64",
+        "--ranks",
+        "0",
+    ]
     assert main(["plan", CONFIG, *words]) == (EXIT_USER_ERROR if refused else 0)
     assert ("rows have 24 bytes on a rank" in capsys.readouterr().err) == refused
 
@@ -157,14 +236,18 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     assert seconds("all-gather", range(0, 64, 8)) == pytest.approx(8 * inside, rel=1e-2)
     assert seconds("all-gather", range(64)) == pytest.approx(inside * 64 * 63 / 64 / 56, rel=1e-2)
     assert seconds("all-to-all", range(8)) == pytest.approx(inside, rel=1e-2)
-    assert seconds("all-to-all", range(16)) == pytest.approx(size / 2 / (network.efficiency * 50e9), rel=1e-2)
+    assert seconds("all-to-all", range(16)) == pytest.approx(
+        size / 2 / (network.efficiency * 50e9), rel=1e-2
+    )
 
 
 def test_all_to_all_of_other_sizes_differs_unless_ranks_have_exchanged_them() -> None:
     """Expert parallel on Ulysses ranks with an odd number of tokens, of which a simulated rank knows its own."""
     calls_of: dict[int, list[Collective]] = {}
     for rank, rows in enumerate((6, 4)):
-        calls_of[rank] = [Collective("all-to-all", (0, 1), rows, "float32", (rows, rows), (rows, rows))]
+        calls_of[rank] = [
+            Collective("all-to-all", (0, 1), rows, "float32", (rows, rows), (rows, rows))
+        ]
     assert len(find_differences(calls_of)) == 1
     counts = Collective("all-to-all", (0, 1), 16, "int64")
     assert find_differences({rank: [counts, *calls] for rank, calls in calls_of.items()}) == []
@@ -177,14 +260,24 @@ def test_ranks_text_shortens_even_steps() -> None:
     assert ranks_text((0, 5, 6)) == "ranks 0, 5, 6"
 
 
-QWEN3_235B = {**MODELS["qwen3_235b"], "dtype": "bfloat16", "intermediate_size": 12288, "tie_word_embeddings": False}
+QWEN3_235B = {
+    **MODELS["qwen3_235b"],
+    "dtype": "bfloat16",
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.mark.campaign(only=True)
 def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: Path) -> None:
     """Pipeline 4, expert 8, shard 32 of each expert; in a process of its own, for its peak memory."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B))
-    words = ["parallel.pipeline=4", "parallel.expert=8", "parallel.shard=256", "model.activation_checkpointing=full"]
+    words = [
+        "parallel.pipeline=4",
+        "parallel.expert=8",
+        "parallel.shard=256",
+        "model.activation_checkpointing=full",
+    ]
     options = ["--gpus", "1024", "--gpu", "H100", "--tokens", "8192", "--json"]
     command = [sys.executable, "-m", "mvp_engine.cli", "plan", str(tmp_path), *words, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -201,7 +294,9 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
 
 def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
     assert main(["plan", ACTIONS, "--gpus", "2", "--simulate"]) == EXIT_USER_ERROR
-    assert "mvp plan does not simulate the loss of model.type=action_model" in capsys.readouterr().err
+    assert (
+        "mvp plan does not simulate the loss of model.type=action_model" in capsys.readouterr().err
+    )
 
 
 def test_estimate_names_its_new_command(capsys) -> None:

@@ -58,7 +58,9 @@ def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented
             assert attribute in (ROOT / f"{module.replace('.', '/')}.py").read_text(), target
 
 
-def test_backend_of_an_installed_package_trains_as_fsdp_does(install: Any, train: Any, tmp_path: Path) -> None:
+def test_backend_of_an_installed_package_trains_as_fsdp_does(
+    install: Any, train: Any, tmp_path: Path
+) -> None:
     install("toy_backend", walk("Adding a backend"), module__plain="PlainEngine")
     words = ["loop.total_steps=3", "lm.weights=true"]
     assert train(*words, config=LM, dir=tmp_path / "fsdp") == 0
@@ -79,12 +81,16 @@ def test_model_type_of_an_installed_package_computes_its_outputs(install: Any) -
 
 def test_model_engine_misspelt_lists_those_of_plugins(install: Any) -> None:
     install("toy", "", toy_model__fsdp="Engine")
-    with pytest.raises(UserError, match=r"Did you mean toy_model\? Registered: .*toy_model on fsdp"):
+    with pytest.raises(
+        UserError, match=r"Did you mean toy_model\? Registered: .*toy_model on fsdp"
+    ):
         engine_class("toymodel")
 
 
 def test_name_that_two_packages_add_is_an_error(install: Any) -> None:
     install("one", "", toy__fsdp="Engine")
     install("two", "", toy__fsdp="Engine")
-    with pytest.raises(UserError, match=r"two plug-ins add 'toy.fsdp'.*: one:Engine and two:Engine"):
+    with pytest.raises(
+        UserError, match=r"two plug-ins add 'toy.fsdp'.*: one:Engine and two:Engine"
+    ):
         plugins.names("model_engine")

@@ -19,7 +19,12 @@ from mvp_engine.tools.recipe import is_recipe
 RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {
     "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
-    "digits_vlm": ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "eval_generation.max_new_tokens=2"],
+    "digits_vlm": [
+        "digits.drawings=1",
+        "digits.count=60",
+        "data.num_workers=0",
+        "eval_generation.max_new_tokens=2",
+    ],
 }
 
 
@@ -33,11 +38,17 @@ def composed(file: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", RECIPES)
-def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path: Path, capsys: Any) -> None:
+def test_recipe_new_all_configs_compose_under_the_new_name(
+    origin: str, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["recipe", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
-    files = {file.relative_to(source) for file in source.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    files = {
+        file.relative_to(source)
+        for file in source.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
     assert {file.relative_to(copy) for file in copy.rglob("*") if file.is_file()} == files
     for file in (file for file in files if file.suffix == ".yaml"):
         old, new = composed(source / file), composed(copy / file)
@@ -45,10 +56,20 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path
             assert isinstance(new, str)
             continue
         file_and_class = old.engine.removeprefix(str(source))
-        is_main = file_and_class.startswith("/engine.py")  # the class of another file keeps its name
-        assert new.engine == (f"{copy / 'engine.py'}:Mine2Engine" if is_main else f"{copy}{file_and_class}")
-        assert old.project.name == "run" or new.project.name == old.project.name.replace(origin, "mine_2")
-        theirs = [text for text in _texts(new.model_dump()) if text.startswith(new.project.dir) and "/" in text]
+        is_main = file_and_class.startswith(
+            "/engine.py"
+        )  # the class of another file keeps its name
+        assert new.engine == (
+            f"{copy / 'engine.py'}:Mine2Engine" if is_main else f"{copy}{file_and_class}"
+        )
+        assert old.project.name == "run" or new.project.name == old.project.name.replace(
+            origin, "mine_2"
+        )
+        theirs = [
+            text
+            for text in _texts(new.model_dump())
+            if text.startswith(new.project.dir) and "/" in text
+        ]
         assert all(text.startswith(f"{new.project.dir}/mine_2/") for text in theirs), theirs
         same = {"project", "engine"}
         strip = f"{new.project.dir}/mine_2/"
@@ -59,7 +80,11 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path
 
 def _texts(tree: Any) -> list[str]:
     if isinstance(tree, dict | list):
-        return [text for one in (tree.values() if isinstance(tree, dict) else tree) for text in _texts(one)]
+        return [
+            text
+            for one in (tree.values() if isinstance(tree, dict) else tree)
+            for text in _texts(one)
+        ]
     return [tree] if isinstance(tree, str) else []
 
 
@@ -76,7 +101,10 @@ def test_recipe_new_copy_trains_from_any_folder(
     (tmp_path / "recipes").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["recipe", "mine", "--from", origin]) == 0
-    config, elsewhere = tmp_path / "recipes" / "mine" / "configs" / "train.yaml", tmp_path / "elsewhere"
+    config, elsewhere = (
+        tmp_path / "recipes" / "mine" / "configs" / "train.yaml",
+        tmp_path / "elsewhere",
+    )
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     words = [*QUICK[origin], "loop.total_steps=2", "log.backends=[jsonl]"]
@@ -101,8 +129,15 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> N
         "from mvp_engine.engine import Engine\n\nclass A(Engine): ...\n\nclass BEngine(A): ...\n"
     )
     first = "defaults: [base, _self_]\nproject: {name: vl_one} # the first\nmodel: {path: '${project.dir}/vl/x'}\n"
-    second = "project:\n  name: other\nmodel: {config: {model_type: vl}}\nexport: ${project.dir}/vl/x\n"
-    texts = {"one": first, "two": second, "base": "engine: ../engine.py:A\n", "more": "defaults: [one, _self_]\n"}
+    second = (
+        "project:\n  name: other\nmodel: {config: {model_type: vl}}\nexport: ${project.dir}/vl/x\n"
+    )
+    texts = {
+        "one": first,
+        "two": second,
+        "base": "engine: ../engine.py:A\n",
+        "more": "defaults: [one, _self_]\n",
+    }
     texts |= {"a_gpu1": "defaults: [base, _self_]\n"}
     for name, text in texts.items():
         (origin / "configs" / f"{name}.yaml").write_text(text)
@@ -113,11 +148,15 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> N
     assert text == first.replace("vl_one", "mine_one").replace("/vl/x", "/mine/x")
     text = (folder / "configs" / "two.yaml").read_text()
     assert text == second.replace("other", "mine_other").replace("/vl/x", "/mine/x")
-    assert "class BEngine(A)" in (folder / "engine.py").read_text()  # with several engines none is renamed
+    assert (
+        "class BEngine(A)" in (folder / "engine.py").read_text()
+    )  # with several engines none is renamed
     assert not (folder / "outputs").exists()
 
 
-def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_new_user_errors_are_explained(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     for words, expected in (
@@ -138,6 +177,8 @@ def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monke
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
-def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path: Path, capsys) -> None:
+def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(
+    tmp_path: Path, capsys
+) -> None:
     assert main(["recipe", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
     assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

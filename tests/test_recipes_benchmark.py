@@ -25,15 +25,21 @@ def record(step: int, step_s: float) -> dict[str, Any]:
 
 
 def test_figures_count_the_second_half_and_find_full_speed() -> None:
-    seen = [(20.0, record(1, 9.0)), (40.0, record(5, 4.0)), (50.0, record(10, 1.05)), (55.0, record(15, 1.0))]
+    seen = [
+        (20.0, record(1, 9.0)),
+        (40.0, record(5, 4.0)),
+        (50.0, record(10, 1.05)),
+        (55.0, record(15, 1.0)),
+    ]
     seen += [(60.0, record(20, 1.0))]
     found = BENCH.figures(BENCH.Watched(seen, 61.0, 0, ""))
     assert (found["first_step_s"], found["full_speed_s"], found["steps"]) == (20.0, 40.0, 20)
     assert found["tokens_per_s"] == pytest.approx(100)
     assert found["mfu"] is None
     row = {"work": "text_0.6b", "side": "ours", **found}
-    assert "| text_0.6b | ours | 100 | - | - | 1.000 s | 10.0 % | - | 3 GiB | 20 s | 40 s |" in BENCH.table(
-        {"rows": [row]}
+    assert (
+        "| text_0.6b | ours | 100 | - | - | 1.000 s | 10.0 % | - | 3 GiB | 20 s | 40 s |"
+        in BENCH.table({"rows": [row]})
     )
     assert "| 50.0 % | 45.0 % |" in BENCH.table({"rows": [row | {"mfu": 0.5}]})
     assert found["tokens_per_step"] == pytest.approx(100)
@@ -60,10 +66,15 @@ def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path: Path, mo
 
     for name, value in {"ours": ours, "theirs": theirs, "compile_bytecode": print}.items():
         monkeypatch.setattr(BENCH, name, value)
-    monkeypatch.setattr(BENCH, "prepare", lambda name, args: (BENCH.WORKS[name], tmp_path, tmp_path))
+    monkeypatch.setattr(
+        BENCH, "prepare", lambda name, args: (BENCH.WORKS[name], tmp_path, tmp_path)
+    )
     BENCH.main(["--only", "text_0.6b", "lora_8b", "--peers", "TRL + Liger", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["why"] for row in rows] == ["OSError: no space left on device", "of TRL + Liger"] * 2
+    assert [row["why"] for row in rows] == [
+        "OSError: no space left on device",
+        "of TRL + Liger",
+    ] * 2
     assert seen == [1, 3]
 
 
@@ -107,12 +118,16 @@ def test_clock_of_peers_writes_after_each_step(tmp_path: Path) -> None:
     )
     for step in (1, 2):
         history = [{"loss": 2.0 - one} for one in range(step)] + [{"train_runtime": 1}]
-        clock.on_step_end(None, Namespace(num_input_tokens_seen=50 * step, log_history=history), None)
+        clock.on_step_end(
+            None, Namespace(num_input_tokens_seen=50 * step, log_history=history), None
+        )
         found = json.loads((tmp_path / "peer.json").read_text())
         assert (found["tokens"], found["losses"]) == ([50, 100][:step], [2.0, 1.0][:step])
         assert found["first_step_s"] == found["ends"][0] >= 100
         assert [len(found[name]) for name in ("ends", "losses")] == [step, step]
-    assert {(ROOT / "benchmarks" / peer.script).is_file() for peer in BENCH.PEERS.values()} == {True}
+    assert {(ROOT / "benchmarks" / peer.script).is_file() for peer in BENCH.PEERS.values()} == {
+        True
+    }
 
 
 def test_starts_table_lists_each_start_and_its_failures() -> None:
@@ -130,4 +145,8 @@ def test_table_of_shipped_configs_in_docs_equals_the_stored_results() -> None:
             continue
         speed = round(row["tokens_per_s"], -2 if row["tokens_per_s"] > 10_000 else -1)
         figures = f" | {speed:,.0f} | {100 * row['mfu']:.1f} % |"
-        assert any(figures in line.replace("**", "") for line in lines), (row["work"], row["side"], figures)
+        assert any(figures in line.replace("**", "") for line in lines), (
+            row["work"],
+            row["side"],
+            figures,
+        )

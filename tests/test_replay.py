@@ -45,7 +45,12 @@ def where(run: Run, step: int, sample: int) -> int:
 def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     train, tmp_path: Path, capsys, kind: str, parameter: str | None, module: str | None
 ) -> None:
-    words = ["tiny.bad_rows=[17]", f"tiny.bad_kind={kind}", "checkpoint.interval=2", "loop.total_steps=6"]
+    words = [
+        "tiny.bad_rows=[17]",
+        f"tiny.bad_kind={kind}",
+        "checkpoint.interval=2",
+        "loop.total_steps=6",
+    ]
     assert train(*words, dir=tmp_path) == 0
     found = replayed(capsys, tmp_path)
     run = newest(tmp_path)
@@ -61,7 +66,10 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
 
 
 def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, capsys) -> None:
-    assert train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path) == EXIT_BUG
+    assert (
+        train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path)
+        == EXIT_BUG
+    )
     text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
     hint = "If a row caused it, this finds the row"
@@ -70,10 +78,22 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, c
     assert (entry["rows"], entry["error"]) == ([17], "IndexError: Target 7 is out of bounds.")
 
 
-def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path: Path, capsys) -> None:
-    words = ["optim.lr=50", "optim.warmup_steps=0", "loop.total_steps=20", "guard.max_consecutive_skips=4"]
+def test_replay_after_a_learning_rate_blow_up_blames_the_weights(
+    train, tmp_path: Path, capsys
+) -> None:
+    words = [
+        "optim.lr=50",
+        "optim.warmup_steps=0",
+        "loop.total_steps=20",
+        "guard.max_consecutive_skips=4",
+    ]
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
-    words += ["model.width=32", "loop.eval_interval=null", "checkpoint.best_metric=null", "checkpoint.interval=1"]
+    words += [
+        "model.width=32",
+        "loop.eval_interval=null",
+        "checkpoint.best_metric=null",
+        "checkpoint.interval=1",
+    ]
     assert train(*words, config=MAGIC, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "optim.lr is too high" in text
@@ -91,11 +111,23 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
 ) -> None:
     """log(0) in 0.3 % of the rows, in steps of 128 rows."""
     rows = list(range(0, 2000, 333))[:6]
-    words = [f"tiny.bad_rows={rows}", "tiny.bad_kind=log", "tiny.samples=2000", "data.global_batch_size=128"]
-    words += ["data.micro_batch_size=32", "loop.total_steps=null", "loop.epochs=1", "checkpoint.interval=5"]
+    words = [
+        f"tiny.bad_rows={rows}",
+        "tiny.bad_kind=log",
+        "tiny.samples=2000",
+        "data.global_batch_size=128",
+    ]
+    words += [
+        "data.micro_batch_size=32",
+        "loop.total_steps=null",
+        "loop.epochs=1",
+        "checkpoint.interval=5",
+    ]
     assert train(*words, dir=tmp_path) == 0
     run = newest(tmp_path)
-    records = [json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()
+    ]
     share = f"{len(records)} of 16 steps ({len(records) / 16:.0%}) were skipped"
     assert len(records) >= 5
     assert share in (run.dir / "log.txt").read_text()
@@ -107,7 +139,12 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path: Path, shard: int) -> None:
-    words = ["tiny.bad_rows=[17]", f"parallel.shard={shard}", "data.micro_batch_size=2", "loop.total_steps=6"]
+    words = [
+        "tiny.bad_rows=[17]",
+        f"parallel.shard={shard}",
+        "data.micro_batch_size=2",
+        "loop.total_steps=6",
+    ]
     assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words) == [0, 0]
     run = newest(tmp_path)
     step = replay_step(run, None)["step"]
@@ -115,7 +152,9 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path: Path, shard: int) 
     folder.mkdir()
     arguments = rank_arguments(run, step, folder)
     assert ranks2.run(_replay_rank, arguments) == [0, 0]
-    parse_args(["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments])  # of torchrun
+    parse_args(
+        ["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments]
+    )  # of torchrun
     [entry] = json.loads((folder / "found.json").read_text())["rows"]
     name = "skipped_steps.jsonl" if entry["rank"] == 0 else "skipped_steps.rank1.jsonl"
     record = json.loads((run.dir / name).read_text().splitlines()[-1])
@@ -159,11 +198,21 @@ class Pair(NamedTuple):
 
 
 def test_rows_of_nested_micro_batches_are_selected() -> None:
-    batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "pair": (torch.arange(3), 5), "n": 3}
+    batch = {
+        "x": torch.arange(6).view(3, 2),
+        "names": ["a", "b", "c"],
+        "pair": (torch.arange(3), 5),
+        "n": 3,
+    }
     assert row_groups(batch) == [[0], [1], [2]]
     chosen = select_rows(batch, [2, 0])
     assert chosen["x"].tolist() == [[4, 5], [0, 1]]
-    assert (chosen["names"], chosen["pair"][0].tolist(), chosen["pair"][1], chosen["n"]) == (["c", "a"], [2, 0], 5, 3)
+    assert (chosen["names"], chosen["pair"][0].tolist(), chosen["pair"][1], chosen["n"]) == (
+        ["c", "a"],
+        [2, 0],
+        5,
+        3,
+    )
     assert row_groups("text") == []
     pair = Pair(torch.arange(3), torch.arange(5))
     assert [value.tolist() for value in select_rows(pair, [1])] == [[1], [0, 1, 2, 3, 4]]

@@ -35,7 +35,9 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, init_code: int = 0) -> list[str
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cuda_context_is_created_when_the_imports_end_or_fail(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_context_is_created_when_the_imports_end_or_fail(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = fake_driver(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "3")
     try:
@@ -49,7 +51,9 @@ def test_cuda_context_is_created_when_the_imports_end_or_fail(fails: bool, monke
     assert "mvp-cuda-context" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = fake_driver(monkeypatch, init_code=100)  # CUDA_ERROR_NO_DEVICE
     with created_meanwhile("cpu"):
         pass

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-SIZES = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "loop.total_steps=2", "log.backends=[jsonl]"]
+SIZES = [
+    "digits.drawings=1",
+    "digits.count=60",
+    "data.num_workers=0",
+    "loop.total_steps=2",
+    "log.backends=[jsonl]",
+]
 SIZES += ["eval_generation.max_new_tokens=2"]
 NEW = ["recipe", "mine", "--from", "digits_vlm"]
 CONFIG = "mine/configs/train.yaml"
@@ -38,7 +44,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "checkout")
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, folder], cwd=folder / "checkout", check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build, folder],
+        cwd=folder / "checkout",
+        check=True,
+        capture_output=True,
+    )
     shutil.rmtree(folder / "checkout")
     (file,) = folder.glob("mvp_engine-*.whl")
     return file
@@ -47,11 +58,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands(run: str = "RUN") -> list[list[str]]:
     """A recipe of one's own, then the four commands: look at the data, check, train, chat."""
     ask = ["chat", run, "-p", "Which digit is this?", "--max-new-tokens", "2"]
-    return [NEW, ["data", "inspect", CONFIG, *SIZES], ["check", CONFIG, *SIZES], ["train", CONFIG, *SIZES], ask]
+    return [
+        NEW,
+        ["data", "inspect", CONFIG, *SIZES],
+        ["check", CONFIG, *SIZES],
+        ["train", CONFIG, *SIZES],
+        ask,
+    ]
 
 
 @pytest.mark.slow
-def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(
+    wheel: Path, tmp_path: Path
+) -> None:
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
     assert (tmp_path / "site/mvp_engine/_skills/recipe/SKILL.md").is_file()
@@ -60,18 +79,31 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel: Path,
     empty.mkdir()
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     words = [*commands(), ["recipe", "--skills"]]
-    subprocess.run([sys.executable, "-c", COMMANDS, json.dumps(words)], cwd=empty, env=env, check=True)
+    subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(words)], cwd=empty, env=env, check=True
+    )
     assert list(empty.glob("outputs/mine-*/checkpoints/step_00000002"))
     skill = (empty / ".claude/skills/loss/SKILL.md").read_text()
     assert f"{tmp_path}/site/mvp_engine/_docs/loss.md" in skill
 
 
 @pytest.mark.campaign(only=True)
-def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(
+    wheel: Path, tmp_path: Path
+) -> None:
     """In an environment of its own, with the versions of constraints.txt."""
     subprocess.run(["uv", "venv", "--quiet", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
-    pip = ["uv", "pip", "install", "--quiet", "--python", python, "--constraint", ROOT / "constraints.txt"]
+    pip = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        python,
+        "--constraint",
+        ROOT / "constraints.txt",
+    ]
     empty = tmp_path / "empty"
     empty.mkdir()
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -113,6 +145,8 @@ def resolve(folder: Path, *requirements: str) -> dict[str, str]:
     file.write_text("\n".join(requirements))
     options = ["--no-header", "--no-annotate", "--quiet", "--python-platform=x86_64-manylinux_2_34"]
     options += ["--python", sys.executable]
-    done = subprocess.run(["uv", "pip", "compile", file, *options], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["uv", "pip", "compile", file, *options], check=True, capture_output=True, text=True
+    )
     pins = [line.partition(" ")[0].partition("==") for line in done.stdout.splitlines()]
     return {name: version for name, _, version in pins}

@@ -40,19 +40,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     row = json.loads(blocks("json")[0])
     rows = []
     for i in range(40):
-        Image.new("RGB", (24 + i % 8, 28), COLOURS[i % 3]).save(tmp_path / "shapes" / "drawings" / f"{i:04d}.png")
+        Image.new("RGB", (24 + i % 8, 28), COLOURS[i % 3]).save(
+            tmp_path / "shapes" / "drawings" / f"{i:04d}.png"
+        )
         row["messages"][0]["content"][0]["image"] = f"drawings/{i:04d}.png"
         row["messages"][1]["content"] = COLOURS[i % 3]
         rows.append(json.loads(json.dumps(row)))
-    (tmp_path / "shapes" / "held_out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows[30:]))
+    (tmp_path / "shapes" / "held_out.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in rows[30:])
+    )
     others = [json.loads(line) for line in blocks("json")[1].splitlines()]
     rows = rows[:30] + others
     rows[7]["messages"][0]["content"][0]["image"] = "drawings/9999.png"
     rows[12]["messages"][1]["content"] = 7
-    (tmp_path / "shapes" / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    digits = ["digits.drawings=1", "digits.count=60", "loop.total_steps=1", "loop.eval_interval=null", "export=model"]
-    assert main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
-    shutil.copytree(tmp_path / "model", tmp_path / "folder")  # a copy in place of the link into the demo's run
+    (tmp_path / "shapes" / "train.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in rows)
+    )
+    digits = [
+        "digits.drawings=1",
+        "digits.count=60",
+        "loop.total_steps=1",
+        "loop.eval_interval=null",
+        "export=model",
+    ]
+    assert (
+        main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
+    )
+    shutil.copytree(
+        tmp_path / "model", tmp_path / "folder"
+    )  # a copy in place of the link into the demo's run
     (tmp_path / "model").unlink()
     (tmp_path / "folder").rename(tmp_path / "model")
     shutil.rmtree(tmp_path / "outputs")
@@ -61,18 +77,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys: Any) -> None:
-    commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    commands = [
+        shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()
+    ]
     inspect, decode, check, train, evaluate, report, chat, ask = commands
     capsys.readouterr()
     assert run(inspect) == 0
-    assert "wrong_type train.jsonl:13: messages[1].content is int, wanted a string or a list" in _printed(capsys)
+    assert (
+        "wrong_type train.jsonl:13: messages[1].content is int, wanted a string or a list"
+        in _printed(capsys)
+    )
     assert run(decode) == 0
     assert "rows cannot be trained on: 1 missing_file, 1 wrong_type" in _printed(capsys)
     (config,) = blocks("yaml")
     file = folder / "shapes" / "train.yaml"
     file.write_text(config.replace("warmup_steps", "warm_up_steps"))
     assert run(check, *SMALL) == EXIT_USER_ERROR
-    expected = r"train.yaml:\d+: unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'"
+    expected = (
+        r"train.yaml:\d+: unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'"
+    )
     assert re.search(expected, _printed(capsys))
     file.write_text(config)
     assert run(check, *SMALL) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
@@ -84,7 +107,9 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     assert run(train, *allowed) == 0
     assert run(evaluate, *allowed) == 0
     (trained,) = list_runs(folder / "outputs")
-    assert [record["step"] for record in trained.records("eval") if "exact_held_out" in record] == [3]
+    assert [record["step"] for record in trained.records("eval") if "exact_held_out" in record] == [
+        3
+    ]
     (folder / "shapes" / "engine.py").write_text(blocks("python")[0])
     file.write_text(config.replace("engine: mvp_engine.kit:MLLMEngine\n", ""))
     assert run(report, *allowed) == 0

@@ -12,8 +12,12 @@ R = random.Random(0)
 MIXES: dict[str, list[list[int]]] = {
     "one long sequence": [[R.randint(8_000, 300_000)] for _ in range(20)],
     "short sequences": [[R.randint(1, 500) for _ in range(200)] for _ in range(20)],
-    "long and short ones": [[R.randint(1, 500) for _ in range(100)] + [R.randint(4_000, 60_000)] for _ in range(20)],
-    "log-normal lengths": [[max(1, int(R.lognormvariate(5.5, 1.5))) for _ in range(200)] for _ in range(20)],
+    "long and short ones": [
+        [R.randint(1, 500) for _ in range(100)] + [R.randint(4_000, 60_000)] for _ in range(20)
+    ],
+    "log-normal lengths": [
+        [max(1, int(R.lognormvariate(5.5, 1.5))) for _ in range(200)] for _ in range(20)
+    ],
     "two thirds of a pack, and single tokens": [[16_000] + [1] * 8_000],
     "one of 60 among single tokens": [[1] * 4_000 + [60]],
     "a few of thousands": [[R.randint(2_000, 5_000) for _ in range(4)] for _ in range(20)],
@@ -44,8 +48,13 @@ def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix: str, ranks: int) -> 
     for lengths in MIXES[mix]:
         of_ranks = zigzag(lengths, ranks)
         assert_partition(lengths, of_ranks)
-        assert largest_over_mean([sum(chunk.pairs for chunk in chunks) for chunks in of_ranks]) <= 1.03
-        assert largest_over_mean([sum(chunk.tokens for chunk in chunks) for chunks in of_ranks]) <= 1.03
+        assert (
+            largest_over_mean([sum(chunk.pairs for chunk in chunks) for chunks in of_ranks]) <= 1.03
+        )
+        assert (
+            largest_over_mean([sum(chunk.tokens for chunk in chunks) for chunks in of_ranks])
+            <= 1.03
+        )
 
 
 def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole() -> None:
@@ -53,7 +62,10 @@ def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole() -> None:
         chunks = [chunk for chunks in zigzag(lengths, 8) for chunk in chunks]
         assert len(chunks) == len(lengths)
     mixed = zigzag([131_072] + [2_048] * 64, 8)
-    assert sorted({len(chunks) for chunks in mixed}) == [9, 10]  # of the long one two chunks, or two neighbours
+    assert sorted({len(chunks) for chunks in mixed}) == [
+        9,
+        10,
+    ]  # of the long one two chunks, or two neighbours
 
 
 def test_zigzag_pairs_are_those_of_the_causal_mask() -> None:

@@ -246,7 +246,7 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
 
 
 def run_data_command(name: str, file: str, overrides: list[str], *, as_json: bool) -> None:
-    """`mvp data COMMAND CONFIG`: a `data_command` plug-in, on the data kit of a config."""
+    """`mvp data NAME CONFIG`: a `data_command` plug-in, on the data kit of a config."""
     composed = compose(file, overrides)
     kit = config_data_kit(composed.engine_class, composed.config)
     plugins.load("data_command", name).run(kit, file, as_json=as_json)

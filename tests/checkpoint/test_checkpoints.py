@@ -8,7 +8,6 @@ import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,39 +20,41 @@ from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import complete_checkpoints, list_runs
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+KEYS = {
+    "interval": 1,
+    "keep_n": None,
+    "keep_every": None,
+    "best_metric": None,
+    "best_mode": "min",
+    "trainable_only": None,
+    "patience": None,
+}
 
 
 def names(folder: Path) -> list[str]:
     return [p.name for p in complete_checkpoints(folder)]
 
 
-def manager(folder: Path, background: bool = False, **changes: object) -> CheckpointManager:
+def manager(
+    folder: Path, background: bool = False, world: World = ALONE, **changes
+) -> CheckpointManager:
     """`background`: `save` does not wait for the write."""
-    keys: dict[str, Any] = {
-        "interval": 1,
-        "keep_n": None,
-        "keep_every": None,
-        "best_metric": None,
-        "best_mode": "min",
-        "trainable_only": None,
-        "patience": None,
-    }
-    checkpoints = CheckpointManager(folder, Checkpoint(**{**keys, **changes}), ALONE)
+    checkpoints = CheckpointManager(folder, Checkpoint(**{**KEYS, **changes}), world)
     checkpoints.write_more = None if background else lambda folder: None
     return checkpoints
 
 
-def save(to: CheckpointManager, step: int) -> None:
+def save(to: CheckpointManager, step: int):
     to.save(step, {"model.x": torch.full((3,), float(step))}, {})
 
 
-def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path):
     checkpoints = manager(tmp_path, keep_n=2, keep_every=4)
     for step in range(1, 10):
         save(checkpoints, step)
@@ -64,14 +65,17 @@ def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None
     assert (tmp_path / "best").resolve().name == "step_00000003"
 
 
-def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(tmp_path, monkeypatch):
     checkpoints = manager(tmp_path, background=True)
     checkpoints.world = replace(ALONE, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     state = torch.ones(3)
-    checkpoints.save(1, {"optim.x.exp_avg": state, "optim.x.step": torch.ones(()), "model.x": torch.ones(2)}, {})
+    tensors = {
+        "optim.x.exp_avg": state,
+        "optim.x.step": torch.ones(()),
+        "model.x": torch.ones(2),
+    }
+    checkpoints.save(1, tensors, {})
     assert checkpoints._thread is None  # written: the next step may change the state
     state.fill_(2.0)
     assert {name for name, _ in checkpoints._host_copies} == {"optim.x.step", "model.x"}
@@ -79,7 +83,7 @@ def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(
     assert saved.read("optim.x.exp_avg").tolist() == [1.0, 1.0, 1.0]
 
 
-def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: Path) -> None:
+def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path):
     checkpoints = manager(tmp_path, keep_n=1, background=True)
     for step in (1, 2, 3):
         save(checkpoints, step)
@@ -89,7 +93,7 @@ def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: 
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
-def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_path, monkeypatch):
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
@@ -101,7 +105,7 @@ def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_pa
     assert (tmp_path / "best").resolve().name == "step_00000001"
 
 
-def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
+def test_manager_unrelated_files_are_ignored_and_kept(tmp_path):
     strays = ["notes.txt", "step_best", "step_00000007", "step_12.bak"]
     for stray in strays:
         (tmp_path / stray).mkdir() if "." not in stray else (tmp_path / stray).write_text("mine")
@@ -114,40 +118,45 @@ def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000007"]
 
 
-def test_manager_start_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
+def test_manager_start_removes_leftovers_of_a_crash(tmp_path):
     (tmp_path / ".tmp-step_00000005").mkdir()
     manager(tmp_path)
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_save_failed_write_keeps_old_checkpoints_and_the_training(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_save_failed_write_keeps_old_checkpoints_and_the_training(
+    train, tmp_path, monkeypatch, capsys
+):
     write = checkpoint_format.write
 
-    def disk_full(folder, tensors, group):  # type: ignore[no-untyped-def]
+    def disk_full(folder, tensors, group):
         if folder.name.endswith("6"):
             (folder / "half").parent.mkdir(parents=True)
             raise OSError(28, "No space left on device")
         write(folder, tensors, group)
 
     monkeypatch.setattr(checkpoint_format, "write", disk_full)
-    assert train("checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7", dir=tmp_path) == 0
+    words = ["checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7"]
+    assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
-    assert "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    message = "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left"
+    assert message in capsys.readouterr().out
     assert [p.name for p in run.checkpoint_list()] == ["step_00000007"]
     assert not list(run.checkpoints.glob(".tmp*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path: Path, capsys) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
         pytest.skip("mounting is not allowed here")
     try:
-        backends = "log.backends=[terminal,file,jsonl,tensorboard,plot]"
-        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90", "log.interval=1", backends]
-        assert train(*words, dir=disk) == EXIT_USER_ERROR  # trained to the end, but the last state could not be saved
+        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90"]
+        words += ["log.interval=1", "log.backends=[terminal,file,jsonl,tensorboard,plot]"]
+        # Trained to the end, but the last state could not be saved.
+        assert train(*words, dir=disk) == EXIT_USER_ERROR
         output, errors = capsys.readouterr()
         assert "the state at step 90 could not be saved" in errors
         assert "WAS NOT WRITTEN: RuntimeError: rank 0: " in output
@@ -164,28 +173,18 @@ def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path: P
 
 
 def _tiny_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1))
+    layers = [nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1)]
+    return nn.Sequential(*layers)
 
 
-def test_save_failure_on_one_rank_fails_on_all(ranks2, tmp_path: Path) -> None:
-    assert ranks2.run(_one_rank_cannot_write, str(tmp_path)) == [["step_00000001", "step_00000003"]] * 2
+def test_save_failure_on_one_rank_fails_on_all(on_ranks, tmp_path):
+    found = on_ranks({"replicate": 2}, _one_rank_cannot_write, tmp_path)
+    assert found == [["step_00000001", "step_00000003"]] * 2
 
 
-def _one_rank_cannot_write(folder: str) -> list[str]:
-    world = World.join("cpu")
-    checkpoints = CheckpointManager(
-        Path(folder),
-        Checkpoint(
-            interval=1,
-            keep_n=None,
-            keep_every=None,
-            best_metric=None,
-            best_mode="min",
-            trainable_only=None,
-            patience=None,
-        ),
-        world,
-    )
+def _one_rank_cannot_write(layout: Layout, folder: Path) -> list[str]:
+    world = layout.world
+    checkpoints = manager(folder, background=True, world=world)
     real = safetensors_io.save_file
     for step in (1, 2, 3):
         if step == 2 and world.rank == 1:
@@ -195,12 +194,10 @@ def _one_rank_cannot_write(folder: str) -> list[str]:
         safetensors_io.save_file = real
         assert checkpoints.failed == (step == 2)
     world.barrier()
-    found = names(Path(folder))
-    world.close()
-    return found
+    return names(folder)
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_):
     raise OSError(28, "No space left on device")
 
 
@@ -209,7 +206,7 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-def test_reader_file_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_reader_file_with_pickled_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(manager(tmp_path), 1)
     [file] = (tmp_path / "step_00000001").glob("rank_*")
@@ -219,7 +216,7 @@ def test_reader_file_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -
     assert not (tmp_path / "harmed").exists()
 
 
-def test_from_bytes_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_from_bytes_with_pickled_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
@@ -229,18 +226,19 @@ def test_from_bytes_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])
-def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> None:
-    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_restore_model_and_optimizer_is_bit_equal(tmp_path, make):
+    def build(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         if make == "sgd":
             return model, torch.optim.SGD(model.parameters(), 0.1)
         if make == "two_groups":
-            groups = [{"params": model[2].parameters(), "lr": 0.5}, {"params": model[0].parameters()}]
+            second = {"params": model[2].parameters(), "lr": 0.5}
+            groups = [second, {"params": model[0].parameters()}]
             return model, torch.optim.AdamW(groups, 0.1, fused=True)
         return model, torch.optim.AdamW(model.parameters(), 0.1)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model, optimizer):
         optimizer.zero_grad()
         torch.manual_seed(9)
         part = model[:2] if make == "unused" else model  # the last layer never gets a gradient
@@ -262,7 +260,7 @@ def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> 
         assert torch.equal(a, b), name
 
 
-def test_to_bytes_rng_state_round_trips() -> None:
+def test_to_bytes_rng_state_round_trips():
     random.gauss(0, 1)
     np.random.randn(1)  # both generators cache half a draw
     kept = checkpoint_format.from_bytes(checkpoint_format.to_bytes(rng_state()))
@@ -271,7 +269,7 @@ def test_to_bytes_rng_state_round_trips() -> None:
     assert draws == [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
 
 
-def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(train, tmp_path: Path) -> None:
+def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(train, tmp_path):
     assert train("checkpoint.interval=4", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoints / "step_00000012"
@@ -281,7 +279,7 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(tr
         find_checkpoint(tmp_path)
 
 
-def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
+def test_best_symlink_follows_the_metric(train, tmp_path):
     words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
@@ -293,21 +291,18 @@ def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
     assert meta["step"] == best["step"]
 
 
-def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
-    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(train, tmp_path, capsys):
     # The loss falls, so the first evaluation is the best one.
-    words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1"]
+    words += ["loop.total_steps=9"]
     assert train(*words, "checkpoint.patience=2", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3]
     assert "the training ends: loss was not better than" in (run.dir / "log.txt").read_text()
     assert RunFacts(run).next_steps()["Train longer"].endswith("checkpoint.patience=4")
     assert train(*words, "checkpoint.patience=2", "resume=auto", dir=tmp_path) == 0
-    assert (
-        "nothing left to do: raise loop.total_steps or loop.epochs, or checkpoint.patience"
-        in (run.dir / "log.txt").read_text()
-    )
+    message = "nothing left to do: raise loop.total_steps or loop.epochs, or checkpoint.patience"
+    assert message in (run.dir / "log.txt").read_text()
     assert train(*words, "checkpoint.patience=4", "resume=auto", dir=tmp_path) == 0
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3, 4, 5]
     assert run.status() == "finished"
@@ -317,13 +312,14 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(
     assert found == read_metrics(tmp_path, "eval")[0]
     text = (run.dir / "log.txt").read_text()
     assert "step_00000001, the best one; the last is" in text
-    assert train(*words, "resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6", dir=tmp_path) == 0
+    words += ["resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6"]
+    assert train(*words, dir=tmp_path) == 0
     assert not (run.checkpoints / "best").exists()  # of another metric
     assert train("checkpoint.patience=2", dir=tmp_path) == EXIT_USER_ERROR
     assert "set loop.eval_interval and checkpoint.best_metric too" in capsys.readouterr().err
 
 
-def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path: Path) -> None:
+def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path):
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
@@ -335,6 +331,6 @@ def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp
     assert run.status() == "finished"
 
 
-def test_workflow_of_a_recipe_runs_by_name(train, tmp_path: Path) -> None:
+def test_workflow_of_a_recipe_runs_by_name(train, tmp_path):
     assert train("workflow=shout", dir=tmp_path) == 0
     assert (list_runs(tmp_path)[0].dir / "shouted").read_text() == "tiny"

@@ -30,7 +30,7 @@ def write(folder: Path) -> Path:
     return checkpoint_format.rank_file(folder, 0)
 
 
-def flip(file: Path, place: int, bit: int = 0) -> None:
+def flip(file: Path, place: int, bit: int = 0):
     data = bytearray(file.read_bytes())
     data[place] ^= 1 << bit
     file.write_bytes(data)
@@ -38,19 +38,20 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 def values(folder: Path) -> dict[str, list[float]]:
     reader = checkpoint_format.Reader(folder)
-    return {name: [*reader.read(name).shape, *reader.read(name).flatten().tolist()] for name in reader.entries}
+    tensors = {name: reader.read(name) for name in reader.entries}
+    return {name: [*value.shape, *value.flatten().tolist()] for name, value in tensors.items()}
 
 
-def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, campaign_size) -> None:
+def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path, campaign_size):
     file = write(tmp_path)
     expected = values(tmp_path)
     checkpoint_format.verify(tmp_path)
     intact = file.read_bytes()
-    dice = random.Random(0)
+    rng = random.Random(0)
     found = 0
     trials = campaign_size(300, 6000)
     for _ in range(trials):
-        flip(file, dice.randrange(len(intact)), dice.randrange(8))
+        flip(file, rng.randrange(len(intact)), rng.randrange(8))
         try:
             checkpoint_format.verify(tmp_path)
         except CorruptCheckpoint:
@@ -62,7 +63,7 @@ def test_verify_any_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, camp
 
 
 @pytest.mark.parametrize("change", ["values", "dtype", "offset"])
-def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path: Path, change: str) -> None:
+def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path, change):
     file = write(tmp_path)
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
@@ -79,20 +80,18 @@ def test_verify_valid_file_of_other_contents_is_corrupt(tmp_path: Path, change: 
         checkpoint_format.verify(tmp_path)
 
 
-def test_verify_each_rank_reads_its_share_of_the_files(tmp_path: Path, monkeypatch) -> None:
+def test_verify_each_rank_reads_its_share_of_the_files(tmp_path, monkeypatch):
     for rank in range(5):
         checkpoint_format.rank_file(tmp_path, rank).touch()
-    read: list[Path] = []
-    monkeypatch.setattr(checkpoint_format, "verify_rank_file", lambda path, names: read.append(path))
-    shares = []
+    read = []
+    note = lambda path, names: read.append(path.name[5:10])  # noqa: E731
+    monkeypatch.setattr(checkpoint_format, "verify_rank_file", note)
     for rank in range(3):
-        read.clear()
         checkpoint_format.verify(tmp_path, rank, 3)
-        shares.append([path.name[5:10] for path in read])
-    assert shares == [["00000", "00003"], ["00001", "00004"], ["00002"]]
+    assert read == ["00000", "00003", "00001", "00004", "00002"]
 
 
-def test_verify_large_shard_is_read_in_chunks(tmp_path: Path, monkeypatch) -> None:
+def test_verify_large_shard_is_read_in_chunks(tmp_path, monkeypatch):
     file = write(tmp_path)
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 5)
     checkpoint_format.verify(tmp_path)
@@ -101,24 +100,24 @@ def test_verify_large_shard_is_read_in_chunks(tmp_path: Path, monkeypatch) -> No
         checkpoint_format.verify(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "meta"])
-def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path: Path, damage: str, capsys) -> None:
+@pytest.mark.parametrize("kind", ["bit", "cut", "gone", "meta"])
+def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path, kind, capsys):
     words = ["checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
     assert train(*words, dir=tmp_path / "straight") == 0
     assert train(*words, "loop.total_steps=9", dir=tmp_path / "run") == 0
     [run] = list_runs(tmp_path / "run")
     newest = run.checkpoint_list()[-1]
-    file = newest / ("meta.json" if damage == "meta" else "rank_00000.safetensors")
-    if damage == "bit":
+    file = newest / ("meta.json" if kind == "meta" else "rank_00000.safetensors")
+    if kind == "bit":
         flip(file, -5)
-    elif damage == "gone":
+    elif kind == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     capsys.readouterr()
     assert train(*words, "resume=auto", dir=tmp_path / "run") == 0
     log = (run.dir / "log.txt").read_text()
-    named = newest.name if damage == "gone" else file.name
+    named = newest.name if kind == "gone" else file.name
     assert named in log
     assert "Kept as corrupt-step_00000009; step_00000006 is used instead" in log
     assert (run.checkpoints / "corrupt-step_00000009").is_dir()
@@ -126,38 +125,37 @@ def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path:
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "straight")
 
 
-def test_resume_all_checkpoints_corrupt_is_a_user_error(train, tmp_path: Path, capsys) -> None:
+def damage(checkpoint: Path, rank: int = 0):
+    flip(checkpoint / f"rank_0000{rank}.safetensors", -5)
+
+
+def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, capsys):
+    """Another checkpoint than the one that the user named is not taken for it."""
     assert train("checkpoint.interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
-    for folder in run.checkpoint_list():
-        flip(folder / "rank_00000.safetensors", -5)
+    older, newest = run.checkpoint_list()
+    damage(newest)
+    assert train(f"resume={newest}", dir=tmp_path / "other") == EXIT_USER_ERROR
+    assert "the checksum of" in capsys.readouterr().err
+    assert newest.is_dir()
+    damage(older)
     assert train("loop.total_steps=15", "resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert "has no older one. Start again from step 0 with resume=null" in capsys.readouterr().err
 
 
-def test_resume_named_corrupt_checkpoint_is_refused(train, tmp_path: Path, capsys) -> None:
-    """Another checkpoint than the one that the user named is not taken for it."""
-    assert train("checkpoint.interval=6", dir=tmp_path) == 0
-    [run] = list_runs(tmp_path)
-    newest = run.checkpoint_list()[-1]
-    flip(newest / "rank_00000.safetensors", -5)
-    assert train(f"resume={newest}", dir=tmp_path / "other") == EXIT_USER_ERROR
-    assert "the checksum of" in capsys.readouterr().err
-    assert newest.is_dir()
-
-
-def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path: Path) -> None:
-    words = ["data.micro_batch_size=2", "checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
-    assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "loop.total_steps=9") == [0, 0]
+def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path):
+    words = [f"project.dir={tmp_path}", "data.micro_batch_size=2", "checkpoint.interval=3"]
+    words += ["log.interval=1", "optim.schedule=constant"]
+    assert ranks2.launch(TINY, *words, "loop.total_steps=9") == [0, 0]
     before = losses(tmp_path)
     [run] = list_runs(tmp_path)
-    flip(run.checkpoint_list()[-1] / "rank_00001.safetensors", -5)
-    assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "resume=auto") == [0, 0]
+    damage(run.checkpoint_list()[-1], rank=1)
+    assert ranks2.launch(TINY, *words, "resume=auto") == [0, 0]
     assert losses(tmp_path)[:9] == before
     assert (run.checkpoints / "corrupt-step_00000009").is_dir()
 
 
-def test_verify_folder_changed_tokenizer_file_is_corrupt(tmp_path: Path) -> None:
+def test_verify_folder_changed_tokenizer_file_is_corrupt(tmp_path):
     folder = tmp_path / ".tmp-step"
     write(folder)
     (folder / "hf").mkdir()

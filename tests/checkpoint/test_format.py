@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny_engines import message_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
 
@@ -32,22 +34,25 @@ def write(folder: Path, **tensors: Tensor) -> checkpoint_format.Reader:
     return checkpoint_format.Reader(folder)
 
 
-def test_reader_every_dtype_and_shape_round_trips(tmp_path: Path) -> None:
-    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+def test_reader_every_dtype_and_shape_round_trips(tmp_path):
+    floats = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    kinds = [*floats, torch.int64, torch.uint8, torch.bool]
     tensors = {str(kind): torch.arange(6).view(2, 3).to(kind) for kind in kinds}
-    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
+    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+    tensors |= {"turned": torch.arange(6.0).view(2, 3).T}
     tensors |= {"a@0": torch.ones(1), "a": torch.zeros(2)}  # names may look like keys of the format
     reader = write(tmp_path, **tensors)
     assert reader.entries.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert (reader.entries[name].shape, reader.entries[name].dtype) == (tensor.shape, tensor.dtype)
+        entry = reader.entries[name]
+        assert (entry.shape, entry.dtype) == (tensor.shape, tensor.dtype)
         assert torch.equal(reader.read(name), tensor)
         other = torch.ones_like(tensor)
         reader.fill({name: other})
         assert torch.equal(other, tensor)
 
 
-def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch) -> None:
+def test_reader_slice_reads_only_overlapping_shards(tmp_path, monkeypatch):
     full = torch.arange(48.0).view(8, 6)
     parts = [
         checkpoint_format.Shard("x", full.shape, (r, c), full[r : r + 2, c : c + 3])
@@ -56,10 +61,10 @@ def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch)
     ]
     checkpoint_format.write(tmp_path, parts, None)
     reader = checkpoint_format.Reader(tmp_path)
-    touched: list[Any] = []
+    touched = []
     read = SafetensorsReader.read
 
-    def watched(self: SafetensorsReader, path: Path, key: str, index: tuple[slice, ...]) -> Tensor:
+    def watched(self, path, key, index):
         part = read(self, path, key, index)
         touched.append((key, tuple(part.shape)))
         return part
@@ -69,11 +74,12 @@ def test_reader_slice_reads_only_overlapping_shards(tmp_path: Path, monkeypatch)
     assert touched == [("x@2,0", (1, 2)), ("x@4,0", (1, 2))]
     assert torch.equal(reader.read("x", (1, 0), (7, 6)), full[1:])
     assert torch.equal(reader.read("x"), full)
-    with pytest.raises(IndexError, match=r"a slice \(2, 2\) at \(7, 0\) exceeds the shape \(8, 6\)"):
+    message = r"a slice \(2, 2\) at \(7, 0\) exceeds the shape \(8, 6\)"
+    with pytest.raises(IndexError, match=message):
         reader.read("x", (7, 0), (2, 2))
 
 
-def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path: Path) -> None:
+def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path):
     reader = write(tmp_path, x=torch.tensor([1.0, 2.5]))
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     reader.fill({"x": half})
@@ -82,26 +88,32 @@ def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path: Path) -> No
         reader.fill({"x": torch.zeros(3)})
 
 
-def test_write_files_have_the_default_permissions(tmp_path: Path) -> None:
+def test_write_files_have_the_default_permissions(tmp_path):
     write(tmp_path / "sub", x=torch.ones(1))
-    (tmp_path / "ordinary").touch()
-    assert (tmp_path / "sub" / "rank_00000.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    file, ordinary = tmp_path / "sub" / "rank_00000.safetensors", tmp_path / "ordinary"
+    ordinary.touch()
+    assert file.stat().st_mode == ordinary.stat().st_mode
+
+
+def about(name: str, size: int, offset: int) -> dict[str, Any]:
+    return {"name": name, "dtype": "torch.float32", "shape": [size], "offset": [offset]}
 
 
 def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
     """A checkpoint of three ranks, written by hand: x in three shards, y complete and twice."""
-    x, y = torch.arange(6.0), torch.ones(2)
     for rank in range(ranks):
         key = f"x@{2 * rank}"
-        about = {key: {"name": "x", "dtype": "torch.float32", "shape": [6], "offset": [2 * rank]}}
-        about |= {"y@0": {"name": "y", "dtype": "torch.float32", "shape": [2], "offset": [0]}} if rank else {}
-        data = {key: x[2 * rank : 2 * rank + 2], "y@0": y}
-        metadata = {"ranks": str(ranks), "pieces": json.dumps(about)}
-        save_file({key: data[key] for key in about}, folder / f"rank_{rank:05d}.safetensors", metadata)
+        pieces = {key: about("x", 6, 2 * rank)}
+        tensors = {key: torch.arange(6.0)[2 * rank : 2 * rank + 2]}
+        if rank:
+            pieces["y@0"] = about("y", 2, 0)
+            tensors["y@0"] = torch.ones(2)
+        metadata = {"ranks": str(ranks), "pieces": json.dumps(pieces)}
+        save_file(tensors, folder / f"rank_{rank:05d}.safetensors", metadata)
     return sorted(folder.iterdir())
 
 
-def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path: Path) -> None:
+def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path):
     write_by_hand(tmp_path)
     reader = checkpoint_format.Reader(tmp_path)
     assert [len(reader.shards(name)) for name in "xy"] == [3, 1]
@@ -111,7 +123,7 @@ def test_reader_shards_that_two_ranks_wrote_count_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty", "overwritten", "foreign"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_reader_damaged_file_is_named(tmp_path: Path, damage: str, rank: int) -> None:
+def test_reader_damaged_file_is_named(tmp_path, damage, rank):
     file = write_by_hand(tmp_path)[rank]
     data = file.read_bytes()
     file.unlink()
@@ -123,9 +135,11 @@ def test_reader_damaged_file_is_named(tmp_path: Path, damage: str, rank: int) ->
         checkpoint_format.Reader(tmp_path)
 
 
-def test_reader_tensor_with_a_missing_shard_is_named(tmp_path: Path) -> None:
-    parts = [checkpoint_format.Shard("x", torch.Size([4, 2]), (row, 0), torch.ones(1, 2)) for row in (0, 1, 3)]
-    checkpoint_format.write(tmp_path, parts, None)
+def test_reader_tensor_with_a_missing_shard_is_named(tmp_path):
+    size = torch.Size([4, 2])
+    rows = [(row, torch.ones(1, 2)) for row in (0, 1, 3)]
+    shards = [checkpoint_format.Shard("x", size, (row, 0), part) for row, part in rows]
+    checkpoint_format.write(tmp_path, shards, None)
     with pytest.raises(UserError, match="has only some shards of x"):
         checkpoint_format.Reader(tmp_path)
 
@@ -134,11 +148,18 @@ LAYOUTS = ["plain", "sharded", "both", "fused", "columns"]
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.a, self.b, self.tied = nn.Linear(6, 8), nn.Linear(8, 7, bias=False), nn.Linear(6, 8, bias=False)
+        self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 7, bias=False)
+        self.tied = nn.Linear(6, 8, bias=False)
         self.norm = nn.BatchNorm1d(5)
         self.tied.weight = self.a.weight
+
+
+def distribute(owner: nn.Module, name: str, mesh, placement):
+    tensor = distribute_tensor(getattr(owner, name).detach(), mesh, [placement])
+    setattr(owner, name, nn.Parameter(tensor))
 
 
 def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -150,9 +171,9 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     elif layout != "plain":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         inner = {"both": Shard(0), "fused": FUSED, "columns": Shard(1)}[layout]
-        for owner, placement in ((model.a, inner), (model.b, Shard(0))):
-            owner.weight = nn.Parameter(distribute_tensor(owner.weight.detach(), mesh["tensor"], [placement]))
-        model.a.bias = nn.Parameter(distribute_tensor(model.a.bias.detach(), mesh["tensor"], [Replicate()]))
+        distribute(model.a, "weight", mesh["tensor"], inner)
+        distribute(model.b, "weight", mesh["tensor"], Shard(0))
+        distribute(model.a, "bias", mesh["tensor"], Replicate())
         model.tied.weight = model.a.weight
         fully_shard(model, mesh=mesh["shard"])  # the norm is on this mesh only: two copies
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=False)
@@ -163,110 +184,103 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return state.tensors_of(model)[0] | {
-        f"optim.{name}.{key}": value
-        for name, param in model.named_parameters()
-        for key, value in optimizer.state[param].items()
-    }
+    found = state.tensors_of(model)[0]
+    for name, param in model.named_parameters():
+        found |= {f"optim.{name}.{key}": value for key, value in optimizer.state[param].items()}
+    return found
 
 
 @pytest.mark.slow
-def test_restore_any_layout_reads_any_other(ranks4, tmp_path: Path) -> None:
-    model, optimizer = build("plain", 1)
-    expected = everything(model, optimizer)
-    for answer in ranks4.run(over_layouts, str(tmp_path)):
-        assert answer == []
+def test_restore_any_layout_reads_any_other(on_ranks, tmp_path):
+    expected = everything(*build("plain", 1))
+    for wrong in on_ranks({"replicate": 4}, over_layouts, tmp_path):
+        assert wrong == []
+    of_ranks = {"shared", *(f"rank.{n:05d}" for n in range(4))}
     for layout in LAYOUTS:
-        keys = list(
-            chain.from_iterable(safe_open(file, "pt").keys() for file in (tmp_path / layout).glob("*.safetensors"))
-        )
+        folder = tmp_path / layout
+        files = [safe_open(file, "pt") for file in folder.glob("*.safetensors")]
+        keys = [key for file in files for key in file.keys()]  # noqa: SIM118 - no dict
         assert len(keys) == len(set(keys))  # no shard is written twice
-        reader = checkpoint_format.Reader(tmp_path / layout)
-        assert reader.entries.keys() == {*expected, "shared", *(f"rank.{n:05d}" for n in range(4))}
+        reader = checkpoint_format.Reader(folder)
+        assert reader.entries.keys() == {*expected, *of_ranks}
         for name, value in expected.items():
             assert torch.equal(reader.read(name), value), (layout, name)
         other, other_optimizer = build("plain", 2)
-        saved = state.restore(tmp_path / layout, other, other_optimizer, None)
+        saved = state.restore(folder, other, other_optimizer, None)
         assert list(saved.ranks) == [{"rank": n} for n in range(4)]
         for name, value in everything(other, other_optimizer).items():
             assert torch.equal(value, expected[name]), (layout, name)
 
 
-def over_layouts(folder: str) -> list[str]:
-    world = World.join("cpu")
-    for layout in LAYOUTS:
-        model, optimizer = build(layout, 1)
+def over_layouts(layout: Layout, folder: Path) -> list[str]:
+    """Save on all layouts, load each on each; returns what differs."""
+    world = layout.world
+    for name in LAYOUTS:
+        model, optimizer = build(name, 1)
         tensors = state.collect(model, optimizer, {}, {"rank": world.rank}, world.rank)
-        state.save(Path(folder) / layout, tensors, world)
+        state.save(folder / name, tensors, world)
     wrong = []
-    for source in LAYOUTS:
-        for layout in LAYOUTS:
-            right, other = (build(layout, seed) for seed in (1, 2))
-            state.restore(Path(folder) / source, *other, world.host_group)
-            found = everything(*other)
-            for name, expected in everything(*right).items():
-                here, there = ([part for _, part in local_shards(tensor)] for tensor in (found[name], expected))
-                if len(here) != len(there) or not all(map(torch.equal, here, there)):
-                    wrong.append(f"{source} to {layout}: {name}")
-    world.close()
+    for source, target in product(LAYOUTS, LAYOUTS):
+        right, other = (build(target, seed) for seed in (1, 2))
+        state.restore(folder / source, *other, world.host_group)
+        found = everything(*other)
+        for name, expected in everything(*right).items():
+            here, there = (
+                [part for _, part in local_shards(tensor)] for tensor in (found[name], expected)
+            )
+            if len(here) != len(there) or not all(map(torch.equal, here, there)):
+                wrong.append(f"{source} to {target}: {name}")
     return wrong
 
 
-def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(ranks2, tmp_path: Path) -> None:
-    ranks2.run(save_replicated, str(tmp_path / "x"))
-    files = [safe_open(file, "pt") for file in sorted((tmp_path / "x").glob("*.safetensors"))]
+def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(on_ranks, tmp_path):
+    on_ranks({"replicate": 2}, save_replicated, tmp_path)
+    files = [safe_open(file, "pt") for file in sorted(tmp_path.glob("*.safetensors"))]
     keys = [set(file.keys()) for file in files]
     assert all(any(".weight" in key for key in part) for part in keys)
-    reader = checkpoint_format.Reader(tmp_path / "x")
-    assert reader.read("model.norm.running_mean").tolist() == [0.0] * 5  # the ranks differ: rank 0's counts
+    mean = checkpoint_format.Reader(tmp_path).read("model.norm.running_mean")
+    assert mean.tolist() == [0.0] * 5  # the ranks differ: rank 0's counts
     assert "model.norm.running_mean@0" in keys[0]
 
 
-def save_replicated(folder: str) -> None:
-    world = World.join("cpu")
+def save_replicated(layout: Layout, folder: Path):
+    world = layout.world
     model = Model()
     model.norm.running_mean += world.rank
-    tensors = state.collect(model, torch.optim.SGD(model.parameters(), 0.1), {}, {}, world.rank)
-    state.save(Path(folder), tensors, world)
-    world.close()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state.save(folder, state.collect(model, optimizer, {}, {}, world.rank), world)
 
 
-@pytest.mark.parametrize("where", ["on the disk", "on one rank"])
-def test_restore_damaged_file_is_named_on_all_ranks(ranks2, tmp_path: Path, where: str) -> None:
-    ranks2.run(save_replicated, str(tmp_path / "x"))
-    hidden = where == "on one rank"
-    file = tmp_path / "x" / f"rank_0000{2 if hidden else 1}.safetensors"
+@pytest.mark.parametrize("hidden", [False, True], ids=["on the disk", "on one rank"])
+def test_restore_damaged_file_is_named_on_all_ranks(on_ranks, tmp_path, hidden):
+    on_ranks({"replicate": 2}, save_replicated, tmp_path)
+    file = tmp_path / f"rank_0000{2 if hidden else 1}.safetensors"
     if not hidden:
         file.write_bytes(file.read_bytes()[:-9])
-    for answer in ranks2.run(read_damaged, str(tmp_path / "x"), hidden):
-        assert f"checkpoint file {file} cannot be read" in answer
+    for message in on_ranks({"replicate": 2}, message_of, read_damaged, tmp_path, hidden):
+        assert f"checkpoint file {file} cannot be read" in message
 
 
-def read_damaged(folder: str, hidden: bool) -> str:
-    world = World.join("cpu")
+def read_damaged(layout: Layout, folder: Path, hidden: bool):
     real = checkpoint_format.rank_file
-    if hidden and world.rank == 1:  # a machine whose disk lacks the file
+    if hidden and layout.world.rank == 1:  # a machine whose disk lacks the file
         checkpoint_format.rank_file = lambda folder, rank: real(folder, 2 * rank)
-    with pytest.raises(UserError) as caught:
-        state.restore(Path(folder), Model(), None, world.host_group)
-    checkpoint_format.rank_file = real
-    world.close()
-    return str(caught.value)
+    try:
+        state.restore(folder, Model(), None, layout.world.host_group)
+    finally:
+        checkpoint_format.rank_file = real
 
 
-def test_write_failure_of_one_rank_is_raised_on_all(ranks2, tmp_path: Path) -> None:
-    assert ranks2.run(one_fails, str(tmp_path)) == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+def test_write_failure_of_one_rank_is_raised_on_all(on_ranks, tmp_path):
+    on_ranks({"replicate": 2}, fail_on_rank_1, tmp_path)
 
 
-def one_fails(folder: str) -> str:
-    world = World.join("cpu")
-
-    def parts() -> Any:
-        if world.rank == 1:
+def fail_on_rank_1(layout: Layout, folder: Path):
+    def parts():
+        if layout.world.rank == 1:
             raise OSError(28, "No space left on device")
         yield from checkpoint_format.shards_of({"x": torch.ones(1)})
 
-    with pytest.raises(RuntimeError) as caught:
-        checkpoint_format.write(Path(folder), parts(), world.host_group)
-    world.close()
-    return str(caught.value)
+    message = re.escape("rank 1: OSError: [Errno 28] No space left on device")
+    with pytest.raises(RuntimeError, match=message):
+        checkpoint_format.write(folder, parts(), layout.world.host_group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +18,13 @@ WRITERS = 16
 
 
 class Writer:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int):
         self.rank = lambda: rank
         self.size = lambda: WRITERS
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A checkpoint of 16 ranks: each has two rows of x and a state of its own; y is on rank 5 alone."""
     monkeypatch.setattr(checkpoint_format, "raise_on_all_ranks", lambda _: nullcontext())
     temporary = tmp_path / ".tmp-step"
@@ -35,23 +34,23 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
         shards = [Shard("x", torch.Size([2 * WRITERS, 3]), (2 * rank, 0), rows)]
         shards += [Shard(f"rank.{rank:05d}", state.shape, (0,), state)]
         shards += [Shard("y", torch.Size([]), (), torch.tensor(7.0))] if rank == 5 else []
-        checkpoint_format.write(temporary, shards, Writer(rank))  # type: ignore[arg-type]
+        checkpoint_format.write(temporary, shards, Writer(rank))
     checkpoint_format.publish(temporary, tmp_path / "step", {"world_size": WRITERS})
     return tmp_path / "step"
 
 
 @pytest.fixture
-def opened(monkeypatch) -> set[str]:
+def opened(monkeypatch):
     """The names of the files of tensors that are read, or whose header is."""
-    found: set[str] = set()
+    found = set()
     read = SafetensorsReader.read
     scan = Reader._read_header
 
-    def watched(self: SafetensorsReader, path: Path, *args: Any) -> Any:
+    def watched(self, path, *args):
         found.add(path.name)
         return read(self, path, *args)
 
-    def watched_scan(self: Reader, rank: int) -> int:
+    def watched_scan(self, rank):
         found.add(rank_file(self.folder, rank).name)
         return scan(self, rank)
 
@@ -60,7 +59,7 @@ def opened(monkeypatch) -> set[str]:
     return found
 
 
-def test_reader_with_an_index_opens_only_the_files_that_it_needs(folder: Path, opened: set[str]) -> None:
+def test_reader_with_an_index_opens_only_the_files_that_it_needs(folder, opened):
     reader = Reader(folder)
     assert opened == set()
     part = reader.read("x", (5, 0), (3, 3))  # of ranks 2 and 3
@@ -72,7 +71,7 @@ def test_reader_with_an_index_opens_only_the_files_that_it_needs(folder: Path, o
     assert [state["rank"] for state in states] == list(range(WRITERS))
 
 
-def test_reader_without_an_index_reads_the_same_from_all_headers(folder: Path, opened: set[str]) -> None:
+def test_reader_without_an_index_reads_the_same_from_all_headers(folder, opened):
     indexed = Reader(folder)
     (folder / INDEX).rename(folder / "other")
     scanned = Reader(folder)
@@ -83,14 +82,14 @@ def test_reader_without_an_index_reads_the_same_from_all_headers(folder: Path, o
         assert sorted(scanned.shards(name)) == sorted(indexed.shards(name))
 
 
-def read_all(folder: Path) -> None:
+def read_all(folder: Path):
     reader = Reader(folder)
     for name in reader.entries:
         reader.read(name)
 
 
 @pytest.mark.parametrize("damage", ["cut", "not an index", "names a file that is missing"])
-def test_reader_of_a_damaged_index_names_it(folder: Path, damage: str) -> None:
+def test_reader_of_a_damaged_index_names_it(folder, damage):
     text = (folder / INDEX).read_text()
     if damage == "cut":
         (folder / INDEX).write_text(text[: len(text) // 2])
@@ -104,7 +103,7 @@ def test_reader_of_a_damaged_index_names_it(folder: Path, damage: str) -> None:
         checkpoint_format.verify(folder)
 
 
-def test_verify_missing_file_of_a_rank_is_named_by_the_rank_that_reads_it(folder: Path) -> None:
+def test_verify_missing_file_of_a_rank_is_named_by_the_rank_that_reads_it(folder):
     rank_file(folder, 15).unlink()
     checkpoint_format.verify(folder, 0, 2)
     with pytest.raises(CorruptCheckpoint, match=r"rank_00015.safetensors cannot be read"):

@@ -14,7 +14,12 @@ from mvp_engine.cli import main
 
 OLD = Path(__file__).parent / "old"
 EXPECTED = json.loads((OLD / "expected_losses.json").read_text())
-LORA = ["lora.rank=2", "lora.dropout=0.1", "lora.train=['*.norm.weight']", "optim.lr_by_part={llm: 0.02}"]
+LORA = [
+    "lora.rank=2",
+    "lora.dropout=0.1",
+    "lora.train=['*.norm.weight']",
+    "optim.lr_by_part={llm: 0.02}",
+]
 OVERRIDES = {
     "tiny": ["tiny.dropout=0.3", "tiny.noise=0.1"],
     "packed_lm": [
@@ -24,17 +29,22 @@ OVERRIDES = {
         *LORA,
     ],
 }
-COMMON = ["loop.total_steps=9", "optim.schedule=constant", "log.interval=1", "log.backends=[file,jsonl]"]
+COMMON = [
+    "loop.total_steps=9",
+    "optim.schedule=constant",
+    "log.interval=1",
+    "log.backends=[file,jsonl]",
+]
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
+def old(tmp_path):
     """A copy of the old run folders, to continue them in."""
     shutil.copytree(OLD, tmp_path / "old", symlinks=True)
     return tmp_path / "old"
 
 
-def check_losses(found: list[float], recipe: str) -> None:
+def check_losses(found: list[float], recipe: str):
     """Bit-equal to the older version, but for language models: their head sums over tokens with a label alone since.
 
     Kernels of another CPU or torch may round differently, too.
@@ -48,7 +58,7 @@ def check_losses(found: list[float], recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old: Path, tmp_path: Path, recipe: str) -> None:
+def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old, tmp_path, recipe):
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     checkpoint = old / recipe / "checkpoints" / "step_00000004"
     words = [*OVERRIDES[recipe], *COMMON, f"resume={checkpoint}"]
@@ -59,7 +69,7 @@ def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old: Path, 
 
 
 @pytest.mark.parametrize("recipe", OVERRIDES)
-def test_old_run_folder_resumes_and_reports_changed_keys(train, old: Path, tmp_path: Path, recipe: str) -> None:
+def test_old_run_folder_resumes_and_reports_changed_keys(train, old, tmp_path, recipe):
     config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
     shutil.rmtree(old / ({"tiny", "packed_lm"} - {recipe}).pop())
     before = (old / recipe / "config.yaml").read_text()
@@ -74,7 +84,7 @@ def test_old_run_folder_resumes_and_reports_changed_keys(train, old: Path, tmp_p
         assert key not in warning  # not changed
 
 
-def test_old_lora_checkpoint_merges(old: Path, tmp_path: Path) -> None:
+def test_old_lora_checkpoint_merges(old, tmp_path):
     from transformers import AutoModelForCausalLM
 
     words = ["merge", str(old / "packed_lm"), str(tmp_path / "merged"), "--base", str(old / "base")]

@@ -46,9 +46,13 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
     assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
     words = ["model.path=m", "mllm.sources.rows.path=r.jsonl", "mllm.global_batch_tokens=1000"]
-    assert error("sft/lora", *words).startswith("mllm.global_batch_tokens=1000 is less than one row may have")
+    assert error("sft/lora", *words).startswith(
+        "mllm.global_batch_tokens=1000 is less than one row may have"
+    )
     assert "config file not found: nothing/lora" in error("nothing/lora")
-    assert "The recipe has: digits_vlm/qlora, digits_vlm/qlora_base, digits_vlm/train" in error("digits_vlm")
+    assert "The recipe has: digits_vlm/qlora, digits_vlm/qlora_base, digits_vlm/train" in error(
+        "digits_vlm"
+    )
     assert "Did you mean sft/lora?" in error("stf/lora")
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft/lora.yaml").write_text("project: {name: mine}")
@@ -57,7 +61,10 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
 
 def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
     lines = error("sft/lora", "model.pth=folder", "optim.lr=fast").splitlines()
-    assert lines[0] == "command line (model.pth=folder): unknown key 'model.pth'. Did you mean 'model.path'?"
+    assert (
+        lines[0]
+        == "command line (model.pth=folder): unknown key 'model.pth'. Did you mean 'model.path'?"
+    )
     assert lines[1].endswith("give on the command line: mllm.sources.rows.path=... model.path=...")
     assert len(lines) == 2
 
@@ -66,11 +73,15 @@ def test_default_yaml_and_schema_have_the_same_keys() -> None:
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config
 
-    Config.model_validate(yaml.safe_load(DEFAULTS.read_text().replace("1.0e-3", "0.001").replace("1.0e-8", "1.0e-08")))
+    Config.model_validate(
+        yaml.safe_load(DEFAULTS.read_text().replace("1.0e-3", "0.001").replace("1.0e-8", "1.0e-08"))
+    )
 
 
 def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe: Path) -> None:
-    composed = compose(recipe, ["tiny.dropout=0.25"])  # a key that is in the schema and in no YAML file
+    composed = compose(
+        recipe, ["tiny.dropout=0.25"]
+    )  # a key that is in the schema and in no YAML file
     assert composed.config.tiny.dropout == 0.25
     assert composed.engine_class.__name__ == "TinyEngine"
 
@@ -113,7 +124,10 @@ def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
 def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("warmup_steps", "warmup_stepz"))
-    assert f"{base}:11: unknown key 'optim.warmup_stepz'. Did you mean 'optim.warmup_steps'?" in error(recipe)
+    assert (
+        f"{base}:11: unknown key 'optim.warmup_stepz'. Did you mean 'optim.warmup_steps'?"
+        in error(recipe)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +140,9 @@ def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
         ("qqq=1", "Known keys: project, engine"),
     ],
 )
-def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe: Path, word: str, expected: str) -> None:
+def test_typo_on_the_command_line_names_it_and_the_suggested_key(
+    recipe: Path, word: str, expected: str
+) -> None:
     text = error(recipe, word)
     assert expected in text
     assert f"command line ({word})" in text
@@ -163,12 +179,19 @@ NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
 @pytest.mark.parametrize("sources", [LISTED, NAMED])
 def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, sources: str) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    " + sources)
+    file.write_text(
+        "engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    "
+        + sources
+    )
     with pytest.raises(UserError) as error:
         compose(file)
-    expected = "train.yaml:7: unknown key 'mllm.sources.1.splitt'. Did you mean 'mllm.sources.split'?"
+    expected = (
+        "train.yaml:7: unknown key 'mllm.sources.1.splitt'. Did you mean 'mllm.sources.split'?"
+    )
     assert str(error.value).endswith(expected)
-    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources: [{path: 3}]\n")
+    file.write_text(
+        "engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources: [{path: 3}]\n"
+    )
     with pytest.raises(UserError, match=r"train.yaml:4: 'mllm.sources.0.path"):
         compose(file)
 
@@ -186,19 +209,26 @@ def test_missing_required_key_is_named(recipe: Path) -> None:
 
 def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
     assert f"Did you mean {recipe}?" in error(recipe.with_name("trian.yaml"))
-    assert f"Did you mean {recipe}?" in error(recipe.parent.with_name(recipe.parent.name[:-1]) / "train.yml")
+    assert f"Did you mean {recipe}?" in error(
+        recipe.parent.with_name(recipe.parent.name[:-1]) / "train.yml"
+    )
     assert "has: base.yaml, train.yaml" in error(recipe.with_name("zzz.yaml"))
     assert "Did you mean" in error(recipe.with_suffix(""))
     assert "/nowhere/at has no YAML file" in error("/nowhere/at/all.yaml")
     assert "is a folder; name a YAML file." in error(recipe.parent)
-    assert "digits_vlm has: configs/qlora.yaml, configs/qlora_base.yaml, configs/train.yaml" in error(
-        ROOT / "recipes" / "digits_vlm"
+    assert (
+        "digits_vlm has: configs/qlora.yaml, configs/qlora_base.yaml, configs/train.yaml"
+        in error(ROOT / "recipes" / "digits_vlm")
     )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a: [1\n", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("seed: ${nothing}\n", "does not compose")],
+    [
+        ("a: [1\n", "not valid YAML"),
+        ("- 1\n- 2\n", "must be a mapping"),
+        ("seed: ${nothing}\n", "does not compose"),
+    ],
 )
 def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
     recipe.write_text(text)
@@ -207,10 +237,15 @@ def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: st
 
 def test_override_with_several_values_says_that_a_training_takes_one(recipe: Path) -> None:
     text = error(recipe, "optim.lr=1e-4,1e-3")
-    assert "'optim.lr=1e-4,1e-3' on the command line has several values, and a training takes one" in text
+    assert (
+        "'optim.lr=1e-4,1e-3' on the command line has several values, and a training takes one"
+        in text
+    )
     assert "multirun" not in text
     assert "A list is optim.betas=[0.9,0.95]" in error(recipe, "optim.betas=0.9,0.95")
-    assert compose(recipe, ["optim.betas=[0.9,0.95]", "project.dir='a,b'"]).config.project.dir == "a,b"
+    assert (
+        compose(recipe, ["optim.betas=[0.9,0.95]", "project.dir='a,b'"]).config.project.dir == "a,b"
+    )
 
 
 def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
@@ -221,7 +256,9 @@ def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
     recipe.write_text("seed: 1\n")
     here = tmp_path / "here"
     here.mkdir()
-    (here / "mine.py").write_text("from mvp_engine.engine import Engine\n\n\nclass Mine(Engine):\n    pass\n")
+    (here / "mine.py").write_text(
+        "from mvp_engine.engine import Engine\n\n\nclass Mine(Engine):\n    pass\n"
+    )
     monkeypatch.chdir(here)
     config = compose(recipe, ["engine=mine.py:Mine"]).config
     assert config.engine == f"{here / 'mine.py'}:Mine"
@@ -233,21 +270,36 @@ def test_malformed_override_is_explained(recipe: Path) -> None:
     assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
     assert "cannot be read" in error(recipe, "seed=[1")
     assert "cannot be read: @ is no part of a key" in error(recipe, "tiny@big=1")
-    assert "'+seed=1' on the command line adds a key that has a value: write seed=..." in error(recipe, "+seed=1")
-    assert "'~sed' on the command line removes nothing: there is no key sed" in error(recipe, "~sed")
-    assert "'~seed=1' on the command line removes nothing: its value is 0" in error(recipe, "~seed=1")
-    assert "does not compose: Index 'first' (str) is not an int" in error(recipe, "optim.betas.first=1")
+    assert "'+seed=1' on the command line adds a key that has a value: write seed=..." in error(
+        recipe, "+seed=1"
+    )
+    assert "'~sed' on the command line removes nothing: there is no key sed" in error(
+        recipe, "~sed"
+    )
+    assert "'~seed=1' on the command line removes nothing: its value is 0" in error(
+        recipe, "~seed=1"
+    )
+    assert "does not compose: Index 'first' (str) is not an int" in error(
+        recipe, "optim.betas.first=1"
+    )
 
 
 def test_overrides_add_remove_and_merge_keys(recipe: Path) -> None:
-    words = ["+model.config={a: 1, b: {c: 2}}", "model.config.b.d=3", "++model.config.e=4", "~model.config.a"]
+    words = [
+        "+model.config={a: 1, b: {c: 2}}",
+        "model.config.b.d=3",
+        "++model.config.e=4",
+        "~model.config.a",
+    ]
     assert compose(recipe, words).config.model.config == {"b": {"c": 2, "d": 3}, "e": 4}
     assert "key 'seed' is missing" in error(recipe, "~seed")
 
 
 def test_missing_value_in_an_heir_hides_the_inherited_one(recipe: Path) -> None:
     recipe.write_text("defaults: [base]\nseed: ???\n")
-    assert error(recipe).endswith("has keys without a value (???); give on the command line: seed=...")
+    assert error(recipe).endswith(
+        "has keys without a value (???); give on the command line: seed=..."
+    )
     assert compose(recipe, ["seed=3"]).config.seed == 3
     recipe.write_text("defaults: [base]\nloop: null\n")
     assert "'loop' is None" in error(recipe)
@@ -285,8 +337,9 @@ def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\nnoize: 0.5\n")
     recipe.write_text("defaults:\n  - base\n  - tiny: small\n  - _self_\n")
-    assert f"{recipe.parent / 'tiny' / 'small.yaml'}:2: unknown key 'tiny.noize'. Did you mean 'tiny.noise'" in error(
-        recipe
+    assert (
+        f"{recipe.parent / 'tiny' / 'small.yaml'}:2: unknown key 'tiny.noize'. Did you mean 'tiny.noise'"
+        in error(recipe)
     )
 
 
@@ -312,7 +365,15 @@ def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
 
 
 def test_common_config_keys_are_stable() -> None:
-    keys = {"project.name", "project.dir", "seed", "deterministic", "workflow", "resume", "parallel.replicate"}
+    keys = {
+        "project.name",
+        "project.dir",
+        "seed",
+        "deterministic",
+        "workflow",
+        "resume",
+        "parallel.replicate",
+    }
     keys |= {"loop.total_steps", "loop.epochs", "log.interval", "log.backends", "optim.lr"}
     keys |= {"checkpoint.interval", "checkpoint.keep_n"}
     from mvp_engine.runs import flat_keys
@@ -320,6 +381,8 @@ def test_common_config_keys_are_stable() -> None:
     assert keys <= set(flat_keys(compose(MAGIC).config.model_dump()))
 
 
-def test_error_for_a_config_in_the_current_folder_has_no_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_config_in_the_current_folder_has_no_absolute_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     assert error(TINY, "log.intervall=3").startswith("command line")

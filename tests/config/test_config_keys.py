@@ -82,7 +82,12 @@ def test_json_schema_has_the_descriptions() -> None:
 
 def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
-    words = ["learning_rate=1", "optim.max_grad_norm=1", "lora_r=8", "gradient_accumulation_steps=4"]
+    words = [
+        "learning_rate=1",
+        "optim.max_grad_norm=1",
+        "lora_r=8",
+        "gradient_accumulation_steps=4",
+    ]
     assert main(["config", config, *words]) == 2
     printed = capsys.readouterr().err
     for ours in ("optim.lr", "loop.clip_grad_norm", "lora.rank", "data.global_batch_size"):
@@ -105,7 +110,13 @@ def test_name_of_another_trainer_is_answered(names: str) -> None:
 
 
 def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
-    for name in ["num_generations", "max_completion_length", "kl_coef", "ppo_mini_batch_size", "rl.beta"]:
+    for name in [
+        "num_generations",
+        "max_completion_length",
+        "kl_coef",
+        "ppo_mini_batch_size",
+        "rl.beta",
+    ]:
         assert re.match(r"Here it is (rl|rollout)\.", suggest_key(name, RLConfig)), name
 
 
@@ -113,12 +124,19 @@ def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     assert main(["config", config, "model=org/name", "lora=true"]) == 2
     printed = capsys.readouterr().err
-    assert "'model' is 'org/name'. It is a section, so set one of its keys: model.type, model.backend, mod" in printed
+    assert (
+        "'model' is 'org/name'. It is a section, so set one of its keys: model.type, model.backend, mod"
+        in printed
+    )
     assert "'lora' is True. It is a section, so set one of its keys: lora.rank, " in printed
 
 
 def test_names_that_replace_those_of_other_trainers_exist() -> None:
-    known = {key.name for schema in (MLLMConfig, RLConfig, PreferenceConfig) for key in config_keys(schema)}
+    known = {
+        key.name
+        for schema in (MLLMConfig, RLConfig, PreferenceConfig)
+        for key in config_keys(schema)
+    }
     for text in yaml.safe_load(OTHER_TRAINERS.read_text()).values():
         first = text.split()[0].split("=")[0].split("[")[0].strip(",:")
         assert "." not in first or first in known, text
@@ -131,7 +149,10 @@ def test_names_that_replace_those_of_other_trainers_exist() -> None:
         (["train", "x.yaml", "--nprocs", "2"], "Did you mean --nproc?"),
         (["data", "inspct", "x"], "Did you mean inspect?"),
         (["runs", "--jsn"], "Did you mean --json?"),
-        (["train", "x.yaml", "--learning-rate", "1"], "written as key=value, without dashes. Here it is optim.lr"),
+        (
+            ["train", "x.yaml", "--learning-rate", "1"],
+            "written as key=value, without dashes. Here it is optim.lr",
+        ),
         (["train", "x.yaml", "--lr=1e-5"], "without dashes. Did you mean 'optim.lr'?"),
         (["train", "--config", "x.yaml"], "Write the file without --config."),
     ],
@@ -203,4 +224,7 @@ def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None
     assert main(["config", *again]) == 0
     assert "to be set before training: model.path\n" in capsys.readouterr().err
     assert main(["train", *again]) == 2
-    assert "has keys without a value (???); give on the command line: model.path=..." in capsys.readouterr().err
+    assert (
+        "has keys without a value (???); give on the command line: model.path=..."
+        in capsys.readouterr().err
+    )

@@ -14,12 +14,16 @@ from mvp_engine.cli import main
 from mvp_engine.config.compose import compose, read_draft
 from mvp_engine.config.engine_class import EngineSource
 
-CONFIGS = [file for file in sorted((ROOT / "recipes").glob("*/configs/*.yaml")) if file.stem != "base"]
+CONFIGS = [
+    file for file in sorted((ROOT / "recipes").glob("*/configs/*.yaml")) if file.stem != "base"
+]
 
 
 def no_engine(folder: Path) -> Path:
     file = folder / "mine.yaml"
-    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n")
+    file.write_text(
+        "engine: mvp_engine.kit:MLLMEngine\nmllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
+    )
     return file
 
 
@@ -37,7 +41,9 @@ assert main(["train", "digits_vlm/train", "optim.lrr=1"]) == 2  # a typo is an e
 print({"torch", "transformers", "numpy"} & set(sys.modules))
 """
     words = [str(file) for file in [*CONFIGS, no_engine(tmp_path)]]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
     assert done.stderr.count("\n") == 2
@@ -62,7 +68,9 @@ def test_inherited_config_class_is_that_of_the_package(tmp_path: Path) -> None:
     file = no_engine(tmp_path)
     file.write_text(file.read_text().replace("mvp_engine.kit:MLLMEngine", "engine.py"))
     schema = read_draft(file).schema
-    assert source.config_class(source.only_engine) is schema is compose(file).engine_class.config_class
+    assert (
+        source.config_class(source.only_engine) is schema is compose(file).engine_class.config_class
+    )
 
 
 UNUSUAL = [
@@ -85,10 +93,15 @@ def test_unusual_engine_is_imported(tmp_path: Path, capsys, code: str) -> None:
 
 
 def test_config_class_that_the_source_does_not_say_is_an_error(tmp_path: Path, capsys) -> None:
-    (tmp_path / "settings.py").write_text("from mvp_engine.config import Config\nclass Mine(Config):\n    pass\n")
+    (tmp_path / "settings.py").write_text(
+        "from mvp_engine.config import Config\nclass Mine(Config):\n    pass\n"
+    )
     code = "from mvp_engine.engine import Engine\nfrom .settings import Mine\nclass MyEngine(Engine):\n"
     code += "    config_class = Mine\nsetattr(MyEngine, 'config_class', type('X', (Mine,), {}))\n"
     (tmp_path / "engine.py").write_text(code)
     (tmp_path / "train.yaml").write_text("seed: 1\n")
     assert main(["train", str(tmp_path / "train.yaml"), f"project.dir={tmp_path}"]) == 2
-    assert "another config_class than its source says: set it in the class body" in capsys.readouterr().err
+    assert (
+        "another config_class than its source says: set it in the class body"
+        in capsys.readouterr().err
+    )

@@ -23,11 +23,32 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config file of a tiny pi0 on frames of videos and on questions with and without images."""
     folder = tmp_path_factory.mktemp("mixture")
     train_tokenizer(TEXTS, 300, ("<image>",)).save_pretrained(folder / "tokenizer")
-    text = {"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 8}
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+        "head_dim": 8,
+    }
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
-    vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "hidden_size": 16}
-    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "projection_dim": 16}
-    vlm = {"model_type": "paligemma", "text_config": text, "image_token_id": 3, "projection_dim": 16}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "image_size": 32,
+        "patch_size": 16,
+        "hidden_size": 16,
+    }
+    vision |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "projection_dim": 16,
+    }
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": text,
+        "image_token_id": 3,
+        "projection_dim": 16,
+    }
     vlm["vision_config"] = {**vision, "vision_use_head": False}
     model = {"model_type": "pi0", "vlm_config": vlm, "dit_config": text}
     model |= {"chunk_size": 4, "max_action_dim": 5, "max_state_dim": 6}
@@ -42,7 +63,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cpu_threads": 1,
         "model": {"type": "action_model", "config": model},
         "actions": {"draws": 2, "text_weight": 0.5},
-        "mllm": {"sources": sources, "micro_batch_tokens": 48, "cache": str(folder / "costs"), "max_bad_fraction": 0.5},
+        "mllm": {
+            "sources": sources,
+            "micro_batch_tokens": 48,
+            "cache": str(folder / "costs"),
+            "max_bad_fraction": 0.5,
+        },
         # Workers of the tests' fork server would outlive a rank that is killed.
         "data": {"micro_batch_size": 1, "global_batch_size": 4, "num_workers": 0},
         "loop": {"total_steps": 4},
@@ -54,12 +80,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config: Path, tmp_path: Path, ranks2: Any) -> None:
+def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(
+    config: Path, tmp_path: Path, ranks2: Any
+) -> None:
     """With shards a rank may have no image, or no action, in a forward in which the other one has."""
     assert launch(str(config), [f"project.dir={tmp_path / 'alone'}"]) == 0
     alone = read_metrics(tmp_path / "alone")
     assert {"loss", "action_loss", "text_loss"} <= alone[-1].keys()
-    for name, words in (("replicas", []), ("shards", ["parallel.shard=2", "model.activation_checkpointing=full"])):
+    for name, words in (
+        ("replicas", []),
+        ("shards", ["parallel.shard=2", "model.activation_checkpointing=full"]),
+    ):
         assert set(ranks2.launch(config, f"project.dir={tmp_path / name}", *words)) == {0}
         for one, other in zip(alone, read_metrics(tmp_path / name), strict=True):
             for key in ("loss", "action_loss", "text_loss", "grad_norm"):
@@ -68,7 +99,9 @@ def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config: Path, tmp
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_action_engine_killed_and_resumed_is_bit_equal(config: Path, tmp_path: Path, ranks: int) -> None:
+def test_action_engine_killed_and_resumed_is_bit_equal(
+    config: Path, tmp_path: Path, ranks: int
+) -> None:
     words = ["loop.total_steps=30", "checkpoint.interval=2"]
     result = compare(2, ranks, words, tmp_path, config=config, start=ForkedJob)
     assert result["bit_equal"]

@@ -14,13 +14,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.campaign(only=True)
-def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_campaign_short_loses_hangs_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2", "data.num_workers=2"])])
     out = tmp_path / "table.md"
-    table = campaign.run(tmp_path, 1, 1, 0, seed=1, out=out, recipes=lambda _: [(campaign.tiny(40), 1.0)])
+    table = campaign.run(
+        tmp_path, 1, 1, 0, seed=1, out=out, recipes=lambda _: [(campaign.tiny(40), 1.0)]
+    )
     assert "kill -9, text" in out.read_text()
     for name, tally in table.items():
-        assert (tally.lost, tally.hung, tally.unequal, tally.survivors) == (0, 0, 0, 0), (name, tally.notes)
+        assert (tally.lost, tally.hung, tally.unequal, tally.survivors) == (0, 0, 0, 0), (
+            name,
+            tally.notes,
+        )
         assert sum(tally.faults.values()) > 0
 
 

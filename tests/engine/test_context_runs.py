@@ -13,14 +13,19 @@ from mvp_engine.checkpoint.format import Reader
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
-WORDS = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
+WORDS = [
+    "data.micro_batch_size=2",
+    "optim.schedule=constant",
+]  # so that a shorter run is the same run, cut
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Weights and optimizer states of the last checkpoint of the only run in a folder."""
     [run] = list_runs(folder)
     reader = Reader(run.checkpoint_list()[-1])
-    return {name: reader.read(name) for name in reader.entries if name.startswith(("model.", "optim."))}
+    return {
+        name: reader.read(name) for name in reader.entries if name.startswith(("model.", "optim."))
+    }
 
 
 @pytest.mark.slow
@@ -29,7 +34,16 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
     train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
 ) -> None:
     steps = campaign_size(6, 8)
-    assert train(*WORDS, f"loop.total_steps={steps}", "loop.eval_interval=3", config=LM, dir=tmp_path / "straight") == 0
+    assert (
+        train(
+            *WORDS,
+            f"loop.total_steps={steps}",
+            "loop.eval_interval=3",
+            config=LM,
+            dir=tmp_path / "straight",
+        )
+        == 0
+    )
     cut = [*WORDS, "resume=auto", f"project.dir={tmp_path / 'cut'}", "loop.eval_interval=3"]
     assert ranks2.launch(LM, *cut, "parallel.context=2", "loop.total_steps=3") == [0] * 2
     assert train(*cut, "loop.total_steps=4", config=LM, dir=tmp_path / "cut") == 0
@@ -48,7 +62,9 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
 @pytest.mark.campaign(only=True)
 def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) -> None:
     words = [*WORDS, "parallel.context=2"]
-    assert ranks2.launch(LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}") == [0, 0]
+    assert ranks2.launch(
+        LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}"
+    ) == [0, 0]
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     assert ranks2.launch(LM, *cut, "loop.total_steps=3") == [0, 0]
     assert ranks2.launch(LM, *cut, "loop.total_steps=6") == [0, 0]
@@ -59,7 +75,9 @@ def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) 
 
 
 @pytest.mark.campaign(only=True)
-def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(train, ranks2, ranks4, tmp_path) -> None:
+def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
+    train, ranks2, ranks4, tmp_path
+) -> None:
     """Each launch resumes at the last step, does nothing, and saves again."""
     words = [*WORDS, "loop.total_steps=2"]
     assert train(*words, config=LM, dir=tmp_path / "0") == 0
@@ -73,7 +91,13 @@ def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(train
     for number, (pool, sizes) in enumerate(layouts):
         source = list_runs(tmp_path / str(number))[0].checkpoint_list()[-1]
         folder = tmp_path / str(number + 1)
-        given = [*words, *sizes, f"resume={source}", f"project.dir={folder}", "checkpoint.interval=1"]
+        given = [
+            *words,
+            *sizes,
+            f"resume={source}",
+            f"project.dir={folder}",
+            "checkpoint.interval=1",
+        ]
         assert pool.launch(LM, *given) == [0] * pool.size
         found = tensors(folder)
         assert found.keys() == expected.keys()

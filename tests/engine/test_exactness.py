@@ -33,12 +33,21 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) ->
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", *launch],
         "mvp": ["-m", "mvp_engine.cli", "train", str(MAGIC)],
     }
-    for name, backends in (("python", "terminal,file,jsonl"), ("torchrun", "jsonl"), ("mvp", "jsonl")):
+    for name, backends in (
+        ("python", "terminal,file,jsonl"),
+        ("torchrun", "jsonl"),
+        ("mvp", "jsonl"),
+    ):
         ways[name] = [*ways[name], f"log.backends=[{backends}]"]
 
     # One of them from nothing: without git, a terminal or a writable folder.
     environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
-    bare: dict[str, Any] = {"fresh": True, "env": environment, "cwd": "/proc", "stdin": subprocess.DEVNULL}
+    bare: dict[str, Any] = {
+        "fresh": True,
+        "env": environment,
+        "cwd": "/proc",
+        "stdin": subprocess.DEVNULL,
+    }
 
     def run(name: str) -> tuple[int, str]:
         options = bare if name == "python" else {}
@@ -54,14 +63,27 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("micro", [8, 3, 1])
-def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: Path, micro: int) -> None:
-    words = ["loop.epochs=2", "log.interval=1", "loop.eval_interval=4", "loop.total_steps=null", "log.backends=[jsonl]"]
+def test_training_on_two_ranks_gives_the_losses_of_one(
+    train, ranks2, tmp_path: Path, micro: int
+) -> None:
+    words = [
+        "loop.epochs=2",
+        "log.interval=1",
+        "loop.eval_interval=4",
+        "loop.total_steps=null",
+        "log.backends=[jsonl]",
+    ]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     two = f"project.dir={tmp_path / 'two'}"
     assert ranks2.launch(TINY, *words, f"data.micro_batch_size={micro}", two) == [0, 0]
     for split in ("train", "eval"):
-        one, two_ranks = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "two", split)
-        assert len(one) == len(two_ranks) == (12 if split == "train" else 3)  # 44 samples: the last step has 4
+        one, two_ranks = (
+            read_metrics(tmp_path / "one", split),
+            read_metrics(tmp_path / "two", split),
+        )
+        assert (
+            len(one) == len(two_ranks) == (12 if split == "train" else 3)
+        )  # 44 samples: the last step has 4
         for a, b in zip(one, two_ranks, strict=True):
             for key in ("loss", "grad_norm", "lr") if split == "train" else ("loss",):
                 assert a[key] == pytest.approx(b[key], rel=1e-5), (split, a["step"], key)
@@ -72,20 +94,31 @@ def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
     train, ranks2, ranks4, tmp_path: Path, batches: int
 ) -> None:
     """20 held-out samples in micro-batches of 4."""
-    words = ["loop.total_steps=1", "loop.eval_interval=1", f"loop.eval_batches={batches}", "log.backends=[jsonl]"]
+    words = [
+        "loop.total_steps=1",
+        "loop.eval_interval=1",
+        f"loop.eval_batches={batches}",
+        "log.backends=[jsonl]",
+    ]
     assert train(*words, dir=tmp_path / "1") == 0
     for pool in (ranks2, ranks4):
-        assert pool.launch(TINY, *words, f"project.dir={tmp_path / str(pool.size)}") == [0] * pool.size
+        assert (
+            pool.launch(TINY, *words, f"project.dir={tmp_path / str(pool.size)}") == [0] * pool.size
+        )
     (one,), (two,), (four,) = (read_metrics(tmp_path / ranks, "eval") for ranks in "124")
     assert [two["loss"], four["loss"]] == pytest.approx([one["loss"]] * 2, rel=1e-6)
     assert train(*words, "loop.eval_batches=null", dir=tmp_path / "all") == 0
     assert read_metrics(tmp_path / "all", "eval")[0]["loss"] != pytest.approx(one["loss"], rel=1e-3)
 
 
-def test_magic_transformer_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
+def test_magic_transformer_on_two_ranks_gives_the_losses_of_one(
+    train, ranks2, tmp_path: Path
+) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "data.global_batch_size=32", *QUIET]
     assert train(*words, "data.micro_batch_size=32", config=MAGIC, dir=tmp_path / "one") == 0
-    assert ranks2.launch(MAGIC, *words, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}") == [0, 0]
+    assert ranks2.launch(
+        MAGIC, *words, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"
+    ) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
 
 
@@ -107,14 +140,18 @@ def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path: Pat
     weights = [record["totals"]["tokens"] for record in each]
     first, *others = zip([record["loss"] for record in each], weights, strict=True)
     mean = sum(loss * weight for loss, weight in others) / sum(weights[1:])
-    assert losses(tmp_path / "all") == pytest.approx([first[0], mean], rel=1e-7)  # step 1 has its own record
+    assert losses(tmp_path / "all") == pytest.approx(
+        [first[0], mean], rel=1e-7
+    )  # step 1 has its own record
 
 
 def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]]) -> None:
     """Train in one go, and stopped by SIGTERM at each of `cuts` and resumed; the records must be the same bits."""
     assert set(run(*words, f"project.dir={folder / 'straight'}")) == {0}
     for cut in cuts:
-        codes = run(*words, "resume=auto", "tiny.fault=sigterm", *cut, f"project.dir={folder / 'cut'}")
+        codes = run(
+            *words, "resume=auto", "tiny.fault=sigterm", *cut, f"project.dir={folder / 'cut'}"
+        )
         assert set(codes) == {EXIT_INTERRUPTED}
     assert set(run(*words, "resume=auto", f"project.dir={folder / 'cut'}")) == {0}
     for split in ("train", "eval"):
@@ -129,7 +166,9 @@ RESUME_WORDS = ["tiny.dropout=0.3", "tiny.noise=0.1", "loop.eval_interval=5", "l
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["sample", "torch", "iterable"])
 @pytest.mark.parametrize("stop", [2, 6])  # an epoch has 6 steps (11 micro-batches in twos)
-def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, tmp_path: Path, loader: str, stop: int) -> None:
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(
+    train, tmp_path: Path, loader: str, stop: int
+) -> None:
     words = [f"tiny.loader={loader}", *RESUME_WORDS]
     # Stop twice: a second resume must not start the data again.
     cuts = [[f"tiny.fault_step={stop}"], [f"tiny.fault_step={stop + 2}"]]
@@ -148,9 +187,16 @@ def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path: Path, size: int
     straight_and_cut(lambda *w: ranks2.launch(TINY, *w), words, tmp_path, cuts)
 
 
-def test_resumed_run_on_another_number_of_ranks_gives_equal_losses(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_resumed_run_on_another_number_of_ranks_gives_equal_losses(
+    train, ranks2, ranks4, tmp_path: Path
+) -> None:
     """No randomness in the model here: then the losses agree whatever the number of ranks."""
-    words = ["tiny.noise=0.1", "log.interval=3", "data.micro_batch_size=2", "data.global_batch_size=3"]
+    words = [
+        "tiny.noise=0.1",
+        "log.interval=3",
+        "data.micro_batch_size=2",
+        "data.global_batch_size=3",
+    ]
     words += ["tiny.samples=20"]  # an epoch has 7 steps, the last of 2 samples
     assert train(*words, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]

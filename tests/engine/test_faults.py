@@ -28,7 +28,9 @@ def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "reason"), [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
 )
-def test_non_finite_step_is_skipped_counted_and_logged(train, tmp_path: Path, fault: str, reason: str) -> None:
+def test_non_finite_step_is_skipped_counted_and_logged(
+    train, tmp_path: Path, fault: str, reason: str
+) -> None:
     assert train(f"tiny.fault={fault}", "log.interval=1", dir=tmp_path) == 0
     [entry] = skipped(tmp_path)
     assert entry["step"] == 3
@@ -55,8 +57,15 @@ def test_nan_loss_is_left_out_of_the_interval_mean(train, tmp_path: Path) -> Non
     assert all(loss is not None and loss < 100 for loss in losses(tmp_path))
 
 
-def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tmp_path: Path, capsys) -> None:
-    code = train("tiny.fault=nan_forever", "guard.max_consecutive_skips=4", "checkpoint.interval=2", dir=tmp_path)
+def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(
+    train, tmp_path: Path, capsys
+) -> None:
+    code = train(
+        "tiny.fault=nan_forever",
+        "guard.max_consecutive_skips=4",
+        "checkpoint.interval=2",
+        dir=tmp_path,
+    )
     assert code == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "stopped at step 6: skipped 4 steps in a row" in text
@@ -79,7 +88,9 @@ def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path: Path, capsy
     assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
-def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, monkeypatch) -> None:
+def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(
+    train, monkeypatch
+) -> None:
     """It may measure rows for minutes; in a step, a signal would wait for that."""
     engine_class = compose(TINY).engine_class
     made: dict[str, tuple[int, bool]] = {}
@@ -96,7 +107,12 @@ def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path: Path, rank: int) -> None:
-    words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", f"tiny.fault_rank={rank}", "data.micro_batch_size=2"]
+    words = [
+        f"project.dir={tmp_path}",
+        "tiny.fault=nan_once",
+        f"tiny.fault_rank={rank}",
+        "data.micro_batch_size=2",
+    ]
     assert ranks2.launch(TINY, *words, "log.interval=1") == [0, 0]
     ids = [skipped(tmp_path, r)[0]["sample_ids"] for r in (0, 1)]
     assert len(set(ids[0]) | set(ids[1])) == 8
@@ -124,21 +140,35 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> 
         (["tiny.loader=empty"], "gave no batch at all in a whole epoch"),
         (["tiny.loader=none"], "prepare_dataloader('train') gave None"),
         (["loop.total_steps=null"], "Set loop.total_steps or loop.epochs"),
-        (["tiny.loader=torch", "data.global_batch_size=7"], "DataLoader makes its micro-batches itself: set data.glob"),
-        (["parallel.replicate=2"], "parallel.tensor=1 do not multiply to the 1 process of this job: use --nproc 2, or"),
+        (
+            ["tiny.loader=torch", "data.global_batch_size=7"],
+            "DataLoader makes its micro-batches itself: set data.glob",
+        ),
+        (
+            ["parallel.replicate=2"],
+            "parallel.tensor=1 do not multiply to the 1 process of this job: use --nproc 2, or",
+        ),
         (["workflow=trian"], "it has: evaluate, shout, train"),
         (["workflow=save"], "no such workflow"),
         (["workflow=_build_model"], "no such workflow"),
         (["device=cuda"], "torch sees no GPU here"),
         (["log.backends=[papyrus]"], "unknown backend 'papyrus'; known: terminal, file"),
         (["log.backends=[wandb]"], "but wandb is not installed: pip install wandb"),
-        (["loop.eval_interval=1", "checkpoint.best_metric=iq"], "is not among the eval metrics: loss"),
-        (["loop.epochs=1", "loop.total_steps=null", "tiny.loader=iterable"], "needs the number of steps"),
+        (
+            ["loop.eval_interval=1", "checkpoint.best_metric=iq"],
+            "is not among the eval metrics: loss",
+        ),
+        (
+            ["loop.epochs=1", "loop.total_steps=null", "tiny.loader=iterable"],
+            "needs the number of steps",
+        ),
         (["resume=/nowhere"], "/nowhere does not exist"),
         (["workflow=evaluate", "resume=auto"], "no run named 'tiny'"),
     ],
 )
-def test_user_error_is_one_message_without_traceback(train, capsys, words: list[str], expected: str) -> None:
+def test_user_error_is_one_message_without_traceback(
+    train, capsys, words: list[str], expected: str
+) -> None:
     if torch.cuda.is_available() and "device=cuda" in words:
         pytest.skip("there is a GPU here")
     assert train(*words) == EXIT_USER_ERROR
@@ -149,7 +179,9 @@ def test_user_error_is_one_message_without_traceback(train, capsys, words: list[
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", "{file}/below"])
-def test_unwritable_output_folder_is_named_with_the_key_to_set(train, tmp_path: Path, capsys, where: str) -> None:
+def test_unwritable_output_folder_is_named_with_the_key_to_set(
+    train, tmp_path: Path, capsys, where: str
+) -> None:
     (tmp_path / "file").write_text("")
     folder = where.format(file=tmp_path / "file")
     assert train(f"project.dir={folder}") == EXIT_USER_ERROR
@@ -158,8 +190,12 @@ def test_unwritable_output_folder_is_named_with_the_key_to_set(train, tmp_path: 
     assert "Set project.dir" in text
 
 
-@pytest.mark.parametrize(("fault", "sign"), [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")])
-def test_exception_in_a_hook_is_raised_with_its_traceback(train, tmp_path: Path, capsys, fault: str, sign: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "sign"), [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")]
+)
+def test_exception_in_a_hook_is_raised_with_its_traceback(
+    train, tmp_path: Path, capsys, fault: str, sign: str
+) -> None:
     assert train(f"tiny.fault={fault}", dir=tmp_path) == EXIT_BUG
     text = capsys.readouterr().err
     assert sign in text
@@ -183,7 +219,9 @@ def test_error_outside_of_forward_and_backward_has_no_hint_to_find_its_row(
     assert not list(tmp_path.rglob("skipped_steps*"))
 
 
-def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_forward_step_without_sum_and_weight_is_refused(
+    train, tmp_path: Path, monkeypatch, capsys
+) -> None:
     engine_class = compose(TINY).engine_class
     monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
     assert train(dir=tmp_path) == EXIT_BUG
@@ -197,7 +235,9 @@ def test_existing_run_id_is_not_overwritten(train, capsys) -> None:
     assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
 
 
-def test_run_locked_by_another_process_is_refused(train, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_run_locked_by_another_process_is_refused(
+    train, tmp_path: Path, capsys, monkeypatch
+) -> None:
     from conftest import spawn
 
     monkeypatch.setattr("mvp_engine.runs.LOCK_TIMEOUT", 0.2)
@@ -258,7 +298,9 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
     train, tmp_path: Path, monkeypatch
 ) -> None:
     def fail(self, split):  # type: ignore[no-untyped-def]
-        (self.run.dir / "bad_rows.jsonl").write_text(self.config.project.name * (self.config.seed == 1))
+        (self.run.dir / "bad_rows.jsonl").write_text(
+            self.config.project.name * (self.config.seed == 1)
+        )
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(compose(TINY).engine_class, "prepare_dataloader", fail)
@@ -288,8 +330,16 @@ def test_finished_run_resumed_prints_a_message_and_changes_nothing(train, tmp_pa
 
 
 def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path: Path) -> None:
-    assert train("loop.total_steps=6", "optim.schedule=constant", "log.interval=1", dir=tmp_path) == 0
-    words = ["resume=auto", "loop.total_steps=12", "optim.schedule=constant", "optim.lr=0.005", "log.interval=1"]
+    assert (
+        train("loop.total_steps=6", "optim.schedule=constant", "log.interval=1", dir=tmp_path) == 0
+    )
+    words = [
+        "resume=auto",
+        "loop.total_steps=12",
+        "optim.schedule=constant",
+        "optim.lr=0.005",
+        "log.interval=1",
+    ]
     assert train(*words, dir=tmp_path) == 0
     assert [r["lr"] for r in read_metrics(tmp_path)][4:8] == [0.02, 0.02, 0.005, 0.005]
     log = (newest(tmp_path).dir / "log.txt").read_text()
@@ -297,14 +347,20 @@ def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path: Pa
     assert (newest(tmp_path).dir / "config.until_step_6.yaml").is_file()
 
 
-def test_resume_from_a_checkpoint_path_starts_a_new_run_with_its_history(train, tmp_path: Path) -> None:
+def test_resume_from_a_checkpoint_path_starts_a_new_run_with_its_history(
+    train, tmp_path: Path
+) -> None:
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = newest(tmp_path)
-    assert train(f"resume={first.checkpoints / 'step_00000004'}", "log.interval=2", dir=tmp_path) == 0
+    assert (
+        train(f"resume={first.checkpoints / 'step_00000004'}", "log.interval=2", dir=tmp_path) == 0
+    )
     second = newest(tmp_path)
     assert second.id != first.id
     assert list(second.records("train"))[:2] == list(first.records("train"))[:2]
-    assert [r["loss"] for r in second.records("train")] == [r["loss"] for r in first.records("train")]
+    assert [r["loss"] for r in second.records("train")] == [
+        r["loss"] for r in first.records("train")
+    ]
     assert second.info["parent"].endswith("step_00000004")
 
 
@@ -326,7 +382,12 @@ def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     from torch import nn
 
-    wider = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
+    wider = nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1)
+    )
     monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
-    assert "model.0.weight has the shape (16, 4) there and (8, 4) in this model" in capsys.readouterr().err
+    assert (
+        "model.0.weight has the shape (16, 4) there and (8, 4) in this model"
+        in capsys.readouterr().err
+    )

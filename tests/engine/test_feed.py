@@ -19,7 +19,10 @@ ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options: Any) -> SampleLoader:
-    return kind(TensorDataset(torch.arange(size)), **{"micro_batch_size": 2, "global_batch_size": 4, **options})
+    return kind(
+        TensorDataset(torch.arange(size)),
+        **{"micro_batch_size": 2, "global_batch_size": 4, **options},
+    )
 
 
 class Wrapper:
@@ -88,10 +91,17 @@ def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length() -> None:
         else:
             feed.next_epoch()
     feed = Feed(SampleLoader(Growing(torch.arange(8)), micro_batch_size=4), 1, ALONE)
-    options = {"precision": "auto", "clip_grad_norm": None, "eval_interval": None, "eval_batches": None}
+    options = {
+        "precision": "auto",
+        "clip_grad_norm": None,
+        "eval_interval": None,
+        "eval_batches": None,
+    }
     assert feed.planned_steps(Loop(total_steps=None, epochs=4, **options)) == made == 2 + 3 + 4 + 5
     assert feed.planned_steps(Loop(total_steps=20, epochs=4, **options)) == made
-    assert feed.planned_steps(Loop(total_steps=9, epochs=10**9, **options)) == 9  # does not count all epochs
+    assert (
+        feed.planned_steps(Loop(total_steps=9, epochs=10**9, **options)) == 9
+    )  # does not count all epochs
 
 
 class OwnCursor(SampleLoader):
@@ -104,10 +114,10 @@ def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide()
     assert micro_batches_per_step(loader(**ranks), 4, 2, three) == 1
     assert micro_batches_per_step(loader(global_batch_size=2, **ranks), 2, 2, three) == 0
     assert micro_batches_per_step([], 12, 2, three) == 2
-    refused = (
-        "global_batch_size=4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
-    )
+    refused = "global_batch_size=4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
     with pytest.raises(UserError, match=refused):
         micro_batches_per_step([], 4, 2, three)
-    with pytest.raises(UserError, match=r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"):
+    with pytest.raises(
+        UserError, match=r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"
+    ):
         micro_batches_per_step(loader(OwnCursor, global_batch_size=2, **ranks), 2, 2, three)

@@ -55,11 +55,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now))
+    monkeypatch.setattr(
+        hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
+    )
     return made
 
 
-def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list[str], clock: Clock) -> None:
+def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(
+    reports: list[str], clock: Clock
+) -> None:
     with HangWatch(0.2, ALONE) as watch:
         for step in range(1, 6):
             watch.beat(step)
@@ -76,7 +80,9 @@ def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list
         watch.beat(13)
         clock.now += 0.3
         wait_until(lambda: len(reports) == 2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "mvp-hang" and thread.join(60)]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "mvp-hang" and thread.join(60)
+    ]
 
 
 class Store:
@@ -100,7 +106,9 @@ def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(
         first.beat(7)
         clock.now += 0.3
         wait_until(lambda: store.check(["hang/1"]))
-        clock.now += 9.0  # rank 0 has not begun its step: rank 1 does not wait for its answer any longer
+        clock.now += (
+            9.0  # rank 0 has not begun its step: rank 1 does not wait for its answer any longer
+        )
         wait_until(lambda: bool(reports))
         assert "rank 0 did not answer" in reports[0]
         second.beat(7)
@@ -123,25 +131,50 @@ COLLECTIVE = ("engine.py", "/x/mvp_engine/distributed/world.py", "/x/torch/distr
 
 
 def test_describe_names_the_rank_that_is_not_in_a_collective() -> None:
-    text = describe({0: answer(7, *COLLECTIVE), 1: answer(7, "rows.py"), 2: answer(7, *COLLECTIVE)}, 3, 60.0)
-    assert "step 7 takes longer than guard.hang_seconds=60; rank 1 did not arrive where the others wait" in text
-    assert text.index("rank 1 in step 7, at:") < text.index("2 ranks (0, 2) in step 7, in a collective:")
+    text = describe(
+        {0: answer(7, *COLLECTIVE), 1: answer(7, "rows.py"), 2: answer(7, *COLLECTIVE)}, 3, 60.0
+    )
+    assert (
+        "step 7 takes longer than guard.hang_seconds=60; rank 1 did not arrive where the others wait"
+        in text
+    )
+    assert text.index("rank 1 in step 7, at:") < text.index(
+        "2 ranks (0, 2) in step 7, in a collective:"
+    )
     assert 'File "rows.py"' in text
 
 
 def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ() -> None:
     assert "rank 1 did not answer" in describe({0: answer(7, *COLLECTIVE)}, 2, 60.0)
     other = answer(7, "engine.py", "/x/torch/distributed/fsdp.py", "/x/torch/distributed/c10d.py")
-    assert "all ranks wait in collectives, which differ" in describe({0: answer(7, *COLLECTIVE), 1: other}, 2, 60.0)
+    assert "all ranks wait in collectives, which differ" in describe(
+        {0: answer(7, *COLLECTIVE), 1: other}, 2, 60.0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["hangs", pytest.param("is stopped", marks=pytest.mark.campaign(only=True))])
+@pytest.mark.parametrize(
+    "how", ["hangs", pytest.param("is stopped", marks=pytest.mark.campaign(only=True))]
+)
 def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: str) -> None:
-    words = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4", "guard.hang_seconds=1.5"]
+    words = [
+        "loop.total_steps=100000",
+        "tiny.step_seconds=0.02",
+        "data.micro_batch_size=4",
+        "guard.hang_seconds=1.5",
+    ]
     words += [f"project.dir={tmp_path}", "tiny.fault_rank=1"]
     words += ["tiny.fault=hang"] if how == "hangs" else []
-    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words, fresh_workers=how != "hangs")
+    process = spawn(
+        "-m",
+        "mvp_engine.cli",
+        "train",
+        str(TINY),
+        "--nproc",
+        "2",
+        *words,
+        fresh_workers=how != "hangs",
+    )
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:
@@ -149,7 +182,9 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: 
         if how != "hangs" and "step 4/" in line:
             os.kill(child_pids(process.pid)[1], signal.SIGSTOP)
         # A report of a first step that is slow on a busy machine may come before.
-        if "in a collective:" in line and ("time.sleep(600)" if how == "hangs" else "did not answer") in "".join(lines):
+        if "in a collective:" in line and (
+            "time.sleep(600)" if how == "hangs" else "did not answer"
+        ) in "".join(lines):
             break
     process.kill()
     process.wait(60)
@@ -171,7 +206,9 @@ class Sleeper:
         return "done"
 
 
-def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(reports: list[str], clock: Clock) -> None:
+def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(
+    reports: list[str], clock: Clock
+) -> None:
     def until_reported() -> None:
         clock.now += 0.3
         wait_until(lambda: bool(reports))

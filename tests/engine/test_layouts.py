@@ -25,19 +25,34 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
     [
         *(("tiny", *sizes) for sizes in SHARDED),
         ("magic", *SHARDED[0]),
-        *(pytest.param("magic", *sizes, marks=pytest.mark.campaign(only=True)) for sizes in SHARDED[1:]),
+        *(
+            pytest.param("magic", *sizes, marks=pytest.mark.campaign(only=True))
+            for sizes in SHARDED[1:]
+        ),
     ],
 )
 def test_sharded_layouts_give_the_losses_of_one_rank(
     request, train, tmp_path: Path, name: str, ranks: int, replicate: int, shard: int
 ) -> None:
     config = {"tiny": TINY, "magic": MAGIC}[name]
-    words = ["loop.total_steps=4", "log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=null"]
-    words += ["loop.eval_interval=2", "data.global_batch_size=9"]  # which no number of ranks divides
+    words = [
+        "loop.total_steps=4",
+        "log.interval=1",
+        "log.backends=[jsonl]",
+        "checkpoint.interval=null",
+    ]
+    words += [
+        "loop.eval_interval=2",
+        "data.global_batch_size=9",
+    ]  # which no number of ranks divides
     words += ["task.eval_problems=17"] if config == MAGIC else []
     assert train(*words, "data.micro_batch_size=16", config=config, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")
-    layout = [f"parallel.replicate={replicate}", f"parallel.shard={shard}", "data.micro_batch_size=2"]
+    layout = [
+        f"parallel.replicate={replicate}",
+        f"parallel.shard={shard}",
+        "data.micro_batch_size=2",
+    ]
     assert pool.launch(config, *words, *layout, f"project.dir={tmp_path / 'many'}") == [0] * ranks
     for split in ("train", "eval"):
         one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "many", split)
@@ -48,25 +63,46 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
 
 
 @pytest.mark.slow
-def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
+    train, ranks2, ranks4, tmp_path: Path
+) -> None:
     words = ["log.interval=3", "data.micro_batch_size=2"]
     assert train(*words, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
-    assert ranks4.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=3") == [EXIT_INTERRUPTED] * 4
-    assert ranks2.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=5") == [EXIT_INTERRUPTED] * 2
+    assert (
+        ranks4.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=3") == [EXIT_INTERRUPTED] * 4
+    )
+    assert (
+        ranks2.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=5") == [EXIT_INTERRUPTED] * 2
+    )
     assert ranks2.launch(TINY, *cut, "tiny.fault_step=7") == [EXIT_INTERRUPTED] * 2
-    assert ranks4.launch(TINY, *cut, "parallel.shard=4", "tiny.fault_step=9") == [EXIT_INTERRUPTED] * 4
+    assert (
+        ranks4.launch(TINY, *cut, "parallel.shard=4", "tiny.fault_step=9") == [EXIT_INTERRUPTED] * 4
+    )
     assert train(*cut, "tiny.fault=null", dir=tmp_path / "cut") == 0
     assert losses(tmp_path / "straight") == pytest.approx(losses(tmp_path / "cut"), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_half_logged_interval_resumed_on_another_layout_counts_once(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_half_logged_interval_resumed_on_another_layout_counts_once(
+    train, ranks2, ranks4, tmp_path: Path
+) -> None:
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
-    words = ["log.interval=4", "checkpoint.interval=2", "optim.schedule=constant", "data.micro_batch_size=2"]
+    words = [
+        "log.interval=4",
+        "checkpoint.interval=2",
+        "optim.schedule=constant",
+        "data.micro_batch_size=2",
+    ]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
     _, straight = read_metrics(tmp_path / "straight")  # of step 1, and of steps 2 to 4
-    four = [*words, "loop.total_steps=3", "parallel.shard=2", "parallel.ulysses=2", f"project.dir={tmp_path / '4'}"]
+    four = [
+        *words,
+        "loop.total_steps=3",
+        "parallel.shard=2",
+        "parallel.ulysses=2",
+        f"project.dir={tmp_path / '4'}",
+    ]
     assert ranks4.launch(LM, *four) == [0] * 4
     again = [*words, f"resume={list_runs(tmp_path / '4')[-1].checkpoint_list()[0]}"]
     assert train(*again, "loop.total_steps=4", config=LM, dir=tmp_path / "1") == 0
@@ -84,16 +120,27 @@ def test_half_logged_interval_resumed_on_another_layout_counts_once(train, ranks
 
 def test_sharded_run_resumed_is_bit_equal(ranks2, tmp_path: Path) -> None:
     words = ["tiny.dropout=0.3", "log.interval=3", "parallel.shard=2"]
-    words += ["data.micro_batch_size=1", "data.global_batch_size=3"]  # one rank runs a dummy in every step
+    words += [
+        "data.micro_batch_size=1",
+        "data.global_batch_size=3",
+    ]  # one rank runs a dummy in every step
     assert ranks2.launch(TINY, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
-    assert ranks2.launch(TINY, *cut, "tiny.fault=sigterm", "tiny.fault_step=4") == [EXIT_INTERRUPTED] * 2
+    assert (
+        ranks2.launch(TINY, *cut, "tiny.fault=sigterm", "tiny.fault_step=4")
+        == [EXIT_INTERRUPTED] * 2
+    )
     assert ranks2.launch(TINY, *cut) == [0, 0]
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
 def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Path) -> None:
-    words = ["loop.total_steps=2", "parallel.shard=2", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    words = [
+        "loop.total_steps=2",
+        "parallel.shard=2",
+        "data.micro_batch_size=2",
+        f"project.dir={tmp_path}",
+    ]
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
     assert "fp32 on 2 x cpu (2 ranks: shard=2); steps 0 to" in (run.dir / "log.txt").read_text()
@@ -107,16 +154,23 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Pa
 def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1() -> None:
     base = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
     assert layout_text(Parallel(**base), 1) == "1 rank"
-    many = Parallel(**{**base, "shard": 2, "tensor": 2, "context": 2, "ulysses": 2, "pipeline": 2, "expert": 4})
+    many = Parallel(
+        **{**base, "shard": 2, "tensor": 2, "context": 2, "ulysses": 2, "pipeline": 2, "expert": 4}
+    )
     sizes = "replicate=2, shard=2, tensor=2, context=2, pipeline=2, ulysses=2, expert=4"
     assert layout_text(many, 64) == f"64 ranks: {sizes}"
 
 
 @pytest.mark.parametrize(
-    "words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}]
+    "words",
+    [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}],
 )
 def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[str, int]) -> None:
     four = World(0, 4, 0, 4, torch.device("cpu"))
-    config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words})
-    with pytest.raises(UserError, match="do not multiply to the 4 processes of this job: use --nproc"):
+    config = Parallel(
+        **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words}
+    )
+    with pytest.raises(
+        UserError, match="do not multiply to the 4 processes of this job: use --nproc"
+    ):
         Layout.of(four, config)

@@ -53,7 +53,9 @@ def bad_step(monkeypatch):
     return plant
 
 
-def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(train, bad_step, tmp_path: Path) -> None:
+def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(
+    train, bad_step, tmp_path: Path
+) -> None:
     bad_step({3}, loss=1e22, grad=True)
     assert train("log.interval=4", dir=tmp_path) == 0
     assert max(losses(tmp_path)) < 100
@@ -62,11 +64,16 @@ def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(train, bad_step,
     assert record["totals"]["tokens"] > 0  # computed, though not learnt
 
 
-def test_nan_weight_is_the_reason_and_names_the_micro_batch(train, bad_step, tmp_path: Path) -> None:
+def test_nan_weight_is_the_reason_and_names_the_micro_batch(
+    train, bad_step, tmp_path: Path
+) -> None:
     bad_step({3}, weight=float("nan"))
     assert train(dir=tmp_path) == 0
     log = (newest(tmp_path).dir / "log.txt").read_text()
-    assert "step 3 skipped on all ranks: the loss weight is not finite, in micro-batch 1, 2 of rank 0" in log
+    assert (
+        "step 3 skipped on all ranks: the loss weight is not finite, in micro-batch 1, 2 of rank 0"
+        in log
+    )
     assert "1 of 12 steps (8%) were skipped: their samples were not learnt" in log
 
 
@@ -77,8 +84,14 @@ def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_p
 
 
 @pytest.mark.parametrize("interval", [1, 100])  # with and without checkpoints from before
-def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path: Path, capsys, interval: int) -> None:
-    words = [f"checkpoint.interval={interval}", "guard.max_consecutive_skips=4", "optim.warmup_steps=0"]
+def test_advice_after_a_learning_rate_blow_up_works(
+    train, tmp_path: Path, capsys, interval: int
+) -> None:
+    words = [
+        f"checkpoint.interval={interval}",
+        "guard.max_consecutive_skips=4",
+        "optim.warmup_steps=0",
+    ]
     if interval == 1:  # good steps first
         assert train("loop.total_steps=3", *words, dir=tmp_path) == 0
         words.append("resume=auto")
@@ -86,7 +99,9 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path: Path, capsy
     text = capsys.readouterr().err
     assert "the weights diverged, and optim.lr is too high" in text
     left = newest(tmp_path).checkpoint_list()
-    assert [path.name for path in left] == (["step_00000002", "step_00000003"] if interval == 1 else [])
+    assert [path.name for path in left] == (
+        ["step_00000002", "step_00000003"] if interval == 1 else []
+    )
     latest = newest(tmp_path).checkpoints / "latest"
     assert latest.resolve() == left[-1].resolve() if left else not latest.is_symlink()
     assert main(printed_command(text)) == 0
@@ -99,19 +114,32 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path: Path, capsy
 def test_loss_trend_ends_with_a_loss_near_the_average() -> None:
     trend = LossTrend()
     seen = []
-    for step, loss in enumerate([2.0, 2.1, 9.0, float("nan"), None, 2.2, -50.0, float("inf")], start=1):
+    for step, loss in enumerate(
+        [2.0, 2.1, 9.0, float("nan"), None, 2.2, -50.0, float("inf")], start=1
+    ):
         trend.add(step, loss)
         seen.append(trend.rising_since)
     assert seen == [None, None, 3, 3, 3, None, None, 8]
 
 
-def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path: Path, capsys) -> None:
+def test_interrupted_run_prints_the_command_that_continues_it(
+    train, tmp_path: Path, capsys
+) -> None:
     assert train("tiny.fault=sigterm", "loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
     assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
-    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 4, 6, 8, 9]  # not the 12 steps of the YAML file
+    assert [r["step"] for r in read_metrics(tmp_path)] == [
+        1,
+        2,
+        4,
+        6,
+        8,
+        9,
+    ]  # not the 12 steps of the YAML file
 
 
-def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_path: Path, capsys) -> None:
+def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(
+    train, tmp_path: Path, capsys
+) -> None:
     assert train("loop.total_steps=15", dir=tmp_path) == 0
     config = (newest(tmp_path).dir / "config.yaml").read_text()
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
@@ -121,7 +149,10 @@ def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_p
     assert (newest(tmp_path).dir / "config.yaml").read_text() == config
     assert main([*printed_command(text), "loop.total_steps=16"]) == 0
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
-    assert train("resume=auto", "loop.total_steps=null", "loop.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
+    assert (
+        train("resume=auto", "loop.total_steps=null", "loop.epochs=1", dir=tmp_path)
+        == EXIT_USER_ERROR
+    )
     assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 

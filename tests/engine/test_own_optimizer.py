@@ -43,11 +43,17 @@ def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path: Pa
     of_kit = FSDPEngine(net(), ALONE, Settings(ema=0.6))
     of_kit.initialize(kit.build_optimizer)
     assert of_kit.ema is None
-    groups = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in of_kit.param_groups]
+    groups = [
+        {key: group[key] for key in ("params", "lr", "weight_decay")}
+        for group in of_kit.param_groups
+    ]
     where = {param: name for name, param in of_kit.model.named_parameters()}
 
     def adamw(model: Any) -> torch.optim.Optimizer:
-        own = [{**group, "params": [model.get_parameter(where[p]) for p in group["params"]]} for group in groups]
+        own = [
+            {**group, "params": [model.get_parameter(where[p]) for p in group["params"]]}
+            for group in groups
+        ]
         return torch.optim.AdamW(own, betas=(0.9, 0.95), fused=True)
 
     def engine() -> FSDPEngine:
@@ -83,15 +89,25 @@ def tiny_engine() -> type[Engine]:
     return compose(TINY).engine_class
 
 
-def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(Engine, "prepare_optimizer", lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.1))
+def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(
+    train, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        Engine,
+        "prepare_optimizer",
+        lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     words = ["loop.total_steps=4", "loop.eval_interval=4", "log.backends=[jsonl,file]"]
     assert train(*words, "optim.ema=0.9", "optim.weight_decay=0.2", dir=tmp_path / "ema") == 0
     assert train(*words, dir=tmp_path / "plain") == 0
-    with_ema, plain = (read_metrics(tmp_path / name, "eval")[-1]["loss"] for name in ("ema", "plain"))
+    with_ema, plain = (
+        read_metrics(tmp_path / name, "eval")[-1]["loss"] for name in ("ema", "plain")
+    )
     assert with_ema != pytest.approx(plain, rel=1e-3)
     run = list_runs(tmp_path / "ema")[-1]
-    assert train("workflow=evaluate", f"resume={run.dir}", "optim.ema=0.9", dir=tmp_path / "ema") == 0
+    assert (
+        train("workflow=evaluate", f"resume={run.dir}", "optim.ema=0.9", dir=tmp_path / "ema") == 0
+    )
     assert main(["merge", "--ema", str(run.dir), str(tmp_path / "out")]) == 0
     merged = load_file(tmp_path / "out" / "model.safetensors")
     saved = Reader(run.checkpoint_list()[-1])
@@ -109,7 +125,13 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path: Path, monk
     def own(engine: Engine, model: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=engine.config.optim.lr)
 
-    words = ["loop.total_steps=1", "log.backends=[file]", "optim.lr=0.3", "optim.weight_decay=0.2", "optim.eps=1e-6"]
+    words = [
+        "loop.total_steps=1",
+        "log.backends=[file]",
+        "optim.lr=0.3",
+        "optim.weight_decay=0.2",
+        "optim.eps=1e-6",
+    ]
     assert train(*words, dir=tmp_path / "default") == 0
     monkeypatch.setattr(Engine, "prepare_optimizer", own)
     assert train(*words, dir=tmp_path / "own") == 0
@@ -146,13 +168,20 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
     shard = ["parallel.shard=2", "optim.ema=0.9"]
     assert ranks2.launch(example, *shard, f"project.dir={tmp_path / 'all'}") == [0, 0]
     middle = list_runs(tmp_path / "all")[-1].checkpoint_list()[0]
-    assert ranks2.launch(example, *shard, f"resume={middle}", f"project.dir={tmp_path / 'resumed'}") == [0, 0]
+    assert ranks2.launch(
+        example, *shard, f"resume={middle}", f"project.dir={tmp_path / 'resumed'}"
+    ) == [0, 0]
     assert train(config=example, dir=tmp_path / "one") == 0
-    for name in ("all", "one"):  # eigenvectors of close eigenvalues turn with rounding, so the losses differ later
+    for name in (
+        "all",
+        "one",
+    ):  # eigenvectors of close eigenvalues turn with rounding, so the losses differ later
         losses = [record["loss"] for record in read_metrics(tmp_path / name)]
         assert losses[0] == pytest.approx(read_metrics(tmp_path / "all")[0]["loss"], rel=1e-5)
         assert losses[-1] < 0.5 * losses[0]
-    saved, again = (Reader(list_runs(tmp_path / name)[-1].checkpoint_list()[-1]) for name in ("all", "resumed"))
+    saved, again = (
+        Reader(list_runs(tmp_path / name)[-1].checkpoint_list()[-1]) for name in ("all", "resumed")
+    )
     assert {"optim.0.weight.left_basis", "optim.0.weight.ema"} < saved.entries.keys()
     for name in saved.entries:
         if name.startswith(("model.", "optim.")):
@@ -162,7 +191,9 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
 def check_rank(config: str, folder: str, *words: str) -> int:
     from mvp_engine.tools.check.stages import main
 
-    return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}", *words])
+    return main(
+        ["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}", *words]
+    )
 
 
 def checked(example: Path, folder: Path, ranks: Any = None, *words: str) -> dict[str, Any]:
@@ -175,7 +206,9 @@ def checked(example: Path, folder: Path, ranks: Any = None, *words: str) -> dict
 
 
 @pytest.mark.slow
-def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(ranks2, example: Path, tmp_path: Path) -> None:
+def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(
+    ranks2, example: Path, tmp_path: Path
+) -> None:
     sound = checked(example, tmp_path / "sound", ranks2, "parallel.shard=2")
     assert sound["problems"] == []
     assert not any("attribute" in text for text in sound["warnings"])
@@ -190,15 +223,20 @@ def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(ranks2, ex
     def step(self, closure=None):
         self.calls = getattr(self, "calls", 0) + 1
 """
-    broken = code.replace("    @torch.no_grad()\n    def step(self, closure=None):\n", doubles.lstrip("\n"))
+    broken = code.replace(
+        "    @torch.no_grad()\n    def step(self, closure=None):\n", doubles.lstrip("\n")
+    )
     example.with_name("engine.py").write_text(broken)
     found = checked(example, tmp_path / "broken")
     assert len(found["problems"]) == 1
-    assert found["problems"][0].startswith("Eigenbasis does not come back from a checkpoint as it was: ")
+    assert found["problems"][0].startswith(
+        "Eigenbasis does not come back from a checkpoint as it was: "
+    )
     assert "has another state 'mean'" in found["problems"][0]
     assert any("changes its 1 attribute calls in training" in text for text in found["warnings"])
     local = code.replace(
-        'state["mean"].lerp_', 'state["mine"] = param.to_local().sum()[None]\n        state["mean"].lerp_'
+        'state["mean"].lerp_',
+        'state["mine"] = param.to_local().sum()[None]\n        state["mean"].lerp_',
     )
     other = tmp_path / "other" / "train.yaml"  # the ranks have imported the first one
     other.parent.mkdir()

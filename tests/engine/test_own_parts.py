@@ -75,24 +75,36 @@ def recipe(folder: Path, loader: str = "Rows(None, 4)") -> Path:
 def script_model() -> nn.Module:
     """The model of a plain script that begins with `torch.manual_seed(7)`."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 1))
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 1)
+    )
 
 
-def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(train, tmp_path: Path) -> None:
+def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(
+    train, tmp_path: Path
+) -> None:
     config = recipe(tmp_path / "plane")
-    assert train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs") == 0
+    assert (
+        train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs")
+        == 0
+    )
     saved = Reader(list_runs(tmp_path / "runs")[-1].checkpoint_list()[-1])
     for name, weight in script_model().named_parameters():
         assert torch.equal(saved.read(f"model.{name}"), weight), name
 
 
-def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(train, tmp_path: Path, capsys) -> None:
+def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
+    train, tmp_path: Path, capsys
+) -> None:
     config = recipe(tmp_path / "plane")
     assert train(config=config, dir=tmp_path / "runs") == 0
     run = list_runs(tmp_path / "runs")[-1]
     saved = Reader(run.checkpoint_list()[-1])
     assert main(["merge", str(run.dir), str(tmp_path / "out")]) == 0
-    assert f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n" in capsys.readouterr().out
+    assert (
+        f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n"
+        in capsys.readouterr().out
+    )
     model = script_model()
     load_model(model, str(tmp_path / "out" / "model.safetensors"))
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
@@ -143,23 +155,36 @@ def warnings_of(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("rows", "warns"),
-    [("None", True), ("slice(self.layout.data_rank, None, self.layout.data_size)", False), ("'constant'", False)],
+    [
+        ("None", True),
+        ("slice(self.layout.data_rank, None, self.layout.data_size)", False),
+        ("'constant'", False),
+    ],
     ids=["ignores its rank", "divides", "constant data"],
 )
-def test_ranks_with_the_same_micro_batches_are_a_warning(ranks2, tmp_path: Path, rows: str, warns: bool) -> None:
+def test_ranks_with_the_same_micro_batches_are_a_warning(
+    ranks2, tmp_path: Path, rows: str, warns: bool
+) -> None:
     config = recipe(tmp_path / "plane", f"Rows({rows}, 4)")
-    assert ranks2.launch(config, "log.backends=[file]", f"project.dir={tmp_path / 'runs'}") == [0, 0]
+    assert ranks2.launch(config, "log.backends=[file]", f"project.dir={tmp_path / 'runs'}") == [
+        0,
+        0,
+    ]
     assert (SAME in warnings_of(tmp_path / "runs")) is warns
 
 
-@pytest.mark.parametrize("data_ranks", [[0, 0, 1, 1], [0, 1, 2, 3]], ids=["model parallel", "data parallel"])
+@pytest.mark.parametrize(
+    "data_ranks", [[0, 0, 1, 1], [0, 1, 2, 3]], ids=["model parallel", "data parallel"]
+)
 def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks: list[int]) -> None:
     """Four ranks: the first two have the same micro-batches, and so have the other two."""
 
     class FourRanks(World):
         def all_gather(self, own: Any) -> list[Any]:
             others = [(rank, [place // 2, 7]) for place, rank in enumerate(data_ranks)]
-            return [own if rank == 0 else (rank, found) for rank, found in others[1:]] + [(0, [0, 7])]
+            return [own if rank == 0 else (rank, found) for rank, found in others[1:]] + [
+                (0, [0, 7])
+            ]
 
     world = FourRanks(0, 4, 0, 4, torch.device("cpu"))
     layout: Any = SimpleNamespace(data_rank=0, data_size=len(set(data_ranks)))

@@ -27,7 +27,9 @@ def tiny_engine() -> type:
     return compose(TINY).engine_class
 
 
-def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path: Path, monkeypatch) -> None:
+def test_finished_run_in_a_relative_folder_is_not_written_again(
+    train, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train(dir=Path("rel")) == 0
     meta = list_runs(Path("rel"))[0].checkpoint_list()[-1] / "meta.json"
@@ -67,7 +69,9 @@ def test_kill_between_remove_and_rename_keeps_a_checkpoint(train, tmp_path: Path
     assert run.checkpoint_list()[-1] != last
 
 
-def test_interrupt_whose_save_fails_exits_with_an_error_code(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_interrupt_whose_save_fails_exits_with_an_error_code(
+    train, tmp_path: Path, monkeypatch, capsys
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -90,7 +94,9 @@ def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path: Path, monk
     assert [p.name for p in list_runs(tmp_path)[0].checkpoint_list()] == ["step_00000006"]
 
 
-def test_checkpoint_written_during_training_holds_the_state_of_its_step(train, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoint_written_during_training_holds_the_state_of_its_step(
+    train, tmp_path: Path, monkeypatch
+) -> None:
     """The write is slow, and the steps meanwhile must not get into it."""
     write = storage.write
 
@@ -100,7 +106,12 @@ def test_checkpoint_written_during_training_holds_the_state_of_its_step(train, t
 
     assert train("loop.total_steps=4", "optim.schedule=constant", dir=tmp_path / "short") == 0
     monkeypatch.setattr(storage, "write", slow)
-    words = ["checkpoint.interval=4", "checkpoint.keep_n=null", "loop.total_steps=7", "optim.schedule=constant"]
+    words = [
+        "checkpoint.interval=4",
+        "checkpoint.keep_n=null",
+        "loop.total_steps=7",
+        "optim.schedule=constant",
+    ]
     assert train(*words, dir=tmp_path / "long") == 0
     found = []
     for folder in ("short", "long"):
@@ -109,7 +120,9 @@ def test_checkpoint_written_during_training_holds_the_state_of_its_step(train, t
     assert torch.equal(*found)
 
 
-def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_path: Path, monkeypatch) -> None:
+def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
+    train, tmp_path: Path, monkeypatch
+) -> None:
     write, seen = storage.write, []
 
     def look(folder: Path, *args: Any) -> None:
@@ -122,7 +135,12 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_pa
 
 
 def test_best_checkpoint_is_kept_on_resume(train, tmp_path: Path) -> None:
-    words = ["loop.eval_interval=2", "optim.schedule=constant", "log.backends=[jsonl]", "checkpoint.keep_n=1"]
+    words = [
+        "loop.eval_interval=2",
+        "optim.schedule=constant",
+        "log.backends=[jsonl]",
+        "checkpoint.keep_n=1",
+    ]
     assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     best = (run.checkpoints / "best").resolve().name
@@ -132,7 +150,9 @@ def test_best_checkpoint_is_kept_on_resume(train, tmp_path: Path) -> None:
     assert (run.checkpoints / "best").resolve().name == best
 
 
-def test_evaluation_does_not_change_training(train, tmp_path: Path, monkeypatch, tiny_engine: type) -> None:
+def test_evaluation_does_not_change_training(
+    train, tmp_path: Path, monkeypatch, tiny_engine: type
+) -> None:
     prepare, step = tiny_engine.prepare_dataloader, tiny_engine.eval_step
 
     def drawing_loader(self: Any, split: str) -> Any:
@@ -146,12 +166,19 @@ def test_evaluation_does_not_change_training(train, tmp_path: Path, monkeypatch,
     monkeypatch.setattr(tiny_engine, "prepare_dataloader", drawing_loader)
     monkeypatch.setattr(tiny_engine, "eval_step", drawing_step)
     for interval in ("null", "2", "5"):
-        assert train("tiny.dropout=0.3", f"loop.eval_interval={interval}", dir=tmp_path / interval) == 0
+        assert (
+            train("tiny.dropout=0.3", f"loop.eval_interval={interval}", dir=tmp_path / interval)
+            == 0
+        )
     assert losses(tmp_path / "null") == losses(tmp_path / "2") == losses(tmp_path / "5")
 
 
-def test_nan_eval_metric_is_not_logged_and_never_the_best(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
-    monkeypatch.setattr(tiny_engine, "eval_step", lambda self, ctx, batch: ctx.log("loss", float("nan"), 1))
+def test_nan_eval_metric_is_not_logged_and_never_the_best(
+    train, tmp_path: Path, monkeypatch, tiny_engine
+) -> None:
+    monkeypatch.setattr(
+        tiny_engine, "eval_step", lambda self, ctx, batch: ctx.log("loss", float("nan"), 1)
+    )
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     assert [r["loss"] for r in read_metrics(tmp_path, "eval")] == [None, None]
     assert not (list_runs(tmp_path)[0].checkpoints / "best").exists()
@@ -176,7 +203,9 @@ def test_resume_with_a_user_error_leaves_the_state_of_the_run(train, tmp_path: P
     assert run.info == before
 
 
-def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(train, tmp_path: Path) -> None:
+def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(
+    train, tmp_path: Path
+) -> None:
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = list_runs(tmp_path)[-1]
     branch = [
@@ -200,14 +229,18 @@ def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path: Path) -> 
     assert train("project.run_id=mine", "resume=auto", dir=tmp_path) == 0
 
 
-def test_torch_loader_with_its_own_generator_resumes_bit_equal(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_torch_loader_with_its_own_generator_resumes_bit_equal(
+    train, tmp_path: Path, monkeypatch, tiny_engine
+) -> None:
     prepare = tiny_engine.prepare_dataloader
 
     def own_generator(self: Any, split: str) -> Any:
         found = prepare(self, split)
         if split == "eval":
             return found
-        return DataLoader(found.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return DataLoader(
+            found.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
 
     monkeypatch.setattr(tiny_engine, "prepare_dataloader", own_generator)
     assert train("loop.total_steps=20", dir=tmp_path / "straight") == 0
@@ -218,24 +251,32 @@ def test_torch_loader_with_its_own_generator_resumes_bit_equal(train, tmp_path: 
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_scheduler_that_changes_momentum_resumes_bit_equal(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_scheduler_that_changes_momentum_resumes_bit_equal(
+    train, tmp_path: Path, monkeypatch, tiny_engine
+) -> None:
     def one_cycle(self: Any, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
     monkeypatch.setattr(tiny_engine, "prepare_scheduler", one_cycle)
     assert train(dir=tmp_path / "straight") == 0
-    assert train("tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path / "cut") == EXIT_INTERRUPTED
+    assert (
+        train("tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path / "cut") == EXIT_INTERRUPTED
+    )
     assert train("resume=auto", dir=tmp_path / "cut") == 0
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_state_that_cannot_be_loaded_is_refused_at_save(train, tmp_path, monkeypatch, capsys, tiny_engine) -> None:
+def test_state_that_cannot_be_loaded_is_refused_at_save(
+    train, tmp_path, monkeypatch, capsys, tiny_engine
+) -> None:
     monkeypatch.setattr(tiny_engine, "extra_state", lambda self: {"where": Path("/tmp")})
     assert train(dir=tmp_path) == EXIT_USER_ERROR
     assert "Look at extra_state()" in capsys.readouterr().err
 
 
-def test_module_kept_in_eval_mode_by_a_recipe_stays_in_it(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_module_kept_in_eval_mode_by_a_recipe_stays_in_it(
+    train, tmp_path: Path, monkeypatch, tiny_engine
+) -> None:
     before = tiny_engine.before_train
     modes = []
 
@@ -244,7 +285,9 @@ def test_module_kept_in_eval_mode_by_a_recipe_stays_in_it(train, tmp_path: Path,
         self.model[3].eval()
 
     monkeypatch.setattr(tiny_engine, "before_train", frozen)
-    monkeypatch.setattr(tiny_engine, "train_post_step", lambda self, ctx: modes.append(self.model[3].training))
+    monkeypatch.setattr(
+        tiny_engine, "train_post_step", lambda self, ctx: modes.append(self.model[3].training)
+    )
     assert train("loop.eval_interval=2", "loop.total_steps=4", dir=tmp_path) == 0
     assert modes == [False] * 4
 
@@ -299,9 +342,20 @@ def own_cursors() -> list[list[int]]:
 
 
 def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path: Path) -> None:
-    words = ["tiny.loader=uneven", "loop.total_steps=null", "loop.epochs=2", "loop.eval_interval=3", "log.interval=1"]
-    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [0, 0]
-    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 17))  # 4 and 8 micro-batches an epoch
+    words = [
+        "tiny.loader=uneven",
+        "loop.total_steps=null",
+        "loop.epochs=2",
+        "loop.eval_interval=3",
+        "log.interval=1",
+    ]
+    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [
+        0,
+        0,
+    ]
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(
+        range(1, 17)
+    )  # 4 and 8 micro-batches an epoch
 
 
 def test_replicas_start_with_the_weights_of_rank_0(ranks2) -> None:
@@ -336,7 +390,9 @@ def twice() -> str:
     reducer.arm()
     x = torch.randn(2, 4, requires_grad=True)
     try:
-        checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()
+        checkpoint(
+            layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True
+        ).sum().backward()
         return "no error"
     except RuntimeError as error:
         return str(error)
@@ -347,7 +403,12 @@ def twice() -> str:
 
 @pytest.mark.campaign(only=True)
 def test_magic_transformer_trained_sorts(train, tmp_path: Path, capsys) -> None:
-    words = ["task.digits=4", "loop.total_steps=200", "loop.eval_interval=200", "task.eval_problems=200"]
+    words = [
+        "task.digits=4",
+        "loop.total_steps=200",
+        "loop.eval_interval=200",
+        "task.eval_problems=200",
+    ]
     words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]
     assert train(*words, config=MAGIC, dir=tmp_path) == 0
     assert read_metrics(tmp_path, "eval")[-1]["exact_match"] > 0.95
@@ -364,7 +425,9 @@ def test_reserved_metric_names_are_refused() -> None:
         MetricStore(World(0, 1, 0, 1, torch.device("cpu"))).add("step", 1.0)
 
 
-def test_user_error_before_the_process_group_is_printed_once_per_machine(capsys, monkeypatch) -> None:
+def test_user_error_before_the_process_group_is_printed_once_per_machine(
+    capsys, monkeypatch
+) -> None:
     from mvp_engine.launch import launch
 
     for rank, local, told in (("0", "0", 1), ("1", "1", 0), ("2", "0", 1)):

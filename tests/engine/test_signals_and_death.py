@@ -48,7 +48,9 @@ def join_signal_threads() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = spawn(*LAUNCH, *LONG, f"project.dir={tmp_path}")
     wait_for(process, "step 4/")
     process.send_signal(number)
@@ -62,7 +64,9 @@ def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path: Path,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_before_the_first_step_stops_at_once_with_75(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_before_the_first_step_stops_at_once_with_75(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = spawn(*LAUNCH, "tiny.fault=hang_before_training", f"project.dir={tmp_path}")
     wait_for(process, "preparing")
     process.send_signal(number)
@@ -74,7 +78,9 @@ def test_signal_before_the_first_step_stops_at_once_with_75(tmp_path: Path, numb
     assert run.status() == "interrupted"
 
 
-def test_stop_signals_ctrl_c_to_a_forked_process_is_not_counted_by_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_signals_ctrl_c_to_a_forked_process_is_not_counted_by_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A terminal sends Ctrl-C to loader workers as well; a second one would leave without saving."""
     exits: list[int] = []
     monkeypatch.setattr(StopSignals, "_exit_at_once", lambda self: exits.append(1))
@@ -100,7 +106,9 @@ def test_stop_signals_message_is_printed_by_a_live_panel_above_itself() -> None:
     assert "SIGTERM: saving\n" in console.file.getvalue()
 
 
-def test_stop_signals_message_is_not_printed_after_a_rank_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_signals_message_is_not_printed_after_a_rank_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """torchrun sends SIGTERM to the other ranks; the last line of the job stays the error of the failed one."""
     with StopSignals("saving", failed=lambda: True) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -110,7 +118,8 @@ def test_stop_signals_message_is_not_printed_after_a_rank_failed(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("fault", "nproc"), [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=pytest.mark.campaign(only=True))]
+    ("fault", "nproc"),
+    [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=pytest.mark.campaign(only=True))],
 )
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
@@ -124,7 +133,9 @@ def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, 
 
 
 def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path: Path) -> None:
-    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *LONG, f"project.dir={tmp_path}")
+    process = spawn(
+        "-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *LONG, f"project.dir={tmp_path}"
+    )
     wait_for(process, "step 4/")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -212,7 +223,9 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
     words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]
-    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words, fresh_workers=True)
+    process = spawn(
+        "-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words, fresh_workers=True
+    )
     wait_for(process, "hanging")
     [rank1] = [pid for pid in child_pids(process.pid) if _environment(pid).get("RANK") == "1"]
     started = time.monotonic()
@@ -254,8 +267,19 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:
 
 @pytest.mark.campaign(only=True)
 def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
-    words = ["tiny.fault=crash_once", "tiny.fault_step=7", "checkpoint.interval=2", "log.interval=1"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    words = [
+        "tiny.fault=crash_once",
+        "tiny.fault_step=7",
+        "checkpoint.interval=2",
+        "log.interval=1",
+    ]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+    ]
     words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
     code, output = run_process(*torchrun, *LAUNCH, *words)
     assert code == 0, output

@@ -49,7 +49,9 @@ def slow_records(folder: Path) -> dict[int, dict[str, Any]]:
     return {one["step"]: one for one in RunFacts(list_runs(folder)[-1]).slow_steps}
 
 
-def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(train, clock, tmp_path: Path, capsys) -> None:
+def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
+    train, clock, tmp_path: Path, capsys
+) -> None:
     words = [
         "tiny.fault=slow_hook",
         "tiny.fault_step=12",
@@ -57,7 +59,12 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(train, cl
         "tiny.slow_seconds=3",
         "tiny.samples=200",
     ]
-    words += ["loop.eval_interval=4", "tiny.load_seconds=0.01", "checkpoint.interval=10", "data.num_workers=0"]
+    words += [
+        "loop.eval_interval=4",
+        "tiny.load_seconds=0.01",
+        "checkpoint.interval=10",
+        "data.num_workers=0",
+    ]
     words += ["log.backends=[terminal,file,jsonl,plot]"]
     assert train(*words, "loop.total_steps=25") == 0
     found = slow_records(tmp_path)
@@ -95,7 +102,9 @@ def test_run_of_equal_steps_prints_no_slow_steps(train, clock, tmp_path: Path, c
 
 
 def test_records_after_the_checkpoint_are_removed_at_a_resume(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "seconds": 9.0, "usual_seconds": 1.0}) for step in (30, 20, 10)]
+    lines = [
+        json.dumps({"step": step, "seconds": 9.0, "usual_seconds": 1.0}) for step in (30, 20, 10)
+    ]
     (tmp_path / "slow_steps.jsonl").write_text("\n".join(lines) + "\n")
     meter = Meter(ALONE, tmp_path, 20)
     assert [one["step"] for one in meter.slowest] == [20, 10]
@@ -117,7 +126,12 @@ def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path: Path) -> None:
-    words = ["tiny.fault=slow_hook", "tiny.fault_rank=1", "tiny.fault_step=12", "tiny.slow_seconds=1"]
+    words = [
+        "tiny.fault=slow_hook",
+        "tiny.fault_rank=1",
+        "tiny.fault_step=12",
+        "tiny.slow_seconds=1",
+    ]
     assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "loop.total_steps=20") == [0, 0]
     record = slow_records(tmp_path)[12]
     assert (record["rank"], record["phase"]) == (1, "train_post_step")
@@ -152,7 +166,11 @@ class Event:
 
 def test_split_of_a_step_on_a_gpu_is_that_of_its_events_once_it_has_passed_them() -> None:
     last = Event(900.0, is_past=False)
-    marks = [("data", 0.0, Event(0.0)), ("forward", 9.0, Event(100.0)), ("backward", 9.1, Event(300.0))]
+    marks = [
+        ("data", 0.0, Event(0.0)),
+        ("forward", 9.0, Event(100.0)),
+        ("backward", 9.1, Event(300.0)),
+    ]
     times = StepTimes(5, [*marks, ("forward", 9.2, Event(600.0)), ("", 9.3, last)])
     assert not times.read()
     last.is_past = True

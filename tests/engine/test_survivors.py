@@ -113,7 +113,9 @@ KINDS |= {rewards_with_the_gil: 4, rewards_with_sessions: 6, spawned_workers: 4}
 
 
 @pytest.mark.parametrize("start", KINDS, ids=lambda start: start.__name__)
-def test_workers_after_kill_9_of_their_rank_are_gone(start: Callable[[], Any], tmp_path: Path) -> None:
+def test_workers_after_kill_9_of_their_rank_are_gone(
+    start: Callable[[], Any], tmp_path: Path
+) -> None:
     end_with_test = end_with_this_process()
     rank = os.fork()
     if rank == 0:

@@ -36,7 +36,9 @@ class Made(Dataset[dict[str, Tensor]]):
 
 
 def test_tensors_of_workers_arrive_as_they_were_and_only_large_ones_in_shared_memory() -> None:
-    loader = SampleLoader(Made(), micro_batch_size=1, shuffle=False, num_workers=1, collate_fn=lambda rows: rows[0])
+    loader = SampleLoader(
+        Made(), micro_batch_size=1, shuffle=False, num_workers=1, collate_fn=lambda rows: rows[0]
+    )
     for index, found in enumerate(loader):
         for name, wanted in tensors(index).items():
             assert found[name].dtype == wanted.dtype

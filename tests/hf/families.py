@@ -33,12 +33,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
 
 # model type -> (its special features, config settings beyond SMALL)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("GQA", {}),
     "mistral": ("GQA, sliding window", WINDOW),
     "qwen2": ("GQA, biases", {}),
     "qwen3": ("GQA, query and key norms", {}),
-    "qwen3_moe": ("mixture of experts", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "qwen3_moe": ("mixture of experts", EXPERTS),
     "mixtral": ("mixture of experts", {"num_local_experts": 4}),
     "qwen2_moe": (
         "mixture of experts, window only in the mask",
@@ -75,7 +75,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Ids of the placeholder tokens for images, videos and audio, in each model of VISION.
-TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
+TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+    "vision_start_token_id": 93,
+}
 
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 SMALL_VIT = {
@@ -117,31 +122,45 @@ RESAMPLER = {
 PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
 
 
-def sub_configs(vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+def sub_configs(
+    vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text
+) -> dict[str, Any]:
     """The sub-configs of a model with encoders."""
     found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
     return {name: config for name, config in found.items() if config is not None}
 
 
-def vit(model_type: str | None = None, **more: Any) -> dict[str, Any]:
+def vit(model_type: str | None = None, **more) -> dict[str, Any]:
     return {**SMALL_VIT, **({} if model_type is None else {"model_type": model_type}), **more}
 
 
 # model type -> (its special features, config settings beyond TOKENS, formats of its media: see `media_of`)
-VISION: dict[str, tuple[str, dict[str, Any], str]] = {
+VISION = {
     "qwen2_vl": (
         "positions on three axes",
         sub_configs({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
         "patches video",
     ),
-    "qwen2_5_vl": ("positions on three axes, windows in the encoder", sub_configs(WINDOWS, **MROPE), "patches video"),
+    "qwen2_5_vl": (
+        "positions on three axes, windows in the encoder",
+        sub_configs(WINDOWS, **MROPE),
+        "patches video",
+    ),
     "qwen3_vl": (
         "positions on three axes, features of several depths",
         sub_configs(DEEPSTACK, **MROPE),
         "patches frame",
     ),
-    "qwen3_vl_moe": ("the same, mixture of experts", sub_configs(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
-    "glm4v": ("positions on three axes", sub_configs({**PATCHES, "image_size": 8}, **MROPE), "patches"),
+    "qwen3_vl_moe": (
+        "the same, mixture of experts",
+        sub_configs(DEEPSTACK, **MROPE, **EXPERTS),
+        "patches",
+    ),
+    "glm4v": (
+        "positions on three axes",
+        sub_configs({**PATCHES, "image_size": 8}, **MROPE),
+        "patches",
+    ),
     "paddleocr_vl": (
         "positions on three axes, NaViT",
         sub_configs({**SMALL_VIT, "spatial_merge_size": 2}, **MROPE),
@@ -154,7 +173,9 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "internvl": (
         "tiles, InternViT",
-        sub_configs(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
+        sub_configs(
+            vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"
+        ),
         "tiles",
     ),
     "gemma3": (
@@ -165,7 +186,9 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4": (
         "padded patches, the tokens of an image see each other",
         sub_configs(
-            vit(num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16),
+            vit(
+                num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16
+            ),
             **WINDOW,
             **FOUR_LAYERS,
             use_bidirectional_attention="vision",
@@ -185,8 +208,16 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         {**sub_configs(vit(), model_type="mistral", **WINDOW), "perceiver_config": RESAMPLER},
         "padded",
     ),
-    "idefics3": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
-    "smolvlm": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "idefics3": (
+        "padded tiles, SigLIP",
+        {**sub_configs(vit(), model_type="llama"), "scale_factor": 2},
+        "padded",
+    ),
+    "smolvlm": (
+        "padded tiles, SigLIP",
+        {**sub_configs(vit(), model_type="llama"), "scale_factor": 2},
+        "padded",
+    ),
     "llava": ("CLIP", sub_configs(vit("clip_vision_model"), model_type="llama"), "tiles"),
     "llava_next": (
         "tiles of any resolution, CLIP",
@@ -204,7 +235,11 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         "sized",
     ),
     # With two layers, the random weights would generate placeholder tokens.
-    "qwen2_audio": ("Whisper", sub_configs(None, WHISPER, model_type="qwen2", **FOUR_LAYERS), "audio"),
+    "qwen2_audio": (
+        "Whisper",
+        sub_configs(None, WHISPER, model_type="qwen2", **FOUR_LAYERS),
+        "audio",
+    ),
     "qwen2_5_omni_thinker": (
         "positions on three axes, windows in both encoders; from transformers 5.21",
         sub_configs(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),
@@ -235,7 +270,7 @@ KIT = {
 TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 # Models with encoders that must be rejected, and a part of the error message.
-REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+REFUSED_VISION = {
     "mllama": (
         "sees images by cross-attention",
         sub_configs(vit(), num_hidden_layers=2, cross_attention_layers=[1]),
@@ -245,41 +280,46 @@ REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
 
 def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
     """One image, video or audio clip as a processor returns it in this format: its kind, values and fields."""
+    grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
+    patches = int(grid.prod())
+    of_images = {"image_grid_thw": grid}
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g)
+
     if form == "patches":
-        grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return "pixel_values", torch.randn(int(grid.prod()), 24, generator=g), {"image_grid_thw": grid}
+        return "pixel_values", randn(patches, 24), of_images
     if form == "squares":
-        grid = torch.tensor([[1, 4, 8 if large else 4]])
-        return "pixel_values", torch.randn(int(grid.prod()), 3, 2, 2, generator=g), {"image_grid_thw": grid}
-    if form in ("merged", "merged_video"):
-        kind, name = ("pixel_values", "image") if form == "merged" else ("pixel_values_videos", "video")
-        grid, size = torch.tensor([[1, 4, 8 if large else 4]]), torch.tensor([1 if form == "merged" else 2])
-        fields = {f"{name}_grid_thw": grid, f"{name}_merge_sizes": size}
-        return kind, torch.randn(int(grid.prod()), 12, generator=g), fields
-    if form in ("video", "frame"):  # "frame": some models have a text token between frames, so one frame
-        grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
-        return "pixel_values_videos", torch.randn(int(grid.prod()), 24, generator=g), {"video_grid_thw": grid}
+        return "pixel_values", randn(patches, 3, 2, 2), of_images
+    if form == "merged":
+        fields = {**of_images, "image_merge_sizes": torch.tensor([1])}
+        return "pixel_values", randn(patches, 12), fields
+    if form == "merged_video":
+        fields = {"video_grid_thw": grid, "video_merge_sizes": torch.tensor([2])}
+        return "pixel_values_videos", randn(patches, 12), fields
+    if form in ("video", "frame"):  # some models have a text token between frames, so one frame
+        return "pixel_values_videos", randn(patches, 24), {"video_grid_thw": grid}
     if form == "tiles":
-        return "pixel_values", torch.randn(1 + large, 3, 8, 8, generator=g), {}
+        return "pixel_values", randn(1 + large, 3, 8, 8), {}
     if form == "anyres":
         size = torch.tensor([[16, 16] if large else [8, 16]])
-        return "pixel_values", torch.randn(5 if large else 3, 3, 8, 8, generator=g), {"image_sizes": size}
+        return "pixel_values", randn(5 if large else 3, 3, 8, 8), {"image_sizes": size}
     if form == "sized":
         size = torch.tensor([[8, 8] if large else [4, 8]])
-        return "pixel_values", torch.randn(1, 3, 8, 8, generator=g), {"image_sizes": size}
+        return "pixel_values", randn(1, 3, 8, 8), {"image_sizes": size}
     if form == "padded":
         mask = (torch.arange(8) < (8 if large else 4))[:, None].expand(1, 1, 8, 8)
-        return "pixel_values", torch.randn(1, 1, 3, 8, 8, generator=g) * mask, {"pixel_attention_mask": mask}
+        return "pixel_values", randn(1, 1, 3, 8, 8) * mask, {"pixel_attention_mask": mask}
     if form == "placed":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None].clone()
         places[:, 16 if large else 8 :] = -1
         return "pixel_values", torch.rand(1, 16, 12, generator=g), {"image_position_ids": places}
     assert form == "audio"
     mask = (torch.arange(32) < (32 if large else 20)).long()[None]
-    return "input_features", torch.randn(1, 8, 32, generator=g) * mask, {"feature_attention_mask": mask}
+    return "input_features", randn(1, 8, 32) * mask, {"feature_attention_mask": mask}
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str):
     from transformers import AutoConfig
 
     if not is_supported(name):
@@ -295,30 +335,39 @@ def overrides_of(name: str) -> dict[str, Any]:
     """The same config as a user would write it under `model.config`."""
     from transformers import CONFIG_MAPPING
 
-    known, extra = CONFIG_MAPPING[name](), FAMILIES.get(name, ("", {}))[1]
-    return {"model_type": name, **{k: v for k, v in {**SMALL, **extra}.items() if hasattr(known, k)}}
+    default = CONFIG_MAPPING[name]()
+    settings = {**SMALL, **FAMILIES.get(name, ("", {}))[1]}
+    known = {key: value for key, value in settings.items() if hasattr(default, key)}
+    return {"model_type": name, **known}
 
 
-def parallel(**sizes: int) -> Any:
+def parallel(**sizes: int):
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
-    return Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **sizes})
+    defaults = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    return Parallel(**{**defaults, **sizes})
 
 
 @contextmanager
-def layout_of(**sizes: int) -> Iterator[Any]:
+def layout_of(device: str = "cpu", **sizes: int) -> Iterator[Any]:
     """The layout of this rank process, while it is a member of a job."""
     from mvp_engine.distributed import Layout, World
 
-    world = World.join("cpu")
+    world = World.join(device)
     try:
         yield Layout.of(world, parallel(**sizes))
     finally:
         world.close()
 
 
-def mean_of_copies(layout: Any, value: Tensor) -> Any:
+def on_layout(sizes: dict[str, int], function: Callable[..., Any], *args):
+    """`function(layout, *args)` on this rank process, as a member of a job."""
+    with layout_of(**sizes) as layout:
+        return function(layout, *args)
+
+
+def mean_of_copies(layout, value: Tensor):
     """The sum over data-parallel ranks: all ranks, each of which counts as one of the copies of its data."""
     return sum(layout.world.all_gather(value)) / layout.model_parallel_size
 
@@ -346,9 +395,13 @@ def vision_table() -> str:
     rows = []
     for name, (special, _, forms) in VISION.items():
         found = [media_of(form, False, torch.Generator()) for form in forms.split()]
-        media = "; ".join(f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found)
+        media = "; ".join(
+            f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found
+        )
         types = TYPES.get(name)
-        rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |")
+        rows.append(
+            f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |"
+        )
     head = [
         "| model type | `media` | `token_fields` | data kit | what is special about it |",
         "| --- | --- | --- | --- | --- |",

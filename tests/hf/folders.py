@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from families import config_of
@@ -20,7 +19,7 @@ def alone() -> Layout:
     return Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def folder_of(family: str, where: Path, **options: Any) -> Any:
+def folder_of(family: str, where: Path, **options):
     """Write a random pretrained folder as transformers does; returns the model."""
     from transformers import AutoModelForCausalLM
 
@@ -30,9 +29,13 @@ def folder_of(family: str, where: Path, **options: Any) -> Any:
     return model
 
 
-def language_model(path: Path | None, layout: Layout | None = None, **config: Any) -> LanguageModelEngine:
+def language_model(
+    path: Path | None, layout: Layout | None = None, **config
+) -> LanguageModelEngine:
     source = ModelSource(None if path is None else str(path), config)
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7))
+    engine = LanguageModelEngine(
+        LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7)
+    )
     engine.initialize()
     return engine
 
@@ -48,14 +51,14 @@ def entries(file: Path) -> list[tuple[str, Tensor]]:
         return [(key, opened.get_tensor(key)) for key in opened.keys()]  # noqa: SIM118 - not a mapping
 
 
-def realigned(model: Any) -> Any:
+def realigned(model):
     """The model with its weights in fresh memory: a matmul on a mapped file at an odd address may round differently."""
     for param in model.parameters():
         param.data = param.data.clone()
     return model.eval()
 
 
-def without_checksums(checkpoint: Path) -> None:
+def without_checksums(checkpoint: Path):
     """As versions before checksums wrote it: its files may be changed."""
     meta = checkpoint / "meta.json"
     facts = json.loads(meta.read_text())

@@ -33,7 +33,11 @@ from mvp_engine.hf.mixers.per_sequence import Packing
 
 LENGTHS = (70, 5, 130)  # kernels work on chunks of 64 tokens
 HEADS_OF_16 = {
-    "qwen3_5_text": {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "qwen3_5_text": {
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     # All experts for every token: else rounding to bfloat16 changes which ones.
     "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 16, "num_experts_per_tok": 4},
     "mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 1},
@@ -47,7 +51,7 @@ class Step(int):
         return tl.full((), int(self), dtype)
 
 
-def steps(*bounds: Any) -> Iterable[Step]:
+def steps(*bounds) -> Iterable[Step]:
     return map(Step, range(*(int(bound) for bound in bounds)))
 
 
@@ -55,51 +59,63 @@ def rounded(data: np.ndarray) -> np.ndarray:
     return torch.tensor(data).bfloat16().float().numpy()
 
 
-def add_bfloat16() -> None:
+def add_bfloat16():
     builder = interpreter.InterpreterBuilder
     np_dtype = interpreter._get_np_dtype
     load, store, fabs = builder.create_masked_load, builder.create_masked_store, builder.create_fabs
 
-    def is_bfloat16(dtype: Any) -> bool:
+    def is_bfloat16(dtype):
         return getattr(dtype, "scalar", dtype) == tl.bfloat16
 
-    def round_result(handle: Any) -> None:
+    def round_result(handle):
         if is_bfloat16(handle.dtype) and handle.data.dtype != bool:
             handle.data = rounded(handle.data.astype(np.float32))
 
-    def masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def masked_load(self, ptrs, mask, other, *options):
         if ptrs.get_element_ty() != tl.bfloat16:
             return load(self, ptrs, mask, other, *options)
         mask = getattr(mask, "data", mask)
-        bits = interpreter._interpreter.load(ptrs.data, mask, np.zeros(ptrs.data.shape, np.uint16), np.dtype(np.uint16))
+        bits = interpreter._interpreter.load(
+            ptrs.data, mask, np.zeros(ptrs.data.shape, np.uint16), np.dtype(np.uint16)
+        )
         data = (bits.astype(np.uint32) << 16).view(np.float32)
         data = data if other is None else np.where(mask, data, other.data)
         return interpreter.TensorHandle(data, tl.bfloat16)
 
-    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *options: Any) -> Any:
+    def masked_store(self, ptrs, value, mask, *options):
         if is_bfloat16(value.dtype):
             bits = (np.ascontiguousarray(value.data).view(np.uint32) >> 16).astype(np.uint16)
             return interpreter._interpreter.store(ptrs.data, bits, mask.data)
         return store(self, ptrs, value, mask, *options)
 
-    def cast(self: Any, src: Any, dst_type: Any) -> Any:
-        return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+    def cast(self, src, dst_type):
+        return interpreter.TensorHandle(
+            src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar
+        )
 
-    interpreter._get_np_dtype = lambda dtype: np.dtype(np.float32) if is_bfloat16(dtype) else np_dtype(dtype)
+    interpreter._get_np_dtype = lambda dtype: (
+        np.dtype(np.float32) if is_bfloat16(dtype) else np_dtype(dtype)
+    )
     interpreter.TensorHandle.__post_init__ = round_result
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-    builder.create_fabs = lambda self, x: self.unary_op(x, np.abs) if is_bfloat16(x.dtype) else fabs(self, x)
+    builder.create_fabs = lambda self, x: (
+        self.unary_op(x, np.abs) if is_bfloat16(x.dtype) else fabs(self, x)
+    )
     builder.cast_impl = cast
-    builder.get_bf16 = lambda self, value: interpreter.TensorHandle(np.array([value], np.float32), tl.bfloat16)
+    builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
+        np.array([value], np.float32), tl.bfloat16
+    )
 
 
-def prepare() -> None:
+def prepare():
     """Import the kernels, and add what the interpreter lacks."""
-    for kernel in {kernel for every in KERNELS.values() for kernel in every if kernel.package == kernels.FLA}:
+    for kernel in {
+        kernel for every in KERNELS.values() for kernel in every if kernel.package == kernels.FLA
+    }:
         importlib.import_module(kernel.module)
     for name, module in sys.modules.items():
         if name.startswith("fla."):
-            module.range = steps  # type: ignore[attr-defined]
+            module.range = steps
     add_bfloat16()
     Autotuner._bench = lambda *_, **__: [0.0]  # the first of equals wins
 
@@ -107,13 +123,13 @@ def prepare() -> None:
 class Kernels:
     """The kernels of a model, for tensors on a CPU, and how often Triton started one."""
 
-    def __init__(self, by_channel: bool) -> None:
+    def __init__(self, by_channel: bool):
         self.by_channel = by_channel
         self.is_used = True
         self.launches = 0
         run = interpreter.GridExecutor.__call__
 
-        def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def counted(executor, *args, **kwargs):
             self.launches += 1
             run(executor, *args, **kwargs)
 
@@ -133,14 +149,18 @@ def sequences(seed: int) -> list[Tensor]:
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def run(model: Any, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[str, Tensor]:
+def run(model, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[str, Tensor]:
     """Log-probs and the gradients of their weighted sum."""
     autocast = torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext()
     model.zero_grad()
     with autocast:
         log_probs = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"].float()
     (log_probs * weights).sum().backward()
-    gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    gradients = {
+        name: param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
     return {"log_probs": log_probs.detach(), **gradients}
 
 
@@ -148,7 +168,10 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
     """By name: the largest difference, relative to the largest value where that is above 1."""
     assert found.keys() == expected.keys()
     scales = {name: value.abs().max().clamp(min=1.0) for name, value in expected.items()}
-    return {name: float((found[name] - value).abs().max() / scales[name]) for name, value in expected.items()}
+    return {
+        name: float((found[name] - value).abs().max() / scales[name])
+        for name, value in expected.items()
+    }
 
 
 def compare(name: str, by_channel: bool) -> dict[str, Any]:
@@ -183,9 +206,11 @@ def compare(name: str, by_channel: bool) -> dict[str, Any]:
     for found in (before, after):
         found["log_probs"] = found["log_probs"][first:end]
     result["neighbours"] = errors(after, before)
-    Packing.fla_boundaries = lambda self: {"cu_seqlens": self._boundaries[[0, -1]]}  # type: ignore[method-assign]
+    Packing.fla_boundaries = lambda self: {"cu_seqlens": self._boundaries[[0, -1]]}
     leaked = run(model, ids, torch.float32, weights)
-    result["without boundaries"] = errors({"log_probs": leaked["log_probs"]}, {"log_probs": expected["log_probs"]})
+    result["without boundaries"] = errors(
+        {"log_probs": leaked["log_probs"]}, {"log_probs": expected["log_probs"]}
+    )
     return {**result, "launches": used.launches, "seconds": time.time() - start}
 
 

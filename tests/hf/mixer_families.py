@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from families import EXPERTS, PATCHES, SMALL, TOKENS
 
@@ -67,34 +65,56 @@ ZAMBA2 = {
 }
 
 # model type -> config settings beyond SMALL
-MIXERS: dict[str, dict[str, Any]] = {
+MIXERS = {
     "qwen3_5_text": {**DELTA, **HYBRID},  # gated delta rule
     "qwen3_5_moe_text": DELTA_MOE,
     "qwen3_next": DELTA_MOE,
     "olmo_hybrid": {**DELTA, **HYBRID, "num_key_value_heads": 4},
     "kimi_linear": KDA,  # Kimi delta attention
-    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # short convolution
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },  # short convolution
     "nemotron_h": NEMOTRON,  # Mamba 2
-    "granitemoehybrid": {**MAMBA2, **HYBRID, "num_local_experts": 4, "shared_intermediate_size": 16},
+    "granitemoehybrid": {
+        **MAMBA2,
+        **HYBRID,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+    },
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},  # Mamba 2 and attention in the same layer
     "zamba2": ZAMBA2,
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
     "mamba": {"state_size": 8},  # selective scan
     "jamba": {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
     "minimax": {**HYBRID, "num_local_experts": 4, "block_size": 4},  # lightning attention
-    "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3, "attention_window_size": 8},  # RG-LRU
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "num_hidden_layers": 3,
+        "attention_window_size": 8,
+    },  # RG-LRU
     "rwkv": {"attention_hidden_size": 32},
     "xlstm": {"num_heads": 4, "num_blocks": 2},
-    "zaya": {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16},  # convolutions of queries and keys
+    "zaya": {
+        **EXPERTS,
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
+    },  # convolutions of queries and keys
 }
-VISION_TEXT = {**SMALL, **DELTA, **HYBRID, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-VISION_MIXERS: dict[str, dict[str, Any]] = {
+VISION_TEXT = {
+    **SMALL,
+    **DELTA,
+    **HYBRID,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+}
+VISION_MIXERS = {
     "qwen3_5": {"text_config": VISION_TEXT},
     "qwen3_5_moe": {"text_config": {**VISION_TEXT, **DELTA_MOE}},
 }
 
 
-def mixer_config(name: str, **changes: Any) -> Any:
+def mixer_config(name: str, **changes):
     from transformers import AutoConfig
 
     if name in VISION_MIXERS:
@@ -103,7 +123,7 @@ def mixer_config(name: str, **changes: Any) -> Any:
     return AutoConfig.for_model(name, **{**SMALL, **MIXERS[name], **changes})
 
 
-def mixer_model(name: str, kind: Any = LanguageModel, **changes: Any) -> Any:
+def mixer_model(name: str, kind=LanguageModel, **changes):
     """A tiny model without zero weights."""
     torch.manual_seed(0)
     model = kind.from_config(mixer_config(name, **changes))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tiny_configs import tiny_config
@@ -24,7 +23,9 @@ from mvp_engine.hf.model.preflight import check_packing
 
 EXACT = 1e-5
 LENGTHS = [7, 1, 12, 5]
-MAX_PARAMETERS = 10_000_000  # of a tiny model; a config that stays large is an error of `tiny_configs`
+MAX_PARAMETERS = (
+    10_000_000  # of a tiny model; a config that stays large is an error of `tiny_configs`
+)
 
 # Decoders that read the outputs of an encoder, and drafters that read the keys and values of another model. Their
 # configs do not say so.
@@ -50,7 +51,11 @@ def causal_types() -> list[str]:
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    ]
 
 
 def kind_of(name: str) -> str:
@@ -72,12 +77,16 @@ def kind_of(name: str) -> str:
     return "text" if torch.allclose(logits[:, :5], other[:, :5], atol=1e-5) else "encoder"
 
 
-def build(name: str, **more: Any) -> LanguageModel:
+def build(name: str, **more) -> LanguageModel:
     """A tiny random model without zero weights, in eval mode."""
     config = tiny_config(name, **more)
     with torch.device("meta"):
-        size = sum(param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters())
-    assert size < MAX_PARAMETERS, f"the tiny {name} has {size:,} parameters: add rules or exceptions to tiny_configs.py"
+        size = sum(
+            param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters()
+        )
+    assert size < MAX_PARAMETERS, (
+        f"the tiny {name} has {size:,} parameters: add rules or exceptions to tiny_configs.py"
+    )
     torch.manual_seed(0)
     model = LanguageModel.from_config(config)
     with torch.no_grad():
@@ -105,7 +114,9 @@ def differences(model: LanguageModel) -> dict[str, float]:
     ids = sequences(model)
     packed = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"]
     gradients = _gradients(model, packed)
-    alone = torch.cat([model(PackedBatch.from_sequences([one]), ["log_probs"])["log_probs"] for one in ids])
+    alone = torch.cat(
+        [model(PackedBatch.from_sequences([one]), ["log_probs"])["log_probs"] for one in ids]
+    )
     alone_gradients = _gradients(model, alone)
     own = torch.cat([_transformers_log_probs(model, one) for one in ids])
     own_gradients = _gradients(model, own)
@@ -119,7 +130,7 @@ def differences(model: LanguageModel) -> dict[str, float]:
 
 def sequences(model: LanguageModel) -> list[Tensor]:
     """Token ids without special tokens."""
-    vocab_size: int = model.hf.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    vocab_size = model.hf.config.get_text_config().vocab_size
     g = torch.Generator().manual_seed(2)
     return [torch.randint(3, min(90, vocab_size), (length,), generator=g) for length in LENGTHS]
 
@@ -134,7 +145,11 @@ def _transformers_log_probs(model: LanguageModel, ids: Tensor) -> Tensor:
 def _gradients(model: LanguageModel, log_probs: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     log_probs.sum().backward()
-    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    return {
+        name: param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

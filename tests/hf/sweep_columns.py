@@ -41,7 +41,9 @@ def lora(name: str) -> bool | str:
     if not loss.requires_grad:
         return "its layers pass no gradient to adapters while the embeddings are frozen"
     loss.backward()
-    if not any(param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()):
+    if not any(
+        param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()
+    ):
         return "the adapters get no gradients"
     return True
 
@@ -73,48 +75,61 @@ def export(name: str) -> bool | str:
             model.engine_adapter().export(folder, None, World.join("cpu"))
         except UserError as error:
             return str(error)
-        read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         logits = read(ids[None], use_cache=False).logits[0]
         own = model(PackedBatch.from_sequences([ids]), ["log_probs"])["log_probs"][:-1]
     expected = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
     difference = float((own - expected).abs().max())
-    return True if difference <= EXACT else f"log-probs of the exported folder differ by {difference:.1e}"
+    return (
+        True
+        if difference <= EXACT
+        else f"log-probs of the exported folder differ by {difference:.1e}"
+    )
 
 
 def outputs_and_gradients(
-    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings: Any
+    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings
 ) -> dict[str, Tensor]:
     """Log-probs of one batch and the gradients of its summed loss, on this layout."""
     mode = model.training
     engine = LanguageModelEngine(model, layout, Settings(**settings))
-    engine.initialize(lambda module: torch.optim.SGD(module.parameters(), 0.0), lambda sgd: LambdaLR(sgd, _constant))
+    engine.initialize(
+        lambda module: torch.optim.SGD(module.parameters(), 0.0),
+        lambda sgd: LambdaLR(sgd, _constant),
+    )
     engine.model.train(mode)
-    found: dict[str, Tensor] = {}
+    found = {}
 
-    def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(micro_batch):
         log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]
         found["log-probs"] = log_probs.detach()
         return log_probs.sum(), micro_batch.num_loss_tokens
 
     engine.optimizer_zero_grad()
     engine.forward_backward_batch([batch], loss)
-    grads = {key: param.grad for key, param in engine.model.named_parameters() if param.grad is not None}
+    grads = {
+        key: param.grad for key, param in engine.model.named_parameters() if param.grad is not None
+    }
     return found | {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
 
 
-def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
+def on_layout(name: str, layout: Layout, **settings) -> dict[str, Tensor]:
     """Log-probs and gradients of the sequences of the sweep, on this layout."""
     model = build(name)
-    return outputs_and_gradients(model, layout, PackedBatch.from_sequences(sequences(model)), **settings)
+    return outputs_and_gradients(
+        model, layout, PackedBatch.from_sequences(sequences(model)), **settings
+    )
 
 
-def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
+def on_two_ranks(name: str, pool, **sizes: int) -> bool | str:
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     answers = pool.run(_or_reason, name, sizes)
     return compare_ranks(answers, on_layout(name, Layout(World.join("cpu"))), sizes)
 
 
-def compare_ranks(answers: list[Any], expected: dict[str, Tensor], sizes: dict[str, int]) -> bool | str:
+def compare_ranks(
+    answers: list[Any], expected: dict[str, Tensor], sizes: dict[str, int]
+) -> bool | str:
     """Whether all ranks have the tensors of one. `answers`: of each rank, or the reason of its error."""
     for found in answers:
         if isinstance(found, str):
@@ -130,7 +145,9 @@ def _or_reason(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
     return tensors_or_reason(partial(on_layout, name), sizes)
 
 
-def tensors_or_reason(compute: Callable[[Layout], dict[str, Tensor]], sizes: dict[str, int]) -> dict[str, Tensor] | str:
+def tensors_or_reason(
+    compute: Callable[[Layout], dict[str, Tensor]], sizes: dict[str, int]
+) -> dict[str, Tensor] | str:
     """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
     world = World.join("cpu")
     probe_once.forget()

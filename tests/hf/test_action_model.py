@@ -127,7 +127,9 @@ def vlm_row(model: Any, row: PackedBatch) -> PackedBatch:
     is_answer = torch.arange(len(ids)) >= row.num_tokens
     fields = {name: torch.zeros_like(value) for name, value in row.sequence_fields.items()}
     types = {"token_type_ids": [is_answer.long()]}
-    return PackedBatch.from_sequences([ids], [is_answer], token_fields=types, sequence_fields=fields, media=row.media)
+    return PackedBatch.from_sequences(
+        [ids], [is_answer], token_fields=types, sequence_fields=fields, media=row.media
+    )
 
 
 def typed(row: PackedBatch) -> PackedBatch:
@@ -166,7 +168,9 @@ def test_pi0_co_training_text_loss_equals_paligemma_and_actions_do_not_change() 
 
 def test_pi0_parts_are_vision_projector_llm_and_action() -> None:
     parts = parts_of(tiny_pi0())
-    assert {parts[name] for name in parts if ".dit." in name or "action" in name or "state_proj" in name} == {"action"}
+    assert {
+        parts[name] for name in parts if ".dit." in name or "action" in name or "state_proj" in name
+    } == {"action"}
     assert parts["hf.model.vlm.multi_modal_projector.linear.weight"] == "projector"
     assert parts["hf.model.vlm.language_model.norm.weight"] == "llm"
     assert {parts[name] for name in parts if "vision_tower" in name} == {"vision"}
@@ -175,7 +179,10 @@ def test_pi0_parts_are_vision_projector_llm_and_action() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"action_chunk": torch.zeros(1, 3, 5)}, r"action_chunk.* has the shape \(1, 3, 5\); this model needs"),
+        (
+            {"action_chunk": torch.zeros(1, 3, 5)},
+            r"action_chunk.* has the shape \(1, 3, 5\); this model needs",
+        ),
         ({"action_noise": torch.zeros(1, 4, 5)}, r"needs \(1, 'N', 4, 5\)"),
         ({"action_state": None}, "no sequence_fields\\['action_state'\\]"),
         ({"action_times": None}, "no sequence_fields\\['action_times'\\]"),
@@ -258,16 +265,24 @@ def test_regressor_actions_equal_transformers_with_an_explicit_mask() -> None:
     suffix = torch.cat([state, model.action_queries.weight])[None]
     embeds = torch.cat([plain.get_input_embeddings()(row.input_ids)[None], suffix], dim=1)
     positions = torch.arange(total).expand(3, 1, -1)
-    out = plain.model.language_model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
+    out = plain.model.language_model(
+        inputs_embeds=embeds, attention_mask=mask, position_ids=positions
+    )
     actions = model.action_head(out.last_hidden_state[0, prefix + 1 :])
     assert close(found["actions"][0], actions)
-    errors = (actions - row.sequence_fields["action_chunk"][0]).abs() * row.sequence_fields["action_mask"][0]
+    errors = (actions - row.sequence_fields["action_chunk"][0]).abs() * row.sequence_fields[
+        "action_mask"
+    ][0]
     assert close(found["action_losses"][0], errors)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("qwen3", "has no encoder of images"), ("paligemma", "a prefix that is not causal"), ("qwen3_vl", "chunk_size")],
+    [
+        ("qwen3", "has no encoder of images"),
+        ("paligemma", "a prefix that is not causal"),
+        ("qwen3_vl", "chunk_size"),
+    ],
 )
 def test_regressor_on_an_unsupported_model_is_a_user_error(name: str, said: str) -> None:
     sizes = {"max_action_dim": 2} if said == "chunk_size" else SIZES

@@ -43,7 +43,9 @@ def features(model: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [[10], [101], [130, 110, 230]])
-def test_audio_encoder_with_planned_chunks_equals_transformers(family: str, lengths: list[int]) -> None:
+def test_audio_encoder_with_planned_chunks_equals_transformers(
+    family: str, lengths: list[int]
+) -> None:
     whole = OMNI[family]()
     values, mask = sounds(lengths)
     with torch.no_grad():
@@ -88,15 +90,21 @@ def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) ->
     """The watch itself: the encoder then reads lengths, indexes by a mask and searches for places."""
     whole = qwen3_omni()
     monkeypatch.setattr(audio, "apply_sync_free_audio", lambda model: None)
-    monkeypatch.setattr("mvp_engine.hf.media.shared_media.frame_mask", lambda base, mask, device: mask)
+    monkeypatch.setattr(
+        "mvp_engine.hf.media.shared_media.frame_mask", lambda base, mask, device: mask
+    )
     monkeypatch.setattr("mvp_engine.data.batch.HOST_FIELDS", ("grid_thw", "_counts"))
     batch = MovedBatch.of(packed(whole.config, "audio", ()))
     found = device_reads(ours(whole), batch, ["log_probs"])
     assert {"index", "tolist", "item", "nonzero"} <= {one.split(" ")[0] for one in found}
 
 
-@pytest.mark.parametrize(("name", "expected"), [("gemma4_audio", "eager"), ("qwen2_audio_encoder", ENCODER)])
-def test_audio_encoder_with_attention_code_of_its_own_gets_masks_for_it(name: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"), [("gemma4_audio", "eager"), ("qwen2_audio_encoder", ENCODER)]
+)
+def test_audio_encoder_with_attention_code_of_its_own_gets_masks_for_it(
+    name: str, expected: str
+) -> None:
     with torch.device("meta"):
         encoder = AutoModel.from_config(AutoConfig.for_model(name))
     encoder.config._attn_implementation_internal = ENCODER

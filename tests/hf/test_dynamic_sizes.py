@@ -12,19 +12,19 @@ from mvp_engine.hf.model.input_hooks import mark_sizes
 class Block(nn.Module):
     """Arguments as transformers' decoder layers have them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs: object) -> Tensor:
-        boundaries: Tensor = kwargs["cu_seq_lens_q"]  # type: ignore[assignment]
-        longest: int = kwargs["max_length_q"]  # type: ignore[assignment]
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs) -> Tensor:
+        boundaries = kwargs["cu_seq_lens_q"]
+        longest = kwargs["max_length_q"]
         mixed = self.linear(hidden) * rotary[0] + rotary[1]
         return mixed / boundaries.diff().sum() + longest
 
 
 @pytest.mark.parametrize(("marked", "graphs"), [(False, 2), (True, 1)])
-def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, graphs: int) -> None:
+def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked, graphs):
     import torch._dynamo as dynamo
     from torch._dynamo.testing import CompileCounter
 
@@ -35,7 +35,12 @@ def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, 
     if marked:
         mark_sizes(block)
     try:
-        for lengths in [(4, 7), (5, 3, 9), (4, 2), (8, 6, 2, 3)]:  # the third has as many tokens as features
+        for lengths in [
+            (4, 7),
+            (5, 3, 9),
+            (4, 2),
+            (8, 6, 2, 3),
+        ]:  # the third has as many tokens as features
             tokens = sum(lengths)
             hidden = torch.randn(1, tokens, 6)
             rotary = torch.randn(1, tokens, 6), torch.randn(1, tokens, 6)
@@ -49,9 +54,9 @@ def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, 
     assert counter.frame_count == graphs
 
 
-def test_mark_sizes_marks_one_dimension_of_a_tensor() -> None:
+def test_mark_sizes_marks_one_dimension_of_a_tensor():
     """That of the tokens; others may be of the same size."""
-    block: nn.Module = nn.Identity()
+    block = nn.Identity()
     block._compiled_call_impl = lambda *_, **__: None
     mark_sizes(block)
     hidden, rotary, heads = torch.ones(6, 6, 6), torch.ones(1, 6, 6), torch.ones(1, 6, 1, 6)

@@ -9,41 +9,54 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engines import CAMPAIGN, Tensors, counting, engine_of, gradients, train
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations import moe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.experts.moe_layers import grouped_experts
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},  # transposed weights, with biases
+BATCH = counting(30, 12, 50, modulus=7)
+BASE = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
-ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
+SHAPES = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },  # transposed weights, with biases
+}
 
 
-def stepped(name: str, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def shape_of(name: str) -> dict[str, Any]:
+    return {**BASE, "model_type": name, **SHAPES[name]}
+
+
+def stepped(name: str, **settings) -> tuple[Tensor, Tensors]:
     """The loss and the gradients of one step."""
-    shape = {"model_type": name, "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, **SHAPES[name]}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), ALONE, Settings(**settings))
-    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
-    batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
-    outputs = engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
-    return outputs.loss_sum, {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    engine = engine_of(shape_of(name), **settings)
+    return train(engine, BATCH).loss_sum, gradients(engine.model)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_grouped_gemms_under_autocast_run_in_bf16(name: str, monkeypatch) -> None:
-    dtypes: list[torch.dtype] = []
+def test_grouped_gemms_under_autocast_run_in_bf16(name, monkeypatch):
+    dtypes = []
     plain = torch.nn.functional.grouped_mm
 
-    def watched(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+    def watched(a, b, **more):
         dtypes.extend((a.dtype, b.dtype))
         return plain(a, b, **more)
 
@@ -56,12 +69,13 @@ def test_grouped_gemms_under_autocast_run_in_bf16(name: str, monkeypatch) -> Non
     assert float(loss) == pytest.approx(float(expected), rel=2e-3)
     for n in (n for n in grads if "experts" in n):
         assert low[n].dtype == torch.float32
-        assert float(torch.cosine_similarity(low[n].flatten(), grads[n].flatten(), dim=0)) > 0.98, n
+        assert cosine(low[n], grads[n]) > 0.98, n
 
 
-def test_grouped_experts_with_biases_equal_batched_experts() -> None:
+def test_grouped_experts_with_biases_equal_batched_experts():
     torch.manual_seed(0)
-    experts = GptOssExperts(AutoConfig.for_model("gpt_oss", hidden_size=32, intermediate_size=24, num_local_experts=4))
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_local_experts": 4}
+    experts = GptOssExperts(AutoConfig.for_model("gpt_oss", **sizes))
     for param in experts.parameters():
         torch.nn.init.normal_(param)
     hidden, weights = torch.randn(40, 32), torch.rand(40, 2)
@@ -77,19 +91,17 @@ def test_grouped_experts_with_biases_equal_batched_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param({}, marks=pytest.mark.campaign(only=True)), {"activation_checkpointing": "selective"}],
-    ids=str,
-)
-def test_grouped_experts_compiled_equal_uncompiled(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", ["selective", pytest.param("none", marks=CAMPAIGN)])
+def test_grouped_experts_compiled_equal_uncompiled(mode):
     loss, grads = stepped("qwen3_moe", precision="bf16")
-    compiled, its = stepped("qwen3_moe", precision="bf16", compile="aot_eager", **settings)
+    how = {"compile": "aot_eager", "activation_checkpointing": mode}
+    compiled, its = stepped("qwen3_moe", precision="bf16", **how)
     assert float(compiled) == pytest.approx(float(loss), rel=1e-3)
-    assert all(torch.allclose(its[n], grad, rtol=0.1, atol=0.02 * float(grad.abs().max())) for n, grad in grads.items())
+    for n, grad in grads.items():
+        assert torch.allclose(its[n], grad, rtol=0.1, atol=0.02 * float(grad.abs().max())), n
 
 
-def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -> None:
+def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch):
     monkeypatch.setitem(SHAPES["qwen3_moe"], "moe_intermediate_size", 12)
     dtypes = list[torch.dtype]()
     plain = moe._grouped_linear
@@ -99,11 +111,10 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
     assert dtypes == [torch.float32] * len(dtypes) != []
 
 
-def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
+def test_code_of_compiled_blocks_imports_no_lazy_module():
     """torch 2.11 breaks the graph there, and runs the layer in pieces."""
-    found = [
-        node for node in ast.walk(ast.parse(Path(moe_layers.__file__).read_text())) if isinstance(node, ast.ImportFrom)
-    ]
-    names = [node.module for node in found if node.module and node.module.startswith("transformers")]
-    assert names
-    assert not [name for name in names if type(importlib.import_module(name)).__name__ == "_LazyModule"]
+    tree = ast.parse(Path(moe_layers.__file__).read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [name for name in modules if name.startswith("transformers")]
+    kinds = {type(importlib.import_module(name)).__name__ for name in names}
+    assert kinds == {"module"}

@@ -5,34 +5,45 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from families import FAMILIES, VISION, config_of, overrides_of, parallel
-from folders import alone, entries, folder_of, language_model, realigned, same
+from families import FAMILIES, VISION, config_of, overrides_of
+from folders import entries, folder_of, language_model, realigned, same
+from tiny_engines import ALONE, CAMPAIGN, LM, adamw, engine_of, message_of, whole_state
 from tiny_models import build_model, samples
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.weights import export as hf_export
 from mvp_engine.hf.weights.export import ExportPlan
 from mvp_engine.hf.weights.load import INDEX, WeightFiles
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, ValueModelEngine
 from mvp_engine.runs import list_runs
 
-LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 IDS = torch.arange(3, 12)
 MAX_FILE_BYTES = 30_000
 
 
+def value_model(path: Path) -> ValueModelEngine:
+    model = ValueModelEngine.build_model(ModelSource(str(path)))
+    return engine_of(model, optimizer=None, kind=ValueModelEngine, seed=7)
+
+
+def exported_value_model(path: Path, out: Path) -> ValueModelEngine:
+    """A value model of a folder, after an export that is bit-equal."""
+    engine = value_model(path)
+    engine.export_hf(out)
+    assert same(value_model(out).model.state_dict(), engine.model.state_dict())
+    return engine
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_loaded_folder_is_bit_equal(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     theirs = folder_of(family, tmp_path / "in", max_shard_size="100KB")
@@ -44,32 +55,26 @@ def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) 
     again = realigned(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert torch.equal(again(IDS[None]).logits, theirs(IDS[None]).logits)
     # Weight sync yields the names and tensors of the files.
-    written = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in entries(file)}
+    files = (tmp_path / "out").glob("*.safetensors")
+    written = {key: value for file in files for key, value in entries(file)}
     assert same(dict(engine.get_per_tensor_param(torch.float32)), written)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "granite"])
-def test_export_hf_of_a_value_model_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_value_model_is_bit_equal(family, tmp_path):
     from transformers import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         AutoModelForSequenceClassification,
     )
 
     folder_of(family, tmp_path / "in")
-    engines = []
-    for path in ("in", "out"):
-        source = ModelSource(str(tmp_path / path))
-        engines.append(ValueModelEngine(ValueModelEngine.build_model(source), alone(), Settings(seed=7)))
-        engines[-1].initialize()
-        if path == "in":
-            engines[-1].export_hf(tmp_path / "out")
-    assert same(*(engine.model.state_dict() for engine in engines))
+    engine = exported_value_model(tmp_path / "in", tmp_path / "out")
     if type(config_of(family)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         theirs = realigned(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
-        backbone = engines[0].model.hf.eval()
+        backbone = engine.model.hf.eval()
         backbone.set_attn_implementation(theirs.config._attn_implementation)
         last = backbone(IDS[None]).last_hidden_state
-        assert torch.equal(engines[0].model.score(last)[:, -1], theirs(IDS[None]).logits)
+        assert torch.equal(engine.model.score(last)[:, -1], theirs(IDS[None]).logits)
 
 
 FEW_VISION = ("qwen3_vl", "gemma3", "llava_onevision", "qwen2_audio", "internvl")
@@ -78,9 +83,9 @@ FEW_VISION = ("qwen3_vl", "gemma3", "llava_onevision", "qwen2_audio", "internvl"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [name if name in FEW_VISION else pytest.param(name, marks=pytest.mark.campaign(only=True)) for name in VISION],
+    [name if name in FEW_VISION else pytest.param(name, marks=CAMPAIGN) for name in VISION],
 )
-def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_model_with_encoders_is_bit_equal(family, tmp_path):
     """Also through transformers' renaming of old entries, and with a value head on the same backbone."""
     torch.manual_seed(1)
     theirs = LanguageModel.from_config(config_of(family)).hf
@@ -90,90 +95,76 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
     assert same(engine.model.hf.state_dict(), theirs.state_dict())
     engine.export_hf(tmp_path / "out")
     assert same(type(theirs).from_pretrained(tmp_path / "out").state_dict(), theirs.state_dict())
-    drawn = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "in"), alone(), Settings(seed=2))
+    drawn = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "in"), ALONE)
     drawn.model.source = None
     drawn.initialize()  # random weights by the rules of all its parts
-    values = []
-    if family == "qwen2_audio":  # transformers does not map these names either and would reinitialize the weights
+    # transformers does not map the names of Qwen2-Audio either, and would reinitialize the weights.
+    if family == "qwen2_audio":
         with pytest.raises(UserError, match=r"lacks 50 parameters of Qwen2AudioModel"):
-            ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
-        return
-    for path in ("in", "values"):
-        values.append(ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / path))), alone()))
-        values[-1].initialize()
-        if path == "in":
-            values[-1].export_hf(tmp_path / "values")
-    assert same(*(engine.model.state_dict() for engine in values))
+            value_model(tmp_path / "in")
+    else:
+        exported_value_model(tmp_path / "in", tmp_path / "values")
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(tied: bool, tmp_path: Path) -> None:
+def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(tied, tmp_path):
     engine = language_model(None, **{**overrides_of("qwen3"), "tie_word_embeddings": tied})
-    head, embeddings = engine.model.hf.get_output_embeddings(), engine.model.hf.get_input_embeddings()
-    assert (head.weight is embeddings.weight) == tied
+    hf = engine.model.hf
+    is_tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    assert is_tied == tied
     engine.export_hf(tmp_path / "out")
     assert ("lm_head.weight" in dict(entries(tmp_path / "out" / "model.safetensors"))) != tied
     assert same(language_model(tmp_path / "out").model.state_dict(), engine.model.state_dict())
 
 
+SLICED = ("qwen3", "qwen3_moe", "mixtral")
+
+
 @pytest.mark.slow
-def test_load_ranks_read_only_their_slices_and_layouts_start_equal(ranks4, tmp_path: Path) -> None:
-    for family in ("qwen3", "qwen3_moe", "mixtral"):
+def test_load_ranks_read_only_their_slices_and_layouts_start_equal(on_ranks, tmp_path):
+    for family in SLICED:
         folder_of(family, tmp_path / family, max_shard_size="50KB")
-    for sizes in ({"shard": 4}, {"shard": 2, "tensor": 2}):
-        results = ranks4.run(read_slices, tmp_path, sizes)
-        total = results[0][1]
-        assert results[0][2]
-        for read, _, _ in results:
+    expected = started(ALONE, tmp_path)
+    total = sum(p.numel() for engine in expected[:3] for p in engine.model.parameters())
+    for sizes, most in (({"shard": 4}, 0.45), ({"shard": 2, "tensor": 2}, 0.65)):
+        for read, states in on_ranks(sizes, read_slices, tmp_path):
             # A quarter of the matrices; small tensors, and experts that are split themselves, are read completely.
-            assert read < (0.65 if "tensor" in sizes else 0.45) * total, sizes
+            assert read < most * total, sizes
+            for state, engine in zip(states, expected if states else [], strict=True):
+                assert same(state, engine.model.state_dict())
 
 
-def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """The number of elements that this rank read; on rank 0 also their total, and whether models equal those of one."""
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes))
+def started(layout: Layout, path: Path) -> list[LanguageModelEngine]:
+    """Engines on the folders, and on random weights."""
+    loaded = [language_model(path / family, layout) for family in SLICED]
+    return loaded + [language_model(None, layout, **overrides_of(family)) for family in SLICED]
+
+
+def read_slices(layout: Layout, path: Path) -> tuple[int, list[dict[str, torch.Tensor]]]:
+    """The number of elements that this rank read of the folders; on rank 0 also the whole weights of all models."""
     counted = [0]
     real = WeightFiles.read
 
-    def read(self: WeightFiles, key: str, index: Any = ()) -> torch.Tensor:
+    def read(self, key, index=()):
         value = real(self, key, index)
         counted[0] += value.numel()
         return value
 
-    WeightFiles.read = read  # type: ignore[method-assign]
-    families = ("qwen3", "qwen3_moe", "mixtral")
+    WeightFiles.read = read
     try:
-        many = [language_model(path / family, layout) for family in families]
+        states = [engine.model.state_dict() for engine in started(layout, path)]
     finally:
-        WeightFiles.read = real  # type: ignore[method-assign]
-    many += [language_model(None, layout, **overrides_of(family)) for family in families]
-    whole = [{name: full_tensor(value) for name, value in one.model.state_dict().items()} for one in many]
-    if not world.is_main:
-        world.close()
-        return counted[0], 0, True
-    one = [language_model(path / family) for family in families]
-    one += [language_model(None, **overrides_of(family)) for family in families]
-    good = True
-    for found, engine in zip(whole, one, strict=True):
-        state = engine.model.state_dict()
-        good &= all(torch.equal(value, state[name]) for name, value in found.items())
-    world.close()
-    return counted[0], sum(p.numel() for engine in one[:3] for p in engine.model.parameters()), good
+        WeightFiles.read = real
+    whole = [{name: full_tensor(value) for name, value in one.items()} for one in states]
+    return counted[0], whole if layout.world.is_main else []
 
 
-def test_initialize_another_seed_gives_other_weights() -> None:
-    engines = [
-        LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone(), s)
-        for s in (Settings(seed=1), Settings(seed=2))
-    ]
-    for engine in engines:
-        engine.initialize()
-    norms, weights = ({n: v for n, v in e.model.state_dict().items() if "proj" in n} for e in engines)
-    assert all(not torch.equal(norms[name], weights[name]) for name in norms)
+def test_initialize_another_seed_gives_other_weights():
+    one, two = (engine_of("qwen3", seed=seed).model.state_dict() for seed in (1, 2))
+    assert not any(torch.equal(one[name], two[name]) for name in one if "proj" in name)
 
 
-def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
+def test_export_writes_side_files_and_an_index(tmp_path):
     """Tokenizer, template and generation config are copied; large models have several files with an index."""
     from transformers import GenerationConfig
 
@@ -193,7 +184,8 @@ def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
         max_file_bytes=20_000,
     )
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    copied = {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    assert copied | {"config.json"} <= names
     assert "notes.txt" not in names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
@@ -205,117 +197,108 @@ def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
         engine.export_hf(tmp_path / "out")
 
 
-def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(ranks2, tmp_path: Path) -> None:
+def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
     expected = folder_of("qwen3_moe", tmp_path / "in").state_dict()
-    answers = ranks2.run(export_on_two_ranks, tmp_path, False)
-    index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    answers = on_ranks({"shard": 2}, export_on_two_ranks, tmp_path, False)
+    out = tmp_path / "out"
+    index = json.loads((out / INDEX).read_text())["weight_map"]
     names = sorted(set(index.values()))
     assert len(names) > 3
     for rank, (files, error) in enumerate(answers):
         assert [name for name, _, _ in files] == names[rank::2]
         assert all(size <= MAX_FILE_BYTES for _, size, _ in files)
         assert all(alive == 0 for _, _, alive in files)
-        assert error is None
-    mode = (tmp_path / "out" / names[0]).stat().st_mode
-    assert mode == (tmp_path / "out" / INDEX).stat().st_mode  # readable by others, as the other files are
-    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected)
+        assert error == ""
+    # Readable by others, as the other files are.
+    assert (out / names[0]).stat().st_mode == (out / INDEX).stat().st_mode
+    assert same(AutoModelForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
-def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks2, tmp_path: Path) -> None:
+def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(on_ranks, tmp_path):
     folder_of("qwen3", tmp_path / "in")
-    for _, error in ranks2.run(export_on_two_ranks, tmp_path, True):
-        assert f"{tmp_path / 'out'} could not be written: OSError: [Errno 28] No space left on device" in str(error)
+    reason = "OSError: [Errno 28] No space left on device"
+    for _, error in on_ranks({"shard": 2}, export_on_two_ranks, tmp_path, True):
+        assert f"{tmp_path / 'out'} could not be written: {reason}" in error
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
-def export_on_two_ranks(path: Path, fail: bool) -> tuple[list[tuple[str, int, int]], str | None]:
+def export_on_two_ranks(
+    layout: Layout, path: Path, fail: bool
+) -> tuple[list[tuple[str, int, int]], str]:
     """The files that this rank wrote: name, bytes, and how many tensors of its file before were still in memory."""
-    world = World.join("cpu")
-    engine = language_model(path / "in", Layout.of(world, parallel(shard=2)))
-    written: list[tuple[str, int, int]] = []
-    before: list[weakref.ref[torch.Tensor]] = []
+    engine = language_model(path / "in", layout)
+    written = []
+    before = []
     real = hf_export.write_safetensors
 
-    def write(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    def write(tensors, file, metadata):
         alive = sum(reference() is not None for reference in before)
         written.append((file.name, sum(value.nbytes for value in tensors.values()), alive))
         before[:] = [weakref.ref(value) for value in tensors.values()]
-        if fail and world.rank == 1:
+        if fail and layout.world.rank == 1:
             raise OSError(28, "No space left on device")
         real(tensors, file, metadata)
 
     state = engine.model.state_dict()
-    hf_export.write_safetensors = write
-    error = None
-    try:
+
+    def on_meta(name):
+        return torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
+
+    def export(layout):
         hf_export.export(
             engine.model.export_target(torch.float32),
             path / "out",
             lambda name: full_tensor(state[name]).clone(),
-            lambda name: torch.empty(state[name].shape, dtype=state[name].dtype, device="meta"),
-            world,
+            on_meta,
+            layout.world,
             max_file_bytes=MAX_FILE_BYTES,
         )
-    except UserError as refused:
-        error = str(refused)
+
+    hf_export.write_safetensors = write
+    try:
+        error = message_of(layout, export)
     finally:
         hf_export.write_safetensors = real
-    world.close()
     return written, error
 
 
 @pytest.mark.slow
-def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks2, ranks4, tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks4, on_ranks, tmp_path):
     """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout."""
     from transformers import AutoModelForCausalLM
 
-    words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3", "data.micro_batch_size=2"]
-    words += ["optim.schedule=constant"]
+    words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3"]
+    words += ["data.micro_batch_size=2", "optim.schedule=constant"]
     assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.ulysses=2") == [0] * 4
     checkpoint = list_runs(tmp_path)[-1].checkpoint_list()[-1]
-    expected = state_of(checkpoint, {})
+    expected = state_of(ALONE, checkpoint)
     assert len(expected) > 50
-    for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"ulysses": 2})):
-        for found in pool.run(state_of, checkpoint, sizes):
+    for sizes in ({"shard": 4}, {"shard": 2, "tensor": 2}, {"ulysses": 2}):
+        for found in on_ranks(sizes, state_of, checkpoint):
             assert same(found, expected), sizes
-    assert main(["merge", str(checkpoint), str(tmp_path / "out"), "--max-file-gb", "0.00003"]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    out = tmp_path / "out"
+    assert main(["merge", str(checkpoint), str(out), "--max-file-gb", "0.00003"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(expected[f"hf.{name}"], value) for name, value in merged.items())
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert len(list(out.glob("*.safetensors"))) > 2
 
 
-def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+def state_of(layout: Layout, checkpoint: Path) -> dict[str, torch.Tensor]:
     """All parameters and moments of a checkpoint, loaded by an engine on some layout."""
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
     model = LanguageModelEngine.build_model(ModelSource(str(checkpoint / "hf")))
     model.source = None  # the weights come from the checkpoint
-    engine = LanguageModelEngine(model, layout)
-    engine.initialize(
-        lambda model: torch.optim.AdamW(model.parameters(), 1.0),
-        lambda adam: torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0),
-    )
+    engine = engine_of(model, layout, adamw)
     engine.load_checkpoint(checkpoint)
-    found = {name: full_tensor(value).clone() for name, value in engine.model.state_dict().items()}
-    for name, param in engine.model.named_parameters():
-        for key, value in engine.optimizer.state[param].items():
-            found[f"{name}.{key}"] = full_tensor(value).clone()
-    world.close()
-    return found
+    return whole_state(engine)
 
 
-def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
-    engine = ValueModelEngine(ValueModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone())
-    engine.initialize(
-        lambda model: torch.optim.AdamW(model.parameters(), 1.0),
-        lambda adam: torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0),
-    )
+def test_merge_of_a_value_model_is_bit_equal(tmp_path):
+    engine = engine_of("qwen3", optimizer=adamw, kind=ValueModelEngine)
     engine.save_checkpoint(tmp_path / "saved")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
-    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
-    again.initialize()
+    again = value_model(tmp_path / "out")
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])
     assert torch.equal(*(e.infer_batch(batch, ["values"])["values"] for e in (engine, again)))
@@ -323,15 +306,15 @@ def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_file_bytes", [None, MAX_FILE_BYTES])
 def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_read_it(
-    tmp_path: Path, monkeypatch, max_file_bytes: int | None
-) -> None:
+    tmp_path, monkeypatch, max_file_bytes
+):
     from transformers import AutoModel
 
     whole = ExportPlan.files
-    monkeypatch.setattr(ExportPlan, "files", lambda plan, limit: whole(plan, max_file_bytes or limit))
+    files = lambda plan, limit: whole(plan, max_file_bytes or limit)  # noqa: E731
+    monkeypatch.setattr(ExportPlan, "files", files)
     model = build_model(ValueModel, "qwen3_vl")
-    engine = ValueModelEngine(model, alone())
-    engine.initialize()
+    engine = engine_of(model, optimizer=None, kind=ValueModelEngine)
     engine.export_hf(tmp_path / "out")
     _, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
@@ -340,11 +323,10 @@ def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_rea
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[:, None]}
     inputs |= {"pixel_values": media.values, **media.fields}
     code = (tmp_path / "out" / "README.md").read_text().split("```")[1].removeprefix("python")
-    found: dict[str, Any] = {"folder": str(tmp_path / "out"), "inputs": inputs}
+    found = {"folder": str(tmp_path / "out"), "inputs": inputs}
     with torch.no_grad():
         exec(code, found)
     expected = engine.infer_batch(batch, ["values"])["values"]
     torch.testing.assert_close(found["values"][0, :, 0], expected, atol=1e-5, rtol=1e-5)
-    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
-    again.initialize()
+    again = value_model(tmp_path / "out")
     assert same(again.model.state_dict(), engine.model.state_dict())

@@ -21,7 +21,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.campaign(only=True)
-@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention (fla-core) not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None,
+    reason="flash-linear-attention (fla-core) not installed",
+)
 @pytest.mark.parametrize(
     ("model", "decay"),
     [
@@ -32,15 +35,19 @@ HERE = Path(__file__).parent
         ("mamba2", "by_channel"),
     ],
 )
-def test_interpreted_kernels_give_log_probs_and_gradients_of_the_reference(model: str, decay: str) -> None:
+def test_interpreted_kernels_give_log_probs_and_gradients_of_the_reference(model, decay):
     # In a process of its own: Triton decides at import whether to interpret.
     paths = [*map(str, (HERE, HERE.parent, HERE.parents[1])), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, str(HERE / "interpreted_kernels.py"), model, decay]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    print({name: max(values.values()) for name, values in found.items() if isinstance(values, dict)})
+    print(
+        {name: max(values.values()) for name, values in found.items() if isinstance(values, dict)}
+    )
     assert found["launches"] > 0
     assert max(found["float32"].values()) <= 1e-5
     # Both round to bfloat16, at other places.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 from families import VISION, config_of
+from tiny_engines import assert_equal
 from tiny_models import build_model, run, samples, shared_model
-from torch import nn
+from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
@@ -21,49 +22,52 @@ from mvp_engine.model_engine.fsdp.dummy_sequences import LockstepBatch, append_d
 from mvp_engine.ops import attention as attention_ops
 
 
-def images_in_text(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+def images_in_text(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, Tensor]]:
     """Images of these grid sizes among text: as a packed batch, and as inputs of transformers' forward."""
     g = torch.Generator().manual_seed(0)
     grid = torch.tensor(grids)
+    sizes = grid.prod(-1)
     ids = [torch.randint(10, 60, (5,), generator=g)]
-    for one in grids:
-        image = [config.vision_start_token_id, *[config.image_token_id] * (one[0] * one[1] * one[2] // 4)]
+    for size in sizes.tolist():
+        image = [config.vision_start_token_id, *[config.image_token_id] * (size // 4)]
         ids += [torch.tensor(image), torch.randint(10, 60, (3,), generator=g)]
     row = torch.cat(ids)
-    values = torch.randn(int(grid.prod(-1).sum()), 24, generator=g)
-    media = {"pixel_values": Media(values, grid.prod(-1), torch.zeros(len(grid), dtype=torch.long))}
-    media["pixel_values"].fields["image_grid_thw"] = grid
-    types = {"mm_token_type_ids": (row == config.image_token_id).long()}
-    positions = RopePositions(config)(row, types, media)
+    values = torch.randn(int(sizes.sum()), 24, generator=g)
+    no_sequence = torch.zeros(len(grid), dtype=torch.long)
+    media = {"pixel_values": Media(values, sizes, no_sequence, {"image_grid_thw": grid})}
+    types = (row == config.image_token_id).long()
+    positions = RopePositions(config)(row, {"mm_token_type_ids": types}, media)
     batch = PackedBatch.from_sequences([row], position_ids=[positions], media=media)
     theirs = {"input_ids": row[None], "pixel_values": values, "image_grid_thw": grid}
-    return batch, {**theirs, "mm_token_type_ids": types["mm_token_type_ids"][None]}
+    return batch, {**theirs, "mm_token_type_ids": types[None]}
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
-def test_language_model_with_image_grids_equals_transformers(name: str) -> None:
+def test_language_model_with_image_grids_equals_transformers(name):
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
     config = config_of(name)
-    config.vision_config.initializer_range = config.get_text_config().initializer_range = (
-        0.2  # so that images change the outputs
-    )
-    plain = AutoModelForImageTextToText.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    for part in (config.vision_config, config.get_text_config()):
+        part.initializer_range = 0.2  # so that images change the outputs
+    kind = AutoModelForImageTextToText
+    plain = kind.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     ours = LanguageModel.from_config(copy.deepcopy(config)).eval()
     ours.hf.load_state_dict(plain.state_dict())
-    for grids in ([[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]], [[1, 4, 8]]):  # the last size is cached by then
-        batch, inputs = images_in_text(config, grids)
-        with torch.no_grad():
-            expected = plain(**inputs).logits[0].log_softmax(-1)[:-1].gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
-            found = ours(batch, ["log_probs"])["log_probs"][:-1]
-        assert torch.allclose(found, expected, atol=1e-5)
-    batch.media["pixel_values"].values.mul_(-1)
+    one, three = [[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]]
     with torch.no_grad():
-        assert not torch.allclose(ours(batch, ["log_probs"])["log_probs"][:-1], expected, atol=1e-3)
+        for grids in (one, three, one):  # the last size is cached by then
+            batch, inputs = images_in_text(config, grids)
+            log_p = plain(**inputs).logits[0].log_softmax(-1)[:-1]
+            expected = log_p.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+            found = ours(batch, ["log_probs"])["log_probs"][:-1]
+            assert torch.allclose(found, expected, atol=1e-5)
+        batch.media["pixel_values"].values.mul_(-1)
+        changed = ours(batch, ["log_probs"])["log_probs"][:-1]
+    assert not torch.allclose(changed, expected, atol=1e-3)
 
 
-def test_patch_conv3d_equals_conv3d_with_gradients() -> None:
+def test_patch_conv3d_equals_conv3d_with_gradients():
     plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
     wrapped = nn.Sequential(copy.deepcopy(plain))
     vision.apply_sync_free_vision(wrapped)
@@ -82,7 +86,7 @@ def test_patch_conv3d_equals_conv3d_with_gradients() -> None:
     assert type(overlapping[0]) is nn.Conv3d
 
 
-def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
+def test_grid_plans_past_the_limit_are_dropped(monkeypatch):
     config = config_of("qwen3_vl")
     model = build_model(LanguageModel, "qwen3_vl")
     encoder = model.hf.model.visual
@@ -92,10 +96,11 @@ def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
     assert len(vision._PLANS[encoder]) == 1
 
 
-def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> None:
+def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients():
     g = torch.Generator().manual_seed(0)
     mask = torch.rand(1, 30, 1, generator=g) > 0.6
-    embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
+    embeds = torch.randn(1, 30, 8, generator=g)
+    features = torch.randn(int(mask.sum()), 8, generator=g)
     d = torch.randn(1, 30, 8, generator=g)
     found = []
     with_host_copy = media_features.PlaceholderMask.of(mask, mask)
@@ -105,16 +110,17 @@ def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> N
             out = into.masked_scatter(one, rows)
             out.backward(d)
         found.append((out, into.grad, rows.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert type((with_host_copy | mask)[..., 0]) is torch.Tensor
-    assert type(embeds[..., :1].expand_as(with_host_copy)) is torch.Tensor
+    assert all(map(torch.equal, *found))
+    assert type((with_host_copy | mask)[..., 0]) is Tensor
+    assert type(embeds[..., :1].expand_as(with_host_copy)) is Tensor
 
 
-def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
+def test_placeholder_mask_token_count_mismatch_raises_on_host():
     config = config_of("qwen3_vl")
     model = shared_model(LanguageModel, "qwen3_vl")
     batch, _ = images_in_text(config, [[1, 4, 4], [1, 4, 8]])
-    assert type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0]) is torch.Tensor
+    masks = model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))
+    assert type(masks[0]) is Tensor
     moved = batch.to("cpu")  # as to a GPU: the host keeps the token ids
     assert moved.host_input_ids is batch.input_ids
     batch.input_ids[batch.input_ids == config.image_token_id] = 11
@@ -122,38 +128,37 @@ def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
         model(batch, ["log_probs"])
 
 
-@pytest.mark.parametrize("more", [True, False])
-def test_insert_features_wrong_number_of_audio_tokens_raises(more: bool) -> None:
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_insert_features_wrong_number_of_audio_tokens_raises(count):
     """transformers does not compare the two for audio."""
     model = shared_model(LanguageModel, "qwen2_5_omni_thinker")
-    mask = (torch.arange(32) < 20).long()[None]
-    audio = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), {"feature_attention_mask": mask})
-    for count in (5, 5 + (1 if more else -1)):
-        row = torch.tensor([11, *[92] * count, 12])
-        positions = torch.arange(len(row)).expand(3, -1)
-        batch = PackedBatch.from_sequences([row], position_ids=[positions], media={"input_features": audio})
-        if count == 5:
-            model(batch, ["log_probs"])
-            continue
-        with pytest.raises(UserError, match=f"{count} tokens .* returned 5 features"):
-            model(batch, ["log_probs"])
+    fields = {"feature_attention_mask": (torch.arange(32) < 20).long()[None]}
+    audio = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), fields)
+    row = torch.tensor([11, *[92] * count, 12])
+    positions = [torch.arange(len(row)).expand(3, -1)]
+    media = {"input_features": audio}
+    batch = PackedBatch.from_sequences([row], position_ids=positions, media=media)
+    message = f"{count} tokens .* returned 5 features"
+    with nullcontext() if count == 5 else pytest.raises(UserError, match=message):
+        model(batch, ["log_probs"])
 
 
-def test_placeholder_mask_over_token_ids_stays_a_plain_mask() -> None:
+def test_placeholder_mask_over_token_ids_stays_a_plain_mask():
     class Codes(nn.Module):  # like models that turn images into token ids
-        def get_placeholder_mask(self, input_ids: torch.Tensor, image_ids: torch.Tensor) -> torch.Tensor:
+        def get_placeholder_mask(self, input_ids, image_ids):
             assert int((input_ids == 9).sum()) == len(image_ids)
             return input_ids == 9
 
     model, ids = Codes(), torch.tensor([[1, 9, 9, 2]])
     media_features.apply_sync_free_features(model, model)
     media_features.register_host_ids(ids, ids[0])
-    found = ids.masked_scatter(model.get_placeholder_mask(ids, torch.tensor([5, 6])), torch.tensor([5, 6]))
-    assert found.tolist() == [[1, 5, 6, 2]]
+    image_ids = torch.tensor([5, 6])
+    mask = model.get_placeholder_mask(ids, image_ids)
+    assert ids.masked_scatter(mask, image_ids).tolist() == [[1, 5, 6, 2]]
 
 
-def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
-    def moved() -> tuple[torch.Tensor, PackedBatch]:
+def test_host_input_ids_changed_after_the_copy_are_not_used():
+    def moved():
         ids = torch.arange(6)
         return ids, PackedBatch.from_sequences([ids]).to("meta")  # as to a GPU
 
@@ -170,12 +175,12 @@ def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
     assert batch.host_input_ids is None
 
 
-def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
+def test_placeholder_mask_in_compiled_model_uses_transformers_method():
     class Net(nn.Module):
-        def get_placeholder_mask(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        def get_placeholder_mask(self, input_ids, inputs_embeds):
             return (input_ids == 9)[..., None].expand_as(inputs_embeds)
 
-        def forward(self, ids: torch.Tensor, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids, embeds, features):
             mask = self.get_placeholder_mask(ids, embeds)
             return embeds.masked_scatter(mask, features) + mask[..., :1]
 
@@ -187,38 +192,37 @@ def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*given), expected)
 
 
-def test_placeholder_mask_of_deepcopy_is_bound_to_the_copy() -> None:
+def test_placeholder_mask_of_deepcopy_is_bound_to_the_copy():
     model = shared_model(LanguageModel, "qwen3_vl")
     twin = copy.deepcopy(model)
     assert twin.base().__dict__["get_placeholder_mask"].args[0] is twin.base()
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_host_token_ids_give_bit_equal_outputs_and_gradients(name: str, monkeypatch) -> None:
+def test_host_token_ids_give_bit_equal_outputs_and_gradients(name, monkeypatch):
     model = shared_model(LanguageModel, name)
     batch = PackedBatch.concat(samples(model, name))
     (log_probs,), grads = run(model, batch, ["log_probs"])
-    monkeypatch.setattr(media_features, "register_host_ids", lambda *_: None)  # so masks come from the device
+    # So masks come from the device.
+    monkeypatch.setattr(media_features, "register_host_ids", lambda *_: None)
     (expected,), expected_grads = run(model, batch, ["log_probs"])
     assert torch.equal(log_probs, expected)
-    assert grads.keys() == expected_grads.keys()
-    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+    assert_equal(grads, expected_grads)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llava"])
-def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name: str) -> None:
+def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name):
     """The meta device stands for a GPU: it has no values, so reading one is an error."""
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=len(q) != len(k))[0]
+    def kernel(q, k, v, *_):
+        grouped = len(q) != len(k)
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q[None], k[None], v[None], enable_gqa=grouped)[0]
 
-    for where, what, kind in (
-        (attention_ops, "_torch_varlen_is_supported", lambda *_: True),
-        (attention_ops, "_torch_varlen", kernel),
-        (attention, "_as_autocast", lambda x: x),
-        (input_hooks, "autocast_dtype", lambda _: None),
-    ):
-        monkeypatch.setattr(where, what, kind)
+    monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: True)
+    monkeypatch.setattr(attention_ops, "_torch_varlen", kernel)
+    monkeypatch.setattr(attention, "_as_autocast", lambda x: x)
+    monkeypatch.setattr(input_hooks, "autocast_dtype", lambda _: None)
     model = build_model(LanguageModel, name)
     text, image, both = samples(model, name)
     model.to("meta")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -63,14 +62,22 @@ def fla_convolution(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, None]:
-    parts = [part.transpose(1, 2) for part in x.split(cu_seqlens.diff().tolist(), dim=1)]
-    return torch.cat([convolution(part, weight, bias, activation) for part in parts], dim=-1).transpose(1, 2), None
+    sizes = cu_seqlens.diff().tolist()
+    return by_part(x.transpose(1, 2), sizes, weight, bias, activation).transpose(1, 2), None
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     padded = F.pad(x, (weight.shape[-1] - 1, 0))
     out = F.conv1d(padded, weight[:, None], bias, groups=len(weight))
     return out if activation is None else F.silu(out)
+
+
+def by_part(x: Tensor, sizes: list[int], *options) -> Tensor:
+    return torch.cat([convolution(part, *options) for part in x.split(sizes, dim=-1)], dim=-1)
+
+
+def sizes_of(seq_idx: Tensor) -> list[int]:
+    return seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
 
 
 def package_convolution(
@@ -82,18 +89,27 @@ def package_convolution(
 ) -> Tensor:
     assert seq_idx is not None
     assert (seq_idx.dtype, x.stride(1)) == (torch.int32, 1)
-    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-    return torch.cat([convolution(part, weight, bias, activation) for part in x.split(sizes, dim=-1)], dim=-1)
+    return by_part(x, sizes_of(seq_idx), weight, bias, activation)
 
 
 def mamba_package(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor, **options: Any
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor,
+    **options,
 ) -> Tensor:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
-    parts = zip(*(value.split(sizes, dim=1) for value in (x, dt, B, C)), strict=True)
-    return torch.cat([mamba2_chunk_scan(px, pdt, A, pB, pC, chunk_size, **options) for px, pdt, pB, pC in parts], 1)
+    split = [value.split(sizes_of(seq_idx), dim=1) for value in (x, dt, B, C)]
+    outs = []
+    for part_x, part_dt, part_B, part_C in zip(*split, strict=True):
+        out = mamba2_chunk_scan(part_x, part_dt, A, part_B, part_C, chunk_size, **options)
+        outs.append(out)
+    return torch.cat(outs, 1)
 
 
 FLA = dict.fromkeys(KERNELS, linear_attention) | {"short convolution": fla_convolution}
@@ -112,19 +128,18 @@ PACKAGES = {"short convolution": package_convolution, "Mamba 2 scan": mamba_pack
         ("lfm2_moe", PACKAGES, False),
     ],
 )
-def test_kernels_give_what_the_reference_gives(
-    name: str, doubles: dict[str, Any], by_channel: bool, monkeypatch
-) -> None:
+def test_kernels_give_what_the_reference_gives(name, doubles, by_channel, monkeypatch):
     model = mixer_model(name)
     batch = PackedBatch.from_sequences(sequences())
     expected = model(batch, ["log_probs"])["log_probs"]
     called = set()
 
-    def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
+    def kernel_for(operation, tensor):
         called.add(operation)
         if operation not in doubles:
             return None
-        of_package = [kernel for kernel in KERNELS[operation] if (kernel.package == kernels.FLA) == (doubles is FLA)]
+        is_fla = [(kernel, kernel.package == kernels.FLA) for kernel in KERNELS[operation]]
+        of_package = [kernel for kernel, of_fla in is_fla if of_fla == (doubles is FLA)]
         return Loaded(of_package[-1 if by_channel else 0], doubles[operation])
 
     monkeypatch.setattr(functions, "kernel_for", kernel_for)
@@ -135,7 +150,7 @@ def test_kernels_give_what_the_reference_gives(
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_load_without_packages_returns_none_and_describe_says_what_to_install() -> None:
+def test_load_without_packages_returns_none_and_describe_says_what_to_install():
     assert kernels.load("gated delta rule") is None  # the tests run without it
     assert kernels.kernel_for("gated delta rule", torch.zeros(1)) is None
     assert "mvp-engine[linear]" in kernels.describe("gated delta rule", torch.device("cuda"))
@@ -143,11 +158,16 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install() 
 
 @pytest.mark.parametrize(
     ("capability", "triton", "expected"),
-    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.3.1", False),
+        ((8, 0), "3.6.0", False),
+    ],
 )
 def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
-    capability: tuple[int, int], triton: str, expected: bool, monkeypatch
-) -> None:
+    capability, triton, expected, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(kernels, "_version", lambda package: triton)
@@ -163,7 +183,9 @@ def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
     assert ("Triton 3.7.1" in said) == expected
 
 
-def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(monkeypatch) -> None:
+def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(
+    monkeypatch,
+):
     from transformers import CONFIG_MAPPING, AutoConfig, Mamba2Config
 
     class Theirs(Mamba2Config):
@@ -177,10 +199,10 @@ def test_read_config_of_a_type_that_another_package_registered_is_that_of_transf
 
 
 @pytest.mark.parametrize("operation", KERNELS)
-def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation: str, monkeypatch) -> None:
+def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation, monkeypatch):
     assert mixer_error(operation, "cpu") < 2e-2
 
-    def leaks(function: Any, packing: Packing, original: Any, args: Any, kwargs: Any) -> Any:
+    def leaks(function, packing, original, args, kwargs):
         is_half = args[0].dtype == torch.bfloat16
         one = Packing([packing.num_tokens], packing.cu_seqlens[[0, -1]]) if is_half else packing
         return run(function, one, original, args, kwargs)
@@ -190,7 +212,7 @@ def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation: str, m
     assert mixer_error(operation, "cpu") > 2e-2
 
 
-def test_copy_of_a_model_has_boundaries_of_its_own() -> None:
+def test_copy_of_a_model_has_boundaries_of_its_own():
     model = mixer_model("qwen3_5_text")
     other = copy.deepcopy(model)
     batch = PackedBatch.from_sequences(sequences())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
 from mixer_families import MIXERS, VISION_MIXERS, mixer_model
+from tiny_engines import Tensors, assert_close, assert_equal, engine_of
+from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.mixers.per_sequence import Packing
 from mvp_engine.hf.model import attention, preflight
-from mvp_engine.model_engine import LanguageModelEngine
 
 LENGTHS = (13, 1, 6, 20, 6)
 
@@ -26,47 +23,45 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
+def log_probs(model: LanguageModel, *ids: torch.Tensor) -> torch.Tensor:
+    return model(PackedBatch.from_sequences(list(ids)), ["log_probs"])["log_probs"]
+
+
 def transformers_log_probs(model: LanguageModel, ids: torch.Tensor) -> torch.Tensor:
     """From transformers' own forward of one sequence, with gradients; 0 at the end."""
     with attention.eager_attention(model.hf.config):
         logits = model.hf(ids[None], use_cache=False).logits[0]
-    log_probs = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-    return torch.cat([log_probs, log_probs.new_zeros(1)])
+    found = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    return torch.cat([found, found.new_zeros(1)])
 
 
-def gradients(model: LanguageModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: LanguageModel, loss: torch.Tensor) -> Tensors:
     model.zero_grad()
     loss.backward()
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-def check_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1.0), name
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_mixers_packed_equals_alone_and_transformers(name: str) -> None:
+def test_mixers_packed_equals_alone_and_transformers(name):
     model = mixer_model(name)
     assert model.mixers.modules
     ids = sequences()
-    packed = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"]
-    alone = torch.cat([model(PackedBatch.from_sequences([i]), ["log_probs"])["log_probs"] for i in ids])
+    packed = log_probs(model, *ids)
+    alone = torch.cat([log_probs(model, i) for i in ids])
     theirs = torch.cat([transformers_log_probs(model, i) for i in ids])
     assert torch.allclose(packed, alone, rtol=1e-5, atol=1e-5)
     assert torch.allclose(packed, theirs, rtol=1e-5, atol=1e-5)
     weights = torch.linspace(-0.1, 0.1, len(packed))
     of_packed = gradients(model, (packed * weights).sum())
-    check_close(of_packed, gradients(model, (theirs * weights).sum()))
+    assert_close(of_packed, gradients(model, (theirs * weights).sum()))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe", "mamba2", "mamba"])
-def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) -> None:
+def test_mixers_state_that_is_not_reset_fails_preflight(name, monkeypatch):
     model = mixer_model(name)
     preflight.check_packing(model)
 
-    def one_sequence(batch: PackedBatch, *rest: Any) -> Packing:
+    def one_sequence(batch, *rest):
         return Packing([batch.num_tokens], batch.cu_seqlens[[0, -1]], *rest)
 
     monkeypatch.setattr(Packing, "of", one_sequence)
@@ -74,7 +69,7 @@ def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) 
         preflight.probe(model)
 
 
-def test_mixers_of_value_model_packed_equals_alone() -> None:
+def test_mixers_of_value_model_packed_equals_alone():
     model = mixer_model("qwen3_5_text", ValueModel)
     ids = sequences()
     values = model(PackedBatch.from_sequences(ids), ["values"])["values"]
@@ -82,7 +77,7 @@ def test_mixers_of_value_model_packed_equals_alone() -> None:
     assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_model_without_mixers_is_unchanged() -> None:
+def test_model_without_mixers_is_unchanged():
     from families import config_of
 
     model = LanguageModel.from_config(config_of("llama"))
@@ -91,23 +86,19 @@ def test_model_without_mixers_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe", "falcon_h1"])
-def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name: str, tmp_path: Path) -> None:
+def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name, tmp_path):
     model = mixer_model(name)
     model.hf.save_pretrained(tmp_path / "base")
-    engine = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "base"), Layout(World.join("cpu")))
-    engine.initialize()
-    batch = PackedBatch.from_sequences(sequences())
-    expected = model(batch, ["log_probs"])["log_probs"]
-    assert torch.equal(engine.model(batch, ["log_probs"])["log_probs"], expected)
+    engine = engine_of(LanguageModel.on_meta(tmp_path / "base"), optimizer=None)
+    expected = log_probs(model, *sequences())
+    assert torch.equal(log_probs(engine.model, *sequences()), expected)
     engine.export_hf(tmp_path / "exported")
-    again = type(model.hf).from_pretrained(tmp_path / "exported").state_dict()
-    before = model.hf.state_dict()
-    assert again.keys() == before.keys()
-    assert all(torch.equal(again[key], value) for key, value in before.items())
+    again = type(model.hf).from_pretrained(tmp_path / "exported")
+    assert_equal(again.state_dict(), model.hf.state_dict())
 
 
 @pytest.mark.parametrize("name", VISION_MIXERS)
-def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(name: str, monkeypatch) -> None:
+def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(name, monkeypatch):
     monkeypatch.setitem(tiny_models.VISION, name, ("", {}, "patches frame"))
     model = mixer_model(name)
     ones = tiny_models.samples(model, name)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from families import config_of, overrides_of
 from folders import language_model
+from tiny_engines import ALONE, counting
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import FSDPEngine
@@ -22,20 +20,22 @@ def batch_with(field: str, value: int) -> PackedBatch:
     return batch
 
 
-@pytest.mark.parametrize(("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)])
-def test_check_token_outside_of_vocabulary_raises_with_its_place(field: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)]
+)
+def test_check_token_outside_of_vocabulary_raises_with_its_place(field, value):
     engine = language_model(None, **overrides_of("qwen3"))
-    with pytest.raises(
-        UserError, match=rf"{field}: {value} at position 2 of sequence 1 is outside of the model's vocabulary of 99 tok"
-    ):
+    place = f"{value} at position 2 of sequence 1"
+    message = f"{field}: {place} is outside of the model's vocabulary of 99 tok"
+    with pytest.raises(UserError, match=message):
         engine.infer_batch(batch_with(field, value), ["log_probs"])
     good = engine.infer_batch(batch_with(field, 98), ["log_probs"])["log_probs"]
     assert bool(good.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_hidden_sequence_past_the_rope_limit_raises(kind: str) -> None:
-    rope: dict[str, Any] = {
+def test_hidden_sequence_past_the_rope_limit_raises(kind):
+    rope = {
         "rope_type": kind,
         "rope_theta": 10000.0,
         "original_max_position_embeddings": 16,
@@ -48,7 +48,7 @@ def test_hidden_sequence_past_the_rope_limit_raises(kind: str) -> None:
     config.max_position_embeddings = 64
     config.original_max_position_embeddings = 16
     model = LanguageModel.from_config(config).eval()
-    FSDPEngine(model, Layout(World.join("cpu"))).initialize()
-    model(PackedBatch.from_sequences([torch.arange(16), torch.arange(9)]), ["log_probs"])
+    FSDPEngine(model, ALONE).initialize()
+    model(counting(16, 9), ["log_probs"])
     with pytest.raises(UserError, match=r"a sequence of 17 tokens: .* longer than 16"):
-        model(PackedBatch.from_sequences([torch.arange(17), torch.arange(9)]), ["log_probs"])
+        model(counting(17, 9), ["log_probs"])

@@ -33,17 +33,17 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_sweep_sampled_type_is_as_the_matrix_says(name: str) -> None:
+def test_sweep_sampled_type_is_as_the_matrix_says(name):
     check(name)
 
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("name", causal_types())
-def test_sweep_every_type_is_as_the_matrix_says(name: str) -> None:
+def test_sweep_every_type_is_as_the_matrix_says(name):
     check(name)
 
 
-def check(name: str) -> None:
+def check(name: str):
     if name not in causal_types():
         pytest.skip("this transformers does not have it")
     is_listed = transformers.__version__ == FILE["transformers"]
@@ -60,13 +60,13 @@ def check(name: str) -> None:
         assert kind_of(name) == ENTRIES[name]["kind"]
 
 
-def test_matrix_lists_every_causal_type_of_its_transformers() -> None:
+def test_matrix_lists_every_causal_type_of_its_transformers():
     if transformers.__version__ != FILE["transformers"]:
         pytest.skip("another version of transformers than that of the matrix")
     assert sorted(causal_types()) == sorted(ENTRIES)
 
 
-def test_matrix_95_percent_of_causal_decoders_are_exact() -> None:
+def test_matrix_95_percent_of_causal_decoders_are_exact():
     decoders = [entry for entry in read_models().values() if entry["kind"] == "text"]
     exact = [entry for entry in decoders if entry["packed"] is True]
     assert len(exact) >= 0.95 * len(decoders)

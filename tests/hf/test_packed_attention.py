@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from tiny_engines import no_host_sync
 from torch import Tensor, nn
 
 from mvp_engine.hf.model import attention
@@ -15,43 +14,45 @@ from mvp_engine.ops import attention as attention_ops
 LENGTHS = [5, 1, 40, 17]
 
 
-def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
+def inputs(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, heads: int = 8, kv_heads: int = 2
+) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    shapes = [(1, h, sum(LENGTHS), size) for h in (heads, kv_heads, kv_heads)]
+    shapes = [(1, h, sum(LENGTHS), 32) for h in (heads, kv_heads, kv_heads)]
     return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
+def attend(tensors: list[Tensor], **options) -> tuple[Tensor, list[Tensor]]:
     """The output, and the gradients of q, k and v."""
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
-    out, _ = packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)), **options)
-    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
+    options |= boundaries(cu_seqlens, max(LENGTHS))
+    out, _ = packed_attention(nn.Identity(), *tensors, None, **options)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    (out.float() * weights).sum().backward()
     return out.detach(), [t.grad for t in tensors if t.grad is not None]
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str)
-def test_packed_attention_changed_sequence_changes_no_other_sequence(options: dict[str, Any]) -> None:
-    first = inputs("cpu", torch.float32)
-    second = inputs("cpu", torch.float32)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str
+)
+def test_packed_attention_changed_sequence_changes_no_other_sequence(options):
+    changed = inputs()
     with torch.no_grad():
-        for tensor in second:
+        for tensor in changed:
             tensor[:, :, 6:46] += 1.0  # the third sequence
-    a = attend(first, **options)[0]
-    b = attend(second, **options)[0]
-    same = (a == b).flatten(2).all(-1)[0]
-    assert bool(same[:6].all())
-    assert bool(same[46:].all())
-    assert not bool(same[6:46].any())
+    outs = [attend(tensors, **options)[0] for tensors in (inputs(), changed)]
+    same = (outs[0] == outs[1]).flatten(2).all(-1)[0]
+    assert same.tolist() == [True] * 6 + [False] * 40 + [True] * 17
 
 
-def test_packed_attention_window_of_longest_sequence_equals_full_attention() -> None:
-    full = attend(inputs("cpu", torch.float32))[0]
-    assert torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=40)[0])
-    assert not torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=39)[0])
+def test_packed_attention_window_of_longest_sequence_equals_full_attention():
+    full = attend(inputs())[0]
+    assert torch.equal(full, attend(inputs(), sliding_window=40)[0])
+    assert not torch.equal(full, attend(inputs(), sliding_window=39)[0])
 
 
-def test_packed_attention_unsupported_argument_raises_its_name() -> None:
-    tensors = inputs("cpu", torch.float32)
+def test_packed_attention_unsupported_argument_raises_its_name():
+    tensors = inputs()
     with pytest.raises(NotImplementedError, match="Identity passes bias_of_love to attention"):
         attend(tensors, bias_of_love=1)
     with pytest.raises(NotImplementedError, match="received no sequence boundaries"):
@@ -60,22 +61,30 @@ def test_packed_attention_unsupported_argument_raises_its_name() -> None:
         packed_attention(nn.Identity(), *tensors, torch.ones(1))
 
 
-def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
+def test_packed_mask_of_transformers_is_applied_or_refused_by_name():
     from transformers import LlamaConfig
     from transformers import masking_utils as masks
 
     config = LlamaConfig(attn_implementation=attention.register(), attention_chunk_size=4)
-    options: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(1, 63, 8), "past_key_values": None}
+    options = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, 63, 8),
+        "past_key_values": None,
+    }
     assert masks.create_causal_mask(**options, attention_mask=None) is None
     images = torch.where((torch.arange(63) >= 50) & (torch.arange(63) < 55), 0, -1)[None]
     overlay = masks.create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
-    tensors = inputs("cpu", torch.float32)
+    tensors = inputs()
     where = boundaries(torch.tensor([0, 5, 6, 46, 63], dtype=torch.int32), 40)
-    out = packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
+
+    def out():
+        return packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
+
+    before = out()
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
-    changed = (out != packed_attention(nn.Identity(), *tensors, overlay, **where)[0]).flatten(2).any(-1)[0]
+    changed = (before != out()).flatten(2).any(-1)[0]
     assert changed.nonzero()[:, 0].tolist() == list(range(50, 63))
     with pytest.raises(NotImplementedError, match=" contains chunked_overlay"):
         masks.create_chunked_causal_mask(**options, attention_mask=None)
@@ -84,13 +93,15 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
+def test_encoder_attention_rows_masks_and_boundaries_agree(device):
     dtype, tolerance = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 2e-2)
     packed = [x.detach() for x in inputs(device, dtype, kv_heads=8)]
     rows = [x[0].reshape(8, 9, 7, 32).transpose(0, 1) for x in packed]  # nine items of seven tokens
     per_row, _ = encoder_attention(nn.Identity(), *rows, None)
     cu_seqlens = torch.arange(0, 64, 7, dtype=torch.int32, device=device)
-    in_one_row, _ = encoder_attention(nn.Identity(), *packed, None, **boundaries(cu_seqlens, 7), is_causal=False)
+    in_one_row, _ = encoder_attention(
+        nn.Identity(), *packed, None, **boundaries(cu_seqlens, 7), is_causal=False
+    )
     assert torch.allclose(per_row.reshape(1, 63, 8, 32), in_one_row, atol=tolerance)
     first_five = (torch.arange(7, device=device) < 5).expand(9, 1, 7, 7)
     masked, _ = encoder_attention(nn.Identity(), *rows, first_five)
@@ -98,8 +109,8 @@ def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
     assert torch.allclose(masked[:, :5], shortened, atol=tolerance)
 
 
-def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
-    tensors = inputs("cpu", torch.float32, kv_heads=8)
+def test_encoder_attention_unsupported_argument_raises_its_name():
+    tensors = inputs(kv_heads=8)
     cu_seqlens = torch.tensor([0, 30], dtype=torch.int32)
     batch = [x.expand(2, -1, -1, -1) for x in tensors]
     with pytest.raises(NotImplementedError, match="Identity passes softcap to attention"):
@@ -113,9 +124,11 @@ def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str
+)
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, Any], kv_heads: int) -> None:
+def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options, kv_heads):
     fast = attend(inputs("cuda", torch.bfloat16, kv_heads=kv_heads), **options)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
     plain = attend(inputs("cuda", torch.float32, kv_heads=kv_heads), **options)
@@ -124,12 +137,9 @@ def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, A
 
 
 @pytest.mark.gpu
-def test_varlen_kernel_on_gpu_makes_no_host_sync() -> None:
+def test_varlen_kernel_on_gpu_makes_no_host_sync():
     tensors = inputs("cuda", torch.bfloat16)
     attend(tensors)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from model_sweep import EXACT, build, differences, sequences
 from sweep_columns import on_layout
-from torch import Tensor
+from tiny_engines import ALONE, Tensors, assert_close
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.preflight import check_packing, probe
@@ -21,7 +21,7 @@ FAMILIES = ["bloom", "stablelm", "gptj"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padded_rows_equal_transformers_per_token_and_parameter(name: str) -> None:
+def test_padded_rows_equal_transformers_per_token_and_parameter(name):
     model = build(name)
     if not model.padded_rows:
         with pytest.raises(UserError, match=f"{name} cannot be trained on packed sequences"):
@@ -31,7 +31,7 @@ def test_padded_rows_equal_transformers_per_token_and_parameter(name: str) -> No
     assert max(differences(model).values()) <= EXACT
 
 
-def test_padded_rows_of_one_sequence_do_not_depend_on_longer_ones() -> None:
+def test_padded_rows_of_one_sequence_do_not_depend_on_longer_ones():
     model = padded("bloom")
     short, long = sequences(model)[1], sequences(model)[2]
     alone = model(PackedBatch.from_sequences([short]), ["log_probs", "hidden_states"])
@@ -39,7 +39,7 @@ def test_padded_rows_of_one_sequence_do_not_depend_on_longer_ones() -> None:
     assert torch.allclose(both["hidden_states"][: len(short)], alone["hidden_states"], atol=1e-6)
 
 
-def test_padded_rows_of_a_copy_and_without_padding_again() -> None:
+def test_padded_rows_of_a_copy_and_without_padding_again():
     model = padded("stablelm")
     again = copy.deepcopy(model)
     assert again.padded_rows == model.padded_rows
@@ -49,30 +49,23 @@ def test_padded_rows_of_a_copy_and_without_padding_again() -> None:
     check_packing(model)
 
 
-def test_padded_rows_kv_cache_is_a_user_error() -> None:
+def test_padded_rows_kv_cache_is_a_user_error():
     from mvp_engine.hf.model.kv_cache import KVCache
 
     model = padded("bloom")
     assert not model.can_cache
+    batch = PackedBatch.from_sequences(sequences(model))
     with pytest.raises(UserError, match="padded rows, which have no KV cache"):
-        model(PackedBatch.from_sequences(sequences(model)), ["next_logits"], kv_cache=KVCache([7], 3))
+        model(batch, ["next_logits"], kv_cache=KVCache([7], 3))
 
 
-def test_padded_rows_on_two_shards_give_the_gradients_of_one_rank(ranks2) -> None:
-    expected = on_layout("bloom", Layout(World.join("cpu")))
-    for found in ranks2.run(gradients_of_two_shards):
-        assert found.keys() == expected.keys()
-        for name, grad in expected.items():
-            assert torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5), name
+def test_padded_rows_on_two_shards_give_the_gradients_of_one_rank(on_ranks):
+    for found in on_ranks({"shard": 2}, gradients_of_bloom):
+        assert_close(found, gradients_of_bloom(ALONE))
 
 
-def gradients_of_two_shards() -> dict[str, Tensor]:
-    from families import parallel
-
-    world = World.join("cpu")
-    found = on_layout("bloom", Layout.of(world, parallel(shard=2)))
-    world.close()
-    return found
+def gradients_of_bloom(layout: Layout) -> Tensors:
+    return on_layout("bloom", layout)
 
 
 def padded(name: str) -> LanguageModel:

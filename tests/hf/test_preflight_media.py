@@ -6,128 +6,112 @@ from typing import Any
 
 import pytest
 import torch
-from families import parallel
+from tiny_engines import ALONE, counting, engine_of, message_of, sgd
+from tiny_engines import train as step
 from tiny_models import build_model, samples, shared_model
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts import fp8_grouped_mm
-from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import fp8
 
 
-def engine_of(name: str, world: World, sizes: dict[str, int], **settings: Any) -> LanguageModelEngine:
-    model = build_model(LanguageModel, name)
-    engine = LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(**settings))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-3))
-    return engine
-
-
-def start(
-    world: World, precision: str = "fp32", fp8: bool = False, **sizes: int
-) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+def start(layout: Layout = ALONE, **settings) -> tuple[Any, list[PackedBatch]]:
     """An engine on a tiny Qwen3-VL, and rows: without media, with one image, with an image and a video."""
-    engine = engine_of("qwen3_vl", world, sizes, precision=precision, fp8=fp8)
+    model = build_model(LanguageModel, "qwen3_vl")
+    engine = engine_of(model, layout, lambda model: sgd(model, 1e-3), **settings)
     return engine, samples(shared_model(LanguageModel, "qwen3_vl"), "qwen3_vl")
 
 
-def step(engine: LanguageModelEngine, rows: list[PackedBatch]) -> None:
-    model: Any = engine.model
-    engine.train_batch(rows, lambda one: (model(one, ["loss"])["loss"], one.num_loss_tokens))
-
-
-def mix_patches(_: Any, inputs: Any, output: Tensor) -> Tensor:
+def mix_patches(_, inputs, output: Tensor) -> Tensor:
     """A forward hook: every patch sees all patches of the micro-batch, as an encoder without boundaries would."""
     return output + output.mean(0)
 
 
-def fail_on_images(*_: Any) -> None:
+def fail_on_images(*_):
     raise IndexError("tuple index out of range")
 
 
-def test_first_step_encoder_that_mixes_images_of_rows_is_rejected() -> None:
-    for precision in ("fp32", "bf16"):
-        engine, (text, image, both) = start(World.join("cpu"), precision)
-        engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
-        step(engine, [text, text])
-        with pytest.raises(UserError, match="qwen3_vl cannot be trained on packed sequences with pixel_values"):
-            step(engine, [PackedBatch.concat([image, both]), text])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_first_step_encoder_that_mixes_images_of_rows_is_rejected(precision):
+    engine, (text, image, both) = start(precision=precision)
+    engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
+    step(engine, text, text)
+    message = "qwen3_vl cannot be trained on packed sequences with pixel_values"
+    with pytest.raises(UserError, match=message):
+        step(engine, PackedBatch.concat([image, both]), text)
 
 
-def test_first_step_encoder_that_fails_is_rejected_with_the_reason() -> None:
-    engine, (text, image, _) = start(World.join("cpu"))
+def test_first_step_encoder_that_fails_is_rejected_with_the_reason():
+    engine, (text, image, _) = start()
     engine.model.hf.model.visual.register_forward_pre_hook(fail_on_images)
-    step(engine, [text])
-    with pytest.raises(UserError, match="the forward on a row with pixel_values fails: IndexError: tuple index out"):
-        step(engine, [text, image])
+    step(engine, text)
+    message = "the forward on a row with pixel_values fails: IndexError: tuple index out"
+    with pytest.raises(UserError, match=message):
+        step(engine, text, image)
 
 
-def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypatch) -> None:
-    engine, (_, image, _) = start(World.join("cpu"))
-    model: Any = engine.model
-    plain = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda *given, **options: 1.01 * plain(*given, **options))
-    with pytest.raises(UserError, match="hidden states differ from those of transformers' own forward by 1"):
-        step(engine, [image])
+def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypatch):
+    engine, (_, image, _) = start()
+    plain = engine.model.hidden
+    wrong = lambda *given, **options: 1.01 * plain(*given, **options)  # noqa: E731
+    monkeypatch.setattr(engine.model, "hidden", wrong)
+    message = "hidden states differ from those of transformers' own forward by 1"
+    with pytest.raises(UserError, match=message):
+        step(engine, image)
 
 
-def test_media_preflight_runs_once_for_each_kind_of_media() -> None:
-    engine, (text, image, both) = start(World.join("cpu"))
-    calls: list[int] = []
+def test_media_preflight_runs_once_for_each_kind_of_media():
+    engine, (text, image, both) = start()
+    calls = []
     engine.model.hf.model.visual.register_forward_hook(lambda *_: calls.append(1))
-    step(engine, [text])
+    step(engine, text)
     assert not calls
-    step(engine, [image])
+    step(engine, image)
     first = len(calls)
-    step(engine, [image, both])
+    step(engine, image, both)
     both_kinds = len(calls)
     assert first > 1
     assert both_kinds > first + 3  # an image, an image and a video, and the probe of videos
-    step(engine, [image, both])
+    step(engine, image, both)
     assert len(calls) == both_kinds + 3
 
 
-def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch):
     """In a deep model FP8 rounds to other values with every change of a last bit, as noise does here."""
     plain, calls = fp8.quantize, []
 
-    def noisy(rows: Tensor) -> Any:
+    def noisy(rows):
         calls.append(len(rows))
         return plain(rows * (1 + torch.rand_like(rows)))
 
     for module in (fp8, fp8_grouped_mm):
         monkeypatch.setattr(module, "quantize", noisy)
-    engine, (_, image, _) = start(World.join("cpu"), "bf16", fp8=True)
+    engine, (_, image, _) = start(precision="bf16", fp8=True)
     engine.adapter.preflight_media(engine, [image])
     assert engine.adapter._media.checked == {"pixel_values"}
-    experts = engine_of("qwen3_moe", World.join("cpu"), {}, precision="bf16", fp8=True)
+    experts = engine_of(build_model(LanguageModel, "qwen3_moe"), precision="bf16", fp8=True)
     assert not calls
-    step(engine, [image])
+    step(engine, image)
     before = len(calls)
-    step(experts, [PackedBatch.from_sequences([torch.arange(9)])])
+    step(experts, counting(9))
     assert len(calls) > before > 0
 
 
-def reject_on_sharded_ranks() -> str:
-    """Only rank 1 has an image; every rank has to run the encoder, and all have to stop."""
-    world = World.join("cpu")
-    engine, (text, image, _) = start(world, shard=2)
-    mine = image if world.rank else text
-    step(engine, [mine])
+def step_with_an_image_on_rank_1(layout: Layout):
+    """Every rank has to run the encoder, and all have to stop."""
+    engine, (text, image, _) = start(layout)
+    mine = image if layout.world.rank else text
+    step(engine, mine)
     engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
     engine.adapter._media.checked.clear()
-    try:
-        step(engine, [mine])
-    except UserError as error:
-        return str(error)
-    finally:
-        world.close()
-    return ""
+    step(engine, mine)
 
 
-def test_first_step_of_sharded_ranks_compares_the_image_of_one_rank_on_all(ranks2) -> None:
-    for error in ranks2.run(reject_on_sharded_ranks):
-        assert "cannot be trained on packed sequences with pixel_values: the media of one row change" in error
+def test_first_step_of_sharded_ranks_compares_the_image_of_one_rank_on_all(on_ranks):
+    message = "cannot be trained on packed sequences with pixel_values: the media of one row change"
+    for error in on_ranks({"shard": 2}, message_of, step_with_an_image_on_rank_1):
+        assert message in error

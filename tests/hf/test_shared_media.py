@@ -7,14 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import VISION, parallel
+from families import VISION
+from tiny_engines import (
+    ALONE,
+    Tensors,
+    assert_close,
+    engine_of,
+    gradients,
+    scores_of,
+    share_of,
+)
 from tiny_models import build_model, close, run, samples, shared_model
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
@@ -22,7 +30,6 @@ from mvp_engine.hf.media import shared_media
 from mvp_engine.hf.model.model_inputs import media_inputs
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.decoding import with_completion
-from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 AUDIO = "input_features"
 
@@ -42,7 +49,7 @@ def group(model: LanguageModel, name: str) -> list[PackedBatch]:
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_shared_media_equal_repeated_media_with_gradients(name: str) -> None:
+def test_shared_media_equal_repeated_media_with_gradients(name):
     model = shared_model(LanguageModel, name)
     rows = group(model, name)
     shared = PackedBatch.concat(rows)
@@ -57,13 +64,12 @@ def test_shared_media_equal_repeated_media_with_gradients(name: str) -> None:
     names = ["log_probs", "entropy"]
     outputs, grads = run(model, shared, names)
     expected, expected_grads = run(model, repeated, names)
-    assert all(close(one, other) for one, other in zip(outputs, expected, strict=True))
-    assert grads.keys() == expected_grads.keys()
-    assert all(close(grad, expected_grads[name]) for name, grad in grads.items())
+    assert all(map(close, outputs, expected))
+    assert_close(grads, expected_grads)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
-def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: str) -> None:
+def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name):
     model = shared_model(LanguageModel, name)
     shared = PackedBatch.concat(group(model, name))
     (expected,), _ = run(model, shared, ["log_probs"])
@@ -83,7 +89,7 @@ def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: st
         assert sum(rows) == len(shared.media["pixel_values"].values)
 
 
-def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tensor]:
+def trained(layout: Layout, name: str, is_shared: bool) -> Tensors:
     """Gradients of one step over two groups of answers and a text, a micro-batch each, and inferred log-probs."""
     model = build_model(LanguageModel, name)
     rows = group(model, name)
@@ -91,39 +97,26 @@ def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tenso
         rows = [row.select([0]) for row in rows]
     batches = [PackedBatch.concat(part) for part in (rows[:2], rows[2:3], rows[3:])]
     assert (batches[0].media["pixel_values"].shared_with is not None) == is_shared
-    engine = LanguageModelEngine(model, layout, Settings())
-    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
-
-    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return -engine.model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens
-
-    engine.train_batch(batches[layout.data_rank :: layout.data_size], loss)
-    found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    engine = engine_of(model, layout)
+    engine.train_batch(share_of(layout, batches), scores_of(engine, entropy=0.0))
     whole = PackedBatch.concat(batches)
-    return found | engine.infer_batch(whole, ["log_probs"], budget=whole.max_seqlen + 20)
-
-
-def on_ranks(name: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    world = World.join("cpu", timeout=100.0)
-    found = trained(name, Layout.of(world, parallel(**sizes)), is_shared=True)
-    world.close()
-    return found
+    outputs = engine.infer_batch(whole, ["log_probs"], budget=whole.max_seqlen + 20)
+    return gradients(engine.model) | outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})]
+    ("name", "sizes"),
+    [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})],
 )
-def test_shared_media_on_ranks_equal_repeated_media_on_one(ranks2, name: str, sizes: dict[str, int]) -> None:
+def test_shared_media_on_ranks_equal_repeated_media_on_one(on_ranks, name, sizes):
     """On two shards, one rank has a text and a dummy with images while the other has a group of answers."""
-    results = ranks2.run(on_ranks, name, sizes)
-    expected = trained(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))), is_shared=False)
-    for result in results:
-        assert result.keys() == expected.keys()
-        assert all(close(result[key], value) for key, value in expected.items())
+    expected = trained(ALONE, name, is_shared=False)
+    for found in on_ranks(sizes, trained, name, True):
+        assert_close(found, expected)
 
 
-def test_shared_media_flops_count_the_encoder_once() -> None:
+def test_shared_media_flops_count_the_encoder_once():
     for name in ("qwen3_vl", "llava"):  # by grids, and by rows and placeholder tokens
         model = shared_model(LanguageModel, name)
         text, one, _ = samples(model, name)
@@ -131,11 +124,12 @@ def test_shared_media_flops_count_the_encoder_once() -> None:
         encoder = float(mfu.flops(one)) - float(mfu.flops(dataclasses.replace(one, media={})))
         shared = PackedBatch.concat([one, text, one, one])
         repeated = PackedBatch.concat([one, text, one.select([0]), one.select([0])])
-        assert float(mfu.flops(repeated) - mfu.flops(shared)) == pytest.approx(2 * encoder, rel=1e-9)
+        more = float(mfu.flops(repeated) - mfu.flops(shared))
+        assert more == pytest.approx(2 * encoder, rel=1e-9)
         assert encoder > 0
 
 
-def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch) -> None:
+def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch):
     model = shared_model(LanguageModel, "llava")
     shared = PackedBatch.concat(group(model, "llava"))
     kind = type(model.base())
@@ -158,17 +152,21 @@ class Unmasked(nn.Module):
 
     def get_audio_features(self, input_features: torch.Tensor) -> SimpleNamespace:
         assert input_features.ndim == 3
-        return SimpleNamespace(pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True))
+        return SimpleNamespace(
+            pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True)
+        )
 
 
-def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
+def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time():
     model = Unmasked()
     shared_media.apply_shared_features(model)
     sounds = [torch.randn(frames, 3) for frames in (4, 7, 5)]
     alone = [model.get_audio_features(sound[None]).pooler_output[0] for sound in sounds]
     longer = [*alone, torch.zeros(6)]  # a sound of another row, which is not in this batch
-    mask = pad_sequence([torch.ones(len(one), dtype=torch.bool) for one in longer], batch_first=True)[:3]
-    media = Media(torch.cat(sounds), torch.tensor([4, 7, 5]), torch.tensor([0, 0, 1]), {"input_features_mask": mask})
+    rows = [torch.ones(len(one), dtype=torch.bool) for one in longer]
+    fields = {"input_features_mask": pad_sequence(rows, batch_first=True)[:3]}
+    ids = torch.tensor([0, 0, 1])
+    media = Media(torch.cat(sounds), torch.tensor([4, 7, 5]), ids, fields)
     inputs = shared_media.encoder_inputs(model, "input_features", media)
     features = model.get_audio_features(inputs["input_features"]).pooler_output
     assert torch.equal(features[inputs["input_features_mask"]], torch.cat(alone))
@@ -182,10 +180,10 @@ class TilesAsFrames(nn.Module):
     def get_image_features(self, pixel_values: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(pooler_output=pixel_values.flatten(0, 1).flatten(2).transpose(1, 2))
 
-    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor) -> None: ...
+    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor): ...
 
 
-def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos() -> None:
+def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos():
     base = TilesAsFrames()
     shared_media.apply_shared_features(base)
     values = torch.arange(5 * 3 * 4.0).view(5, 3, 2, 2)
@@ -197,7 +195,7 @@ def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos() -
 
 
 @pytest.mark.parametrize("has_newlines", [False, True])
-def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines: bool) -> None:
+def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines):
     """Their number of features is not a multiple of their number of patches."""
     base = TilesAsFrames()
     if has_newlines:
@@ -205,6 +203,6 @@ def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines: boo
     shared_media.apply_shared_features(base)
     grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
     media = Media(torch.zeros(8, 3), torch.tensor([4, 4]), torch.tensor([0, 1]), grid)
-    shard = UlyssesShard(None, 0, (5, 5))  # type: ignore[arg-type]
+    shard = UlyssesShard(None, 0, (5, 5))
     shared_media.encoder_inputs(base, "pixel_values", media, shard)
     assert (media.values in shared_media._SHARES) is not has_newlines

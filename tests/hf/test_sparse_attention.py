@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 from model_sweep import EXACT, build, causal_types, differences, worst_difference
 from sweep_columns import on_layout, on_two_ranks
+from tiny_engines import ALONE, CAMPAIGN
 
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.mixers import sparse_attention
 from mvp_engine.hf.model.preflight import check_packing, probe
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite"]
 # One indexer per layer; layers that share one; a compressor of windows; blocks; with gated delta nets.
-SPARSE = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
+SPARSE = [
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "hy_v4",
+    "deepseek_v4",
+    "minimax_m3_vl_text",
+    "qwen4_exp_text",
+]
 
 
 @pytest.mark.parametrize("name", [*LATENT, *SPARSE])
-def test_latent_and_sparse_attention_packed_equals_transformers(name: str) -> None:
+def test_latent_and_sparse_attention_packed_equals_transformers(name):
     if name not in causal_types():
         pytest.skip("this transformers does not have it")
     model = build(name)
@@ -27,7 +34,7 @@ def test_latent_and_sparse_attention_packed_equals_transformers(name: str) -> No
     assert max(differences(model).values()) <= EXACT
 
 
-def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch):
     """The boundary test: without boundaries the indexer picks tokens of other sequences."""
     model = build("deepseek_v32")
 
@@ -40,19 +47,21 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
-    layout = Layout(World.join("cpu"))
-    expected = on_layout(name, layout)
-    found = on_layout(name, layout, activation_checkpointing="full")
-    assert worst_difference(found, expected) <= 1e-6
+def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name):
+    found = on_layout(name, ALONE, activation_checkpointing="full")
+    assert worst_difference(found, on_layout(name, ALONE)) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)), {"ulysses": 2}, {"context": 2}],
+    [
+        pytest.param({"shard": 2}, marks=CAMPAIGN),
+        {"ulysses": 2},
+        {"context": 2},
+    ],
     ids=str,
 )
-def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(ranks2, layout: dict[str, int]) -> None:
+def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(ranks2, layout):
     for name in ("deepseek_v32", "deepseek_v4"):
         assert on_two_ranks(name, ranks2, **layout) is True, name

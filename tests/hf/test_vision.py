@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from conftest import ROOT
 from families import REFUSED_VISION, TYPES, VISION, vision_table
-from tiny_models import check_packed_is_alone, close, processor_inputs, samples, shared_model, transformers_log_probs
+from tiny_models import (
+    check_packed_is_alone,
+    close,
+    processor_inputs,
+    samples,
+    shared_model,
+    transformers_log_probs,
+)
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -17,7 +22,7 @@ from mvp_engine.hf.model.preflight import MediaPreflight, check_packing
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_language_model_with_media_packed_equals_single_and_transformers(name: str) -> None:
+def test_language_model_with_media_packed_equals_single_and_transformers(name):
     model = shared_model(LanguageModel, name)
     check_packing(model)
     ones = samples(model, name)
@@ -30,29 +35,30 @@ def test_language_model_with_media_packed_equals_single_and_transformers(name: s
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_value_model_with_media_packed_equals_single(name: str) -> None:
+def test_value_model_with_media_packed_equals_single(name):
     model = shared_model(ValueModel, name)
     check_packing(model)
     check_packed_is_alone(model, samples(model, name), ["values"])
 
 
 @pytest.mark.parametrize("name", REFUSED_VISION)
-def test_preflight_unsupported_vision_model_is_rejected(name: str) -> None:
+def test_preflight_unsupported_vision_model_is_rejected(name):
     with pytest.raises(UserError, match=REFUSED_VISION[name][0]):
         check_packing(shared_model(LanguageModel, name))
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_media_inputs_missing_token_types_raise_for_images_only(name: str) -> None:
+def test_media_inputs_missing_token_types_raise_for_images_only(name):
     model = shared_model(LanguageModel, name)
     text, *_, both = samples(model, name)
     del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
-    with pytest.raises(UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's token_fields"):
+    message = f"reads {TYPES[name]} to see images: give them in the batch's token_fields"
+    with pytest.raises(UserError, match=message):
         model(both, ["log_probs"])
     model(text, ["log_probs"])
 
 
-def test_media_inputs_one_axis_positions_raise_for_images_only() -> None:
+def test_media_inputs_one_axis_positions_raise_for_images_only():
     model = shared_model(LanguageModel, "qwen3_vl")
     text, *_, both = samples(model, "qwen3_vl")
     flat = PackedBatch.from_sequences([both.input_ids], media=both.media)
@@ -62,11 +68,11 @@ def test_media_inputs_one_axis_positions_raise_for_images_only() -> None:
     assert close(one_axis, transformers_log_probs(model, processor_inputs(model, text)))
 
 
-def test_attention_of_model_with_encoders_is_registered_per_sub_config() -> None:
+def test_attention_of_model_with_encoders_is_registered_per_sub_config():
     model = shared_model(LanguageModel, "qwen2_5_omni_thinker")
-    config: Any = model.hf.config
+    config = model.hf.config
 
-    def names() -> list[str]:
+    def names():
         parts = (config, config.text_config, config.vision_config, config.audio_config)
         return [part._attn_implementation for part in parts]
 
@@ -77,6 +83,7 @@ def test_attention_of_model_with_encoders_is_registered_per_sub_config() -> None
     assert names() == expected
 
 
-def test_docs_table_of_vision_families_is_up_to_date() -> None:
+def test_docs_table_of_vision_families_is_up_to_date():
     page = (ROOT / "docs" / "models.md").read_text()
-    assert f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->" in page, "run python tests/hf/families.py"
+    expected = f"<!-- vision -->\n{vision_table()}\n<!-- /vision -->"
+    assert expected in page, "run python tests/hf/families.py"

@@ -6,6 +6,7 @@ and read its gradients, but must not change it. `build_model` returns a new inst
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any, TypeVar
@@ -18,14 +19,11 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.hf import LanguageModel, PackedModel
 from mvp_engine.hf.model import attention
 
+ENCODERS = ("vision", "visual", "audio")  # parts of the names of their parameters
 M = TypeVar("M", bound=PackedModel)
 VIDEO_TOKEN = 91
-PLACEHOLDERS = {
-    "video": VIDEO_TOKEN,
-    "frame": VIDEO_TOKEN,
-    "merged_video": VIDEO_TOKEN,
-    "audio": 92,
-}  # by media format; 90 for images
+# By media format; 90 for images.
+PLACEHOLDERS = {**dict.fromkeys(["video", "frame", "merged_video"], VIDEO_TOKEN), "audio": 92}
 
 
 def build_model(kind: type[M], name: str) -> M:
@@ -40,7 +38,7 @@ def build_model(kind: type[M], name: str) -> M:
 
 def shared_model(kind: type[M], name: str) -> M:
     """The instance of `build_model(kind, name)` that this test run shares, without gradients. Do not change it."""
-    model: Any = _shared_model(kind, name)
+    model = _shared_model(kind, name)
     model.zero_grad()
     return model
 
@@ -68,10 +66,23 @@ def packs_of(
         ones = samples(model, name)
         return [PackedBatch.concat([ones[i] for i in pack]) for pack in members]
     g = torch.Generator().manual_seed(3)
-    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
+    return [
+        PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack])
+        for pack in lengths
+    ]
 
 
-def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Generator) -> PackedBatch:
+def media_packs(model: PackedModel, name: str, members: list[list[int]]) -> list[PackedBatch]:
+    """Packs of these members of `samples`. One of text alone does not even have an empty list of images."""
+    ones = samples(model, name)
+    text = dataclasses.replace(ones[0], media={})
+    packs = [PackedBatch.concat([ones[i] for i in pack]) for pack in members]
+    return [text if pack == [0] else batch for pack, batch in zip(members, packs, strict=True)]
+
+
+def sample(
+    model: PackedModel, forms: list[str], items: list[str], g: torch.Generator
+) -> PackedBatch:
     """One sequence of text with the media `items` in between; `forms` are all media formats of the model."""
     row = [torch.randint(3, 90, (4,), generator=g)]
     media = {kind: one.select([]) for kind, one in (media_item(form, False, g) for form in forms)}
@@ -83,8 +94,10 @@ def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Gene
     ids = torch.cat(row)
     types = (ids - 89).clamp(min=0)
     token_fields = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
-    positions = positions_of(model, ids, media)
-    return PackedBatch.from_sequences([ids], position_ids=[positions], token_fields=token_fields, media=media)
+    fields = {"token_fields": token_fields, "media": media}
+    return PackedBatch.from_sequences(
+        [ids], position_ids=[positions_of(model, ids, media)], **fields
+    )
 
 
 def media_item(form: str, large: bool, g: torch.Generator) -> tuple[str, Media]:
@@ -103,11 +116,12 @@ def concat_media(first: Media, second: Media) -> Media:
 
 def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
     """The number of feature vectors that the encoder returns for an item."""
-    base: Any = model.base()
+    base = model.base()
     if form == "audio":
         frames = (int(one.fields["feature_attention_mask"].sum()) - 1) // 2 + 1
         return (frames - 2) // 2 + 1
-    encode = base.get_video_features if PLACEHOLDERS.get(form) == VIDEO_TOKEN else base.get_image_features
+    is_video = PLACEHOLDERS.get(form) == VIDEO_TOKEN
+    encode = base.get_video_features if is_video else base.get_image_features
     with torch.no_grad():
         features = encode(one.values, *one.fields.values(), return_dict=True).pooler_output
     return sum(part.numel() for part in features) // 32
@@ -115,11 +129,11 @@ def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
 
 def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Tensor:
     """The position ids that the model itself would compute."""
-    base: Any = model.base()
+    base = model.base()
     if not hasattr(base, "get_rope_index"):
         return torch.arange(len(ids))
     known = inspect.signature(base.get_rope_index).parameters
-    fields = {name: value for one in media.values() for name, value in one.fields.items() if len(value)}
+    fields = dict(item for one in media.values() for item in one.fields.items() if len(item[1]))
     given = {name: value for name, value in fields.items() if name in known}
     given["attention_mask"] = torch.ones_like(ids)[None]
     if "feature_attention_mask" in fields:
@@ -137,7 +151,9 @@ def close(computed: Tensor, expected: Tensor) -> bool:
     return bool((computed - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1.0))
 
 
-def run(model: PackedModel, batch: PackedBatch, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run(
+    model: PackedModel, batch: PackedBatch, names: list[str]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs by the order of `names`, and the gradients of about their mean over tokens."""
     model.zero_grad()
     out = model(batch, names)
@@ -146,14 +162,13 @@ def run(model: PackedModel, batch: PackedBatch, names: list[str]) -> tuple[list[
     return [out[name].detach() for name in names], grads
 
 
-def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]) -> None:
+def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]):
     """Outputs and gradients of packed sequences equal those of the sequences one by one."""
     alone = [run(model, one, names) for one in ones]
     packed, grads = run(model, PackedBatch.concat(ones), names)
     for i, name in enumerate(names):
         assert close(packed[i], torch.cat([outs[i] for outs, _ in alone])), name
-    of_encoders = [name for name in grads if any(part in name for part in ("vision", "visual", "audio"))]
-    assert len(of_encoders) > 10
+    assert sum(any(part in name for part in ENCODERS) for name in grads) > 10
     for name, grad in grads.items():
         expected = [found[name] for _, found in alone if name in found]
         assert close(grad, torch.stack(expected).sum(0)), name
@@ -171,7 +186,7 @@ def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tens
 def processor_inputs(model: LanguageModel, one: PackedBatch) -> dict[str, Any]:
     """One sequence as the inputs that the model's processor would return."""
     accepted = inspect.signature(model.hf.forward).parameters
-    inputs: dict[str, Any] = {"input_ids": one.input_ids[None]}
+    inputs = {"input_ids": one.input_ids[None]}
     inputs |= {name: value[None] for name, value in one.token_fields.items() if name in accepted}
     for kind, media in one.media.items():
         if len(media.row_counts):

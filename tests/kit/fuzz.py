@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-Line = tuple[bytes, str | None]  # a line of the file, and the reason code; None for a row that must be trained on
+Line = tuple[
+    bytes, str | None
+]  # a line of the file, and the reason code; None for a row that must be trained on
 ANY = "?"  # either good or bad
 ODD = [
     "né",
@@ -36,12 +38,25 @@ ODD = [
     "\t",
     "<video>",
 ]
-TOKENS = ["<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>", "</s>", "<|audio_bos|>", "<|vision_eos|>"]
+TOKENS = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|im_start|>",
+    "</s>",
+    "<|audio_bos|>",
+    "<|vision_eos|>",
+]
 HOLDERS = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"]  # media placeholders: no text may hold them
 
 
 def chat(question: Any, answer: Any = "Yes.", **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **more}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ],
+        **more,
+    }
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -55,7 +70,13 @@ def bomb(width: int, height: int) -> bytes:
 def with_large_comment(png: bytes) -> bytes:
     """A PNG with a compressed comment that unpacks to 200 MB."""
     comment = b"zTXtnote\0\0" + zlib.compress(bytes(2 * 10**8))
-    return png[:33] + struct.pack(">I", len(comment) - 4) + comment + struct.pack(">I", zlib.crc32(comment)) + png[33:]
+    return (
+        png[:33]
+        + struct.pack(">I", len(comment) - 4)
+        + comment
+        + struct.pack(">I", zlib.crc32(comment))
+        + png[33:]
+    )
 
 
 def video_file(frames: int, fps: Any = 4) -> bytes:
@@ -89,7 +110,9 @@ class Fuzz:
         noise = np.random.default_rng(seed).integers(0, 255, (40, 48, 3), dtype=np.uint8)
         for name in ("png", "jpg", "webp", "gif", "bmp", "tif"):
             file = io.BytesIO()
-            Image.fromarray(noise).save(file, {"jpg": "JPEG", "tif": "TIFF"}.get(name, name.upper()))
+            Image.fromarray(noise).save(
+                file, {"jpg": "JPEG", "tif": "TIFF"}.get(name, name.upper())
+            )
             self.files[f"good ü.{name}"] = file.getvalue()
         self.files |= {"good.mp4": video_file(6), "good.wav": audio_file(0.4)}
         bad = {
@@ -118,31 +141,60 @@ class Fuzz:
 
     def lines(self, count: int) -> list[Line]:
         """Lines of all kinds; about half of them are good rows."""
-        kinds: list[Callable[[], Any]] = [self.good_text] * 12 + [self.good_media] * 6 + [self.good_format] * 4
-        kinds += [self.bad_path] * 4 + [self.bad_media] * 4 + [self.bad_shape] * 4 + [self.bad_line] * 2
+        kinds: list[Callable[[], Any]] = (
+            [self.good_text] * 12 + [self.good_media] * 6 + [self.good_format] * 4
+        )
+        kinds += (
+            [self.bad_path] * 4 + [self.bad_media] * 4 + [self.bad_shape] * 4 + [self.bad_line] * 2
+        )
         kinds += [self.bad_text, self.wrong_types, self.mutated, self.mutated_media, self.junk]
         found = [(kinds[i] if i < len(kinds) else self.dice.choice(kinds))() for i in range(count)]
         self.dice.shuffle(found)
-        return [(line if isinstance(line, bytes) else json.dumps(line).encode(), reason) for line, reason in found]
+        return [
+            (line if isinstance(line, bytes) else json.dumps(line).encode(), reason)
+            for line, reason in found
+        ]
 
     def text(self) -> str:
-        words = self.dice.choices([*ODD, *TOKENS, "what", "is", "this", "?"], k=self.dice.randint(1, 6))
+        words = self.dice.choices(
+            [*ODD, *TOKENS, "what", "is", "this", "?"], k=self.dice.randint(1, 6)
+        )
         return " ".join(words)
 
     def good_text(self) -> tuple[Any, None]:
-        return chat(self.text() + " ?", self.text() + " ok"), None  # a prompt of blanks alone is a bad row
+        return chat(
+            self.text() + " ?", self.text() + " ok"
+        ), None  # a prompt of blanks alone is a bad row
 
     def good_media(self) -> tuple[Any, None]:
-        images = [*[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")], "inside.png"]
+        images = [
+            *[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")],
+            "inside.png",
+        ]
         file = self.dice.choice(images)
         raw = "data:image/png;base64," + base64.b64encode(self.files["good ü.png"]).decode()
-        values = [file, f"./x/../{file}", str(self.folder / file), (self.folder / file).as_uri(), raw]
-        blocks = [{"type": "image", "image": value} for value in self.dice.choices(values, k=self.dice.randint(1, 3))]
+        values = [
+            file,
+            f"./x/../{file}",
+            str(self.folder / file),
+            (self.folder / file).as_uri(),
+            raw,
+        ]
+        blocks = [
+            {"type": "image", "image": value}
+            for value in self.dice.choices(values, k=self.dice.randint(1, 3))
+        ]
         rows = [
             chat([*blocks, {"type": "text", "text": self.text()}]),
             chat("<image> what?", images=[file]),
             chat([{"type": "image_url", "image_url": {"url": raw}}]),
-            {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A."}], "image": file},
+            {
+                "conversations": [
+                    {"from": "human", "value": "<image>?"},
+                    {"from": "gpt", "value": "A."},
+                ],
+                "image": file,
+            },
             {"caption": "An image.", "image": file},
             chat([{"type": "video", "video": "good.mp4", "fps": 2}]),
             chat([{"type": "video", "video": ["good ü.png", "good ü.bmp"]}]),
@@ -157,10 +209,23 @@ class Fuzz:
             {"prompt": self.text() + " ?", "completion": "ok"},
             {"instruction": "Do", "input": self.text(), "output": "done", "history": [["a", "b"]]},
             {"prompt": "Which?", "chosen": "This.", "rejected": "That."},
-            {"conversations": [{"from": "human", "value": self.text() + " ?"}, {"from": "gpt", "value": "Hm"}]},
-            chat([{"type": "text", "text": "a"}, {"text": self.text()}], [{"type": "text", "text": "b"}]),
+            {
+                "conversations": [
+                    {"from": "human", "value": self.text() + " ?"},
+                    {"from": "gpt", "value": "Hm"},
+                ]
+            },
+            chat(
+                [{"type": "text", "text": "a"}, {"text": self.text()}],
+                [{"type": "text", "text": "b"}],
+            ),
             {**chat("a", "b"), "images": None, "junk": {"deep": [[[[{}]]]]}, "id": 10**30},
-            {"messages": [{"role": "user", "content": "a", "loss": True}, {"role": "gpt", "content": "b", "loss": 0}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "a", "loss": True},
+                    {"role": "gpt", "content": "b", "loss": 0},
+                ]
+            },
         ]
         return self.dice.choice(rows), None
 
@@ -193,11 +258,18 @@ class Fuzz:
     def bad_media(self) -> tuple[Any, str]:
         kind, value, reason = self.dice.choice(
             [
-                *(("image", name, "corrupt") for name in ("cut.jpg", "cut.png", "text.png", "empty.png", "liar.png")),
+                *(
+                    ("image", name, "corrupt")
+                    for name in ("cut.jpg", "cut.png", "text.png", "empty.png", "liar.png")
+                ),
                 ("image", "bomb.png", "too_large"),
                 ("image", "good.mp4", "corrupt"),
                 ("image", "data:image/png;base64,@@@", "corrupt"),
-                ("image", "data:image/png;base64," + base64.b64encode(bomb(10**9, 10**9)).decode(), "too_large"),
+                (
+                    "image",
+                    "data:image/png;base64," + base64.b64encode(bomb(10**9, 10**9)).decode(),
+                    "too_large",
+                ),
                 ("video", "cut.mp4", "corrupt"),
                 ("video", "good.wav", "corrupt"),
                 ("video", ["good ü.png", "gone.png"], "missing_file"),
@@ -293,19 +365,27 @@ class Fuzz:
 
     def mutated(self) -> tuple[bytes, str]:
         line = bytearray(
-            json.dumps(self.dice.choice([self.good_text, self.good_media, self.good_format])()[0]).encode()
+            json.dumps(
+                self.dice.choice([self.good_text, self.good_media, self.good_format])()[0]
+            ).encode()
         )
         for _ in range(self.dice.randint(1, 6)):
-            line[self.dice.randrange(len(line))] = self.dice.choice([*b'{}[]",:\\0 aZ', 0xC3, 0xFF, 0])
+            line[self.dice.randrange(len(line))] = self.dice.choice(
+                [*b'{}[]",:\\0 aZ', 0xC3, 0xFF, 0]
+            )
         return bytes(line), ANY
 
     def mutated_media(self) -> tuple[Any, str]:
         name, data = self.dice.choice(sorted(self.files.items()))
-        broken = bytearray(data[: self.dice.randint(1, len(data))] if self.dice.random() < 0.4 else data)
+        broken = bytearray(
+            data[: self.dice.randint(1, len(data))] if self.dice.random() < 0.4 else data
+        )
         for _ in range(self.dice.randint(0, 8)):
             broken[self.dice.randrange(min(len(broken), 400))] = self.dice.randrange(256)
         kind = {"mp4": "video", "wav": "audio"}.get(name.rpartition(".")[2], "image")
-        return chat([{"type": kind, kind: f"data:x;base64,{base64.b64encode(broken).decode()}"}]), ANY
+        return chat(
+            [{"type": kind, kind: f"data:x;base64,{base64.b64encode(broken).decode()}"}]
+        ), ANY
 
     def junk(self, depth: int = 0) -> tuple[Any, str]:
         """Nested junk with known keys."""
@@ -324,7 +404,13 @@ class Fuzz:
             "x",
         ]
         kind = self.dice.randrange(8 if depth < 6 else 5)
-        leaves = [None, self.dice.choice(ODD), self.dice.choice([0, -1, 1e308, True]), "user", "image"]
+        leaves = [
+            None,
+            self.dice.choice(ODD),
+            self.dice.choice([0, -1, 1e308, True]),
+            "user",
+            "image",
+        ]
         if depth and kind < 5:
             return leaves[kind], ANY
         inner = [self.junk(depth + 1)[0] for _ in range(self.dice.randint(0, 4))]

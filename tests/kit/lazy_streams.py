@@ -85,6 +85,8 @@ def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
 
     monkeypatch.setattr(side_stream, "new_stream", new_stream)
     monkeypatch.setattr(side_stream, "on", on)
-    monkeypatch.setattr(side_stream, "event", lambda _: active[-1].event() if active else LazyEvent(None))
+    monkeypatch.setattr(
+        side_stream, "event", lambda _: active[-1].event() if active else LazyEvent(None)
+    )
     monkeypatch.setattr(side_stream, "wait", lambda event, _: event and event.wait())
     return made

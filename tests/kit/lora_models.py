@@ -53,10 +53,16 @@ def adam(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
 
 
-def steps(engine: FSDPEngine, batch: PackedBatch = BATCH, count: int = 2, output: str = "log_probs") -> None:
+def steps(
+    engine: FSDPEngine, batch: PackedBatch = BATCH, count: int = 2, output: str = "log_probs"
+) -> None:
     for _ in range(count):
-        engine.train_batch([batch], lambda b: (-engine.model(b, [output])[output].sum(), b.num_loss_tokens))
+        engine.train_batch(
+            [batch], lambda b: (-engine.model(b, [output])[output].sum(), b.num_loss_tokens)
+        )
 
 
 def weights(engine: FSDPEngine) -> dict[str, Tensor]:
-    return {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}
+    return {
+        name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()
+    }

@@ -17,7 +17,9 @@ GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 
 def tokenizer(*special: str, **named: str) -> Any:
     """A byte tokenizer in which two line breaks are one token, so that text may merge with an expansion."""
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ĊĊ": 256}
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
+        "ĊĊ": 256
+    }
     bare = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
@@ -33,11 +35,17 @@ def tokenizer(*special: str, **named: str) -> Any:
 
 def qwen(kind: Any, video_processor: Any) -> Any:
     text = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    return kind(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), text, video_processor(**PATCH, size=AREAS))
+    return kind(
+        hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), text, video_processor(**PATCH, size=AREAS)
+    )
 
 
 def internvl() -> Any:
-    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+    }
     text = tokenizer(**names, video_token="<video>")
     images, videos = hf.GotOcr2ImageProcessor(size=SQUARE), hf.InternVLVideoProcessor(size=SQUARE)
     return hf.InternVLProcessor(images, text, videos, image_seq_length=4)
@@ -47,23 +55,40 @@ def smolvlm() -> Any:
     videos = hf.SmolVLMVideoProcessor(
         size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, num_frames=6, fps=1
     )
-    text = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>", *GRIDS)
+    text = tokenizer(
+        "<fake_token_around_image>",
+        "<image>",
+        "<end_of_utterance>",
+        "<global-img>",
+        "<video>",
+        *GRIDS,
+    )
     return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), text, videos, image_seq_len=4)
 
 
 def idefics3() -> Any:
-    text = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS)
+    text = tokenizer(
+        "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS
+    )
     return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), text, image_seq_len=4)
 
 
 def llava(kind: Any = hf.LlavaProcessor, images: Any = None) -> Any:
     images = images or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
-    kept = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    kept = {
+        "patch_size": 4,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     return kind(images, tokenizer("<image>"), **kept)
 
 
 def gemma3() -> Any:
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    named = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
     text = tokenizer("<start_of_turn>", "<end_of_turn>", **named)
     return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), text, image_seq_length=4)
 
@@ -74,16 +99,22 @@ def whisper() -> Any:
 
 def omni() -> Any:
     named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
-    named |= {f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")}
+    named |= {
+        f"{name}_token": f"<|{name}|>"
+        for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
+    }
     patch: dict[str, Any] = {**PATCH, "patch_size": 14}  # its code fixes videos to 100,000 pixels
     images = hf.Qwen2VLImageProcessor(**patch, size=AREAS)
-    return hf.Qwen2_5OmniProcessor(images, hf.Qwen2VLVideoProcessor(**patch), whisper(), tokenizer(**named))
+    return hf.Qwen2_5OmniProcessor(
+        images, hf.Qwen2VLVideoProcessor(**patch), whisper(), tokenizer(**named)
+    )
 
 
 def llava_next() -> Any:
     grids = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
     return llava(
-        hf.LlavaNextProcessor, hf.LlavaNextImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE, **grids)
+        hf.LlavaNextProcessor,
+        hf.LlavaNextImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE, **grids),
     )
 
 
@@ -97,13 +128,17 @@ FAMILIES = {
     "gemma3": gemma3,
     "idefics3": idefics3,
     "smolvlm": smolvlm,
-    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(whisper(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
+    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(
+        whisper(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    ),
     "qwen2_5_omni": omni,
 }
 
 
 def chat_template(
-    placeholders: dict[str, str], begin: str = "'<|im_start|>' + m.role + '\\n'", stop: str = "<|im_end|>"
+    placeholders: dict[str, str],
+    begin: str = "'<|im_start|>' + m.role + '\\n'",
+    stop: str = "<|im_end|>",
 ) -> str:
     """A chat template: its placeholders, a Jinja expression for the start of a turn, the stop token."""
     part = "{{ p.text if p.type == 'text' else " + str(placeholders) + "[p.type] }}"
@@ -121,7 +156,9 @@ OMNI = {kind: f"<|vision_bos|><|{kind.upper()}|><|vision_eos|>" for kind in ("im
 CAPITALIZED = "m.role | capitalize + (': ' if m.content is string else ':')"
 TEMPLATES = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], chat_template(QWEN)),
-    **dict.fromkeys(["llava", "llava_next"], chat_template({"image": "<image>\n"}, "m.role | upper + ': '")),
+    **dict.fromkeys(
+        ["llava", "llava_next"], chat_template({"image": "<image>\n"}, "m.role | upper + ': '")
+    ),
     "internvl": chat_template({"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}),
     "gemma3": chat_template(
         {"image": "<start_of_image>"},

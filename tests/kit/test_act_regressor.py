@@ -31,8 +31,13 @@ def write_robot(root: Path) -> str:
     sizes = {"observation.state": 4, "action": 3}
     with LeRobotWriter(root, fps=10, sizes=sizes, cameras=CAMERAS, codec=None) as writer:
         for episode in range(2):
-            columns = {key: dice.normal(3, 2, (6, size)).astype(np.float32) for key, size in sizes.items()}
-            images = {name: dice.integers(0, 255, (6, *size, 3), np.uint8) for name, size in CAMERAS.items()}
+            columns = {
+                key: dice.normal(3, 2, (6, size)).astype(np.float32) for key, size in sizes.items()
+            }
+            images = {
+                name: dice.integers(0, 255, (6, *size, 3), np.uint8)
+                for name, size in CAMERAS.items()
+            }
             writer.add(columns, images, f"task {episode}")
     return str(root)
 
@@ -48,9 +53,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "processor": str(folder / "processor"),
         "project": {"name": "regressor"},
         "cpu_threads": 1,
-        "model": {"type": "action_model", "config": {"model_type": "qwen3_vl", **regressor_config(processor)}},
+        "model": {
+            "type": "action_model",
+            "config": {"model_type": "qwen3_vl", **regressor_config(processor)},
+        },
         "actions": {"relative": [1]},
-        "mllm": {"sources": {"robot": {"path": write_robot(folder / "robot")}}, "micro_batch_tokens": 256},
+        "mllm": {
+            "sources": {"robot": {"path": write_robot(folder / "robot")}},
+            "micro_batch_tokens": 256,
+        },
         "data": {"micro_batch_size": 1, "global_batch_size": 2, "num_workers": 0},
         "loop": {"total_steps": 2},
         "optim": {"lr": 1e-2, "schedule": "constant"},
@@ -59,7 +70,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     (folder / "train.yaml").write_text(json.dumps(values))
     composed = compose(folder / "train.yaml", [])
-    made: Any = composed.engine_class(composed.config, World.join("cpu"), Run.create(folder, "regressor", None))
+    made: Any = composed.engine_class(
+        composed.config, World.join("cpu"), Run.create(folder, "regressor", None)
+    )
     with made:
         made.train()
         yield made
@@ -85,11 +98,18 @@ def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engi
     images, states, tasks = zip(*((one.images, one.state, one.task) for one in seen), strict=True)
     found = policy.act_batch(images, np.stack(states), tasks)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(policy.act(images[1], states[1], tasks[1]), expected[1], rtol=1e-5, atol=1e-5)
-    assert np.abs(found[0] - policy.act(images[0], states[0], "task 1")).max() > 1e-4  # it reads the instruction
+    np.testing.assert_allclose(
+        policy.act(images[1], states[1], tasks[1]), expected[1], rtol=1e-5, atol=1e-5
+    )
+    assert (
+        np.abs(found[0] - policy.act(images[0], states[0], "task 1")).max() > 1e-4
+    )  # it reads the instruction
     with pytest.raises(ValueError, match="no noise"):
         policy.act(images[0], states[0], tasks[0], torch.zeros(4, 5))
-    for wrong in (images[0][next(iter(CAMERAS))] / 255, images[0][next(iter(CAMERAS))].transpose(2, 0, 1)):
+    for wrong in (
+        images[0][next(iter(CAMERAS))] / 255,
+        images[0][next(iter(CAMERAS))].transpose(2, 0, 1),
+    ):
         with pytest.raises(ValueError, match=r"needs \(height, width, 3\) of uint8"):
             policy.act(dict.fromkeys(images[0], wrong), states[0], tasks[0])
     spec = json.loads((folder / "normalization.json").read_text())
@@ -112,5 +132,8 @@ def test_act_file_imports_nothing_but_torch_numpy_and_transformers() -> None:
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).split(".")[0])
-    needs = {"torch", "numpy", "transformers"} | {"safetensors", "PIL"}  # the last two come with transformers
+    needs = {"torch", "numpy", "transformers"} | {
+        "safetensors",
+        "PIL",
+    }  # the last two come with transformers
     assert found - set(sys.stdlib_module_names) <= needs

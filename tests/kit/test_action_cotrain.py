@@ -43,7 +43,9 @@ def make_kit(tmp_path: Path, processor: Any, config: Any, **actions: Any) -> Act
     root = write_folder(tmp_path / "robot", "v3.0", None)
     sources = {"robot": {"path": str(root)}, "questions": {"path": str(write_questions(tmp_path))}}
     settings = {"micro_batch_tokens": 2048, "global_batch_tokens": 2048, "max_bad_fraction": 1.0}
-    data = MLLMData.model_validate({"sources": sources, "cache": str(tmp_path / "cache"), **settings})
+    data = MLLMData.model_validate(
+        {"sources": sources, "cache": str(tmp_path / "cache"), **settings}
+    )
     return ActionDataKit(data, ActionData(**actions), processor, model_config=config)
 
 
@@ -63,7 +65,9 @@ def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path: Path) -> 
         types = batch.token_fields["token_type_ids"][tokens]
         answer = labels[labels != IGNORE]
         assert int(types.sum()) == len(answer)
-        assert not types[: len(types) - len(answer)].any()  # the question, and all of a frame, is bidirectional
+        assert not types[
+            : len(types) - len(answer)
+        ].any()  # the question, and all of a frame, is bidirectional
         if len(answer):
             learnt.append(tokenizer.decode(answer))
     assert sorted(learnt, key=len) == ["dark<|im_end|>", "dark red<|im_end|>", "dark red<|im_end|>"]
@@ -81,8 +85,12 @@ def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path: Path) -> 
     assert alone["loss"].item() > 0
 
 
-@pytest.mark.parametrize(("settings", "said"), [({"text_weight": 0.1}, "without text to learn. Set it to 0")])
-def test_text_weight_without_text_is_a_user_error(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"text_weight": 0.1}, "without text to learn. Set it to 0")]
+)
+def test_text_weight_without_text_is_a_user_error(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
     root = write_folder(tmp_path / "robot", "v3.0", None)
     data = MLLMData.model_validate({"sources": [{"path": str(root)}], "micro_batch_tokens": 64})
     tokenizer = train_tokenizer(TEXTS, 300, ("<image>",))
@@ -94,9 +102,21 @@ def regressor_config(processor: Any) -> dict[str, Any]:
     """A tiny Qwen3-VL with the sizes of actions."""
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-    vision = {"hidden_size": 24, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
-    vision |= {"out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    }
+    vision = {
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 8,
+    }
+    vision |= {
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
     tokens = processor.tokenizer.convert_tokens_to_ids(
         ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     )
@@ -126,7 +146,12 @@ def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path
     media = batch.media["pixel_values"]
     first = int(media.row_counts[: media.items_of(frame)[0]].sum())
     images = processor.image_processor
-    red = float(media.values[first].view(3, -1)[0].mean() * images.image_std[0] + images.image_mean[0]) * 255
+    red = (
+        float(
+            media.values[first].view(3, -1)[0].mean() * images.image_std[0] + images.image_mean[0]
+        )
+        * 255
+    )
     assert abs(red - color(int(rows.frames.episode[sample]), int(rows.frames.frame[sample]))[0]) < 3
     torch.manual_seed(0)
     model: Any = ActionModel.from_config(config)
@@ -135,8 +160,15 @@ def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path
     entries = fields["action_mask"]
     error = (outputs["actions"] - fields["action_chunk"]).abs()
     np.testing.assert_allclose(
-        outputs["action_losses"].detach(), torch.where(entries, error, 0.0).detach(), rtol=1e-5, atol=1e-6
+        outputs["action_losses"].detach(),
+        torch.where(entries, error, 0.0).detach(),
+        rtol=1e-5,
+        atol=1e-6,
     )
-    same = kit.row_encoder.observation(rows.task(sample), rows.row(sample).images(), rows.states[sample], {})  # type: ignore[attr-defined]
+    same = kit.row_encoder.observation(
+        rows.task(sample), rows.row(sample).images(), rows.states[sample], {}
+    )  # type: ignore[attr-defined]
     acted = model(same, ["actions"])["actions"][0]
-    np.testing.assert_allclose(acted.detach(), outputs["actions"][frame].detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        acted.detach(), outputs["actions"][frame].detach(), rtol=1e-4, atol=1e-5
+    )

@@ -25,12 +25,33 @@ CHUNK = 4
 
 
 def model_config(**changes: Any) -> PI0Config:
-    text = {"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 8}
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 300,
+        "head_dim": 8,
+    }
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-    vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "hidden_size": 16}
-    vision |= {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32, "vision_use_head": False}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "image_size": 32,
+        "patch_size": 16,
+        "hidden_size": 16,
+    }
+    vision |= {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "vision_use_head": False,
+    }
     sizes = {"chunk_size": CHUNK, "max_action_dim": 5, "max_state_dim": 6, **changes}
-    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "image_token_id": 3}
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": 3,
+    }
     return PI0Config(vlm_config=vlm | {"projection_dim": 16}, dit_config=text, **sizes)
 
 
@@ -39,7 +60,9 @@ def tokenizer() -> Any:
     return train_tokenizer(["task 0\n", "task 1\n"], 300, ("<image>",))
 
 
-def make_kit(root: Path, tokenizer: Any, hold_out: float | None = None, **actions: Any) -> ActionDataKit:
+def make_kit(
+    root: Path, tokenizer: Any, hold_out: float | None = None, **actions: Any
+) -> ActionDataKit:
     data = MLLMData(
         sources=[{"path": str(root), "name": "robot", "hold_out": hold_out}],  # type: ignore[list-item]
         micro_batch_tokens=64,
@@ -50,8 +73,12 @@ def make_kit(root: Path, tokenizer: Any, hold_out: float | None = None, **action
     return ActionDataKit(data, ActionData(**actions), tokenizer, model_config=model_config())
 
 
-@pytest.mark.parametrize(("version", "codec"), [("v2.1", "libx264"), ("v3.0", "libx264"), ("v3.0", None)])
-def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(tmp_path, tokenizer, version, codec) -> None:
+@pytest.mark.parametrize(
+    ("version", "codec"), [("v2.1", "libx264"), ("v3.0", "libx264"), ("v3.0", None)]
+)
+def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(
+    tmp_path, tokenizer, version, codec
+) -> None:
     kit = make_kit(write_folder(tmp_path / "robot", version, codec), tokenizer, draws=3)
     [rows] = [rows for rows, _ in kit.train_folders()]
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -65,7 +92,9 @@ def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(tmp_path, t
             seen.add(sample)
             episode = int(np.searchsorted(starts, sample, side="right")) - 1
             expected = color(episode, sample - int(starts[episode]))
-            middle = (images.values[at, :, 12:20].mean((1, 2)) * 0.5 + 0.5) * 255  # above and below is padding
+            middle = (
+                images.values[at, :, 12:20].mean((1, 2)) * 0.5 + 0.5
+            ) * 255  # above and below is padding
             assert np.abs(middle.numpy() - expected).max() < 5, sample
             inside = min(CHUNK, int(starts[episode + 1]) - sample)
             mask = fields["action_mask"][at]
@@ -73,7 +102,9 @@ def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(tmp_path, t
             assert not mask[inside:].any()
             assert not mask[:, 3:].any()
             raw = rows.actions[sample : sample + inside]
-            back = kit.normalization.unnormalize_actions(fields["action_chunk"][at], rows.states[sample])
+            back = kit.normalization.unnormalize_actions(
+                fields["action_chunk"][at], rows.states[sample]
+            )
             np.testing.assert_allclose(back[:inside], raw, rtol=1e-5, atol=1e-5)
             assert not fields["action_chunk"][at][inside:].any()
             state = (rows.states[sample] - rows.states.mean(0)) / rows.states.std(0)
@@ -107,13 +138,19 @@ def test_action_kit_holds_out_whole_episodes(tmp_path, tokenizer) -> None:
     kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, hold_out=0.4)
     [(rows, used)] = kit.train_folders()
     trained = set(rows.frames.episode[used].tolist())
-    held_out = {int(rows.frames.episode[row]) for row in kit.measured("eval")[0].sources[0].chosen_rows()}
+    held_out = {
+        int(rows.frames.episode[row]) for row in kit.measured("eval")[0].sources[0].chosen_rows()
+    }
     assert held_out == {0, 1, 2} - trained
     assert len(held_out) == 1
-    np.testing.assert_allclose(kit.normalization.spec["action"]["mean"], rows.actions[used].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        kit.normalization.spec["action"]["mean"], rows.actions[used].mean(0), rtol=1e-5
+    )
 
 
-def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(tmp_path, tokenizer) -> None:
+def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(
+    tmp_path, tokenizer
+) -> None:
     root = write_folder(tmp_path / "robot", "v2.1", "libx264")
     kit = make_kit(root, tokenizer)
     rows = kit.train_folders()[0][0]
@@ -122,7 +159,12 @@ def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(tmp_p
     broken.write_bytes(broken.read_bytes()[:300])
     kit = make_kit(root, tokenizer)
     loader = kit.loader(folder=tmp_path)
-    seen = [sample for batch in loader for sample in batch.sequence_fields["sample"].tolist() if sample >= 0]
+    seen = [
+        sample
+        for batch in loader
+        for sample in batch.sequence_fields["sample"].tolist()
+        if sample >= 0
+    ]
     assert sorted(seen) == list(range(19, 24))
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     found = {(entry["where"], entry["reason"]) for entry in listed}
@@ -139,12 +181,18 @@ def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) 
     assert [one.where for one in bad] == [f"robot: episode 2, frame {i}" for i in range(5)]
     for episode in kit.train_folders()[0][0].folder.episodes[:2]:
         episode.clips[CAMERA].file.unlink()
-    with pytest.raises(UserError, match=r"no frame .* can be used: robot: episode 0, frame 0: there is no videos/"):
+    with pytest.raises(
+        UserError, match=r"no frame .* can be used: robot: episode 0, frame 0: there is no videos/"
+    ):
         make_kit(root, tokenizer).normalization  # noqa: B018 - it reads the frames
 
 
 def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path, tokenizer) -> None:
-    shades = {"observation.images.top": 40, "observation.images.wrist": 200, "observation.images.side": 90}
+    shades = {
+        "observation.images.top": 40,
+        "observation.images.wrist": 200,
+        "observation.images.side": 90,
+    }
 
     def write(name: str, cameras: list[str]) -> dict[str, str]:
         keys = [f"observation.images.{camera}" for camera in cameras]
@@ -152,8 +200,14 @@ def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path,
         with LeRobotWriter(
             tmp_path / name, fps=10, sizes=sizes, cameras=dict.fromkeys(keys, (32, 32)), codec=None
         ) as writer:
-            columns = {key: np.random.default_rng(0).normal(size=(3, size)) for key, size in sizes.items()}
-            writer.add(columns, {key: np.full((3, 32, 32, 3), shades[key], np.uint8) for key in keys}, "task 0")
+            columns = {
+                key: np.random.default_rng(0).normal(size=(3, size)) for key, size in sizes.items()
+            }
+            writer.add(
+                columns,
+                {key: np.full((3, 32, 32, 3), shades[key], np.uint8) for key in keys},
+                "task 0",
+            )
         return {"path": str(tmp_path / name)}
 
     def kit(*sources: dict[str, str]) -> ActionDataKit:
@@ -176,7 +230,8 @@ def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path,
                 of_one = [seen[item] for item in images.items_of(sequence)]
                 assert of_one in ([40, 200], [200] if name == "one" else [40, 200])
     with pytest.raises(
-        UserError, match=r"has the camera 'observation\.images\.side', which the first folder .* has not"
+        UserError,
+        match=r"has the camera 'observation\.images\.side', which the first folder .* has not",
     ):
         _ = kit(both, write("more", ["top", "side"])).normalization
 
@@ -190,7 +245,9 @@ def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, 
     loaded = Normalization.load(tmp_path)
     rows = kit.train_folders()[0][0]
     chunk = loaded.normalize_actions(rows.actions[:4], rows.states[0], 5)
-    assert torch.equal(chunk, kit.normalization.normalize_actions(rows.actions[:4], rows.states[0], 5))
+    assert torch.equal(
+        chunk, kit.normalization.normalize_actions(rows.actions[:4], rows.states[0], 5)
+    )
     np.testing.assert_allclose(
         loaded.unnormalize_actions(chunk, rows.states[0]), rows.actions[:4], rtol=2e-5, atol=1e-5
     )
@@ -201,12 +258,22 @@ def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, 
 
 def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused() -> None:
     stats = {"mean": [0.0], "std": [1.0]}
-    spec = {"format": 1, "mode": "mean_std", "relative": [], "cameras": ["top", "wrist"], "state": stats}
+    spec = {
+        "format": 1,
+        "mode": "mean_std",
+        "relative": [],
+        "cameras": ["top", "wrist"],
+        "state": stats,
+    }
     normalization = Normalization({**spec, "action": stats})
     frame = np.zeros((2, 2, 3), np.uint8)
-    assert len(normalization.frames({"wrist": frame})) == 1  # as frames of training, it may lack one
+    assert (
+        len(normalization.frames({"wrist": frame})) == 1
+    )  # as frames of training, it may lack one
     assert len(normalization.frames({"side": frame, "wrist": frame, "top": frame})) == 2
-    with pytest.raises(ValueError, match=r"the observation has \['side', 'top'\]; the policy needs"):
+    with pytest.raises(
+        ValueError, match=r"the observation has \['side', 'top'\]; the policy needs"
+    ):
         normalization.frames({"side": frame, "top": frame})
     with pytest.raises(ValueError, match="not finite"):
         normalization.normalize_state([np.nan], 2)
@@ -216,12 +283,19 @@ def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, to
     root = write_folder(tmp_path / "robot", "v3.0", None)
     stats = str(root / "meta/stats.json")
     assert make_kit(root, tokenizer, statistics=stats).normalization.relative == []
-    with pytest.raises(UserError, match=r"statistics of absolute actions, but actions\.relative trains them relative"):
+    with pytest.raises(
+        UserError,
+        match=r"statistics of absolute actions, but actions\.relative trains them relative",
+    ):
         _ = make_kit(root, tokenizer, statistics=stats, relative=[0, 1]).normalization
     make_kit(root, tokenizer, relative=[0, 1]).normalization.save(tmp_path)
-    with pytest.raises(UserError, match=r"relative in \[0, 1\], but actions\.relative trains them absolute"):
+    with pytest.raises(
+        UserError, match=r"relative in \[0, 1\], but actions\.relative trains them absolute"
+    ):
         _ = make_kit(root, tokenizer, statistics=str(tmp_path)).normalization
-    assert make_kit(root, tokenizer, statistics=str(tmp_path), relative=[0, 1]).normalization.relative == [0, 1]
+    assert make_kit(
+        root, tokenizer, statistics=str(tmp_path), relative=[0, 1]
+    ).normalization.relative == [0, 1]
 
 
 def test_relative_statistics_are_those_of_the_chunks_that_are_trained(tmp_path, tokenizer) -> None:
@@ -248,7 +322,9 @@ def test_given_statistics_that_lack_something_are_user_errors(tmp_path, tokenize
     for name in ("q01", "q99"):  # as version 2.1 of LeRobot writes it
         del stats["action"][name]
     file.write_text(json.dumps(stats))
-    with pytest.raises(UserError, match=r"no q01 of action, which actions\.normalize=quantiles needs: set"):
+    with pytest.raises(
+        UserError, match=r"no q01 of action, which actions\.normalize=quantiles needs: set"
+    ):
         _ = make_kit(root, tokenizer, statistics=str(file), normalize="quantiles").normalization
     assert make_kit(root, tokenizer, statistics=str(file)).normalization.mode == "mean_std"
     file.write_text(json.dumps(stats)[:20])
@@ -262,7 +338,10 @@ def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None
     config = model_config()
     config.vlm_config.text_config.vocab_size = 40
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=config)
-    with pytest.raises(UserError, match="the model's vocabulary has 40: set processor to the tokenizer of the model"):
+    with pytest.raises(
+        UserError,
+        match="the model's vocabulary has 40: set processor to the tokenizer of the model",
+    ):
         kit.measured("train")
 
 
@@ -288,5 +367,7 @@ def test_action_kit_action_larger_than_the_model_is_a_user_error(tmp_path, token
     root = write_folder(tmp_path / "robot", "v3.0", None)
     data = MLLMData(sources=[{"path": str(root)}], micro_batch_tokens=64)  # type: ignore[list-item]
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=model_config(max_action_dim=2))
-    with pytest.raises(UserError, match=r"action has 3 values, and max_action_dim of the model is 2"):
+    with pytest.raises(
+        UserError, match=r"action has 3 values, and max_action_dim of the model is 2"
+    ):
         _ = kit.normalization

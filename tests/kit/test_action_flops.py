@@ -35,7 +35,9 @@ def last_layer_forward(model: Any, row: PackedBatch) -> float:
     parts = (layer.self_attn.q_proj, layer.self_attn.o_proj, *layer.mlp.children())
     weights = [(m, name, w) for m in parts for name, w in m.named_parameters(recurse=False)]
     tokens = row.num_tokens
-    rows = tokens * sum(matmul_flops(module, name, weight, config) for module, name, weight in weights)
+    rows = tokens * sum(
+        matmul_flops(module, name, weight, config) for module, name, weight in weights
+    )
     return rows + tokens**2 * attention_flops(layer.self_attn, config)
 
 
@@ -91,7 +93,9 @@ def test_plan_of_pi0_counts_memory_of_all_parts() -> None:
     sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes["optimizer states"] == 8.0 * trained
-    more = peak_memory(BlockCosts(model, settings), [PackedBatch.concat(pi0_rows(model, draws=6))], micro_batches=2)
+    more = peak_memory(
+        BlockCosts(model, settings), [PackedBatch.concat(pi0_rows(model, draws=6))], micro_batches=2
+    )
     assert more["activations"] > sizes["activations"]
     frozen = tiny_pi0()
     for name, param in frozen.named_parameters():
@@ -100,9 +104,13 @@ def test_plan_of_pi0_counts_memory_of_all_parts() -> None:
     assert less["activations"] < sizes["activations"]
 
 
-def trained_step(model: Any, batch: PackedBatch, names: list[str], compile: str | None = None) -> tuple[Any, int]:
+def trained_step(
+    model: Any, batch: PackedBatch, names: list[str], compile: str | None = None
+) -> tuple[Any, int]:
     """An engine after one step, and the bytes that its forward saved for backward, weights left out."""
-    engine = ActionModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), Settings(compile=compile))
+    engine = ActionModelEngine(
+        model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), Settings(compile=compile)
+    )
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     saved: dict[int, Tensor] = {}
@@ -128,18 +136,24 @@ def recipe(text_loss: bool) -> Any:
 
 @pytest.mark.parametrize("text_loss", [False, True])
 @pytest.mark.parametrize("head", ["pi0", "regressor"])
-def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(head: str, text_loss: bool) -> None:
+def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(
+    head: str, text_loss: bool
+) -> None:
     model: Any = tiny_pi0() if head == "pi0" else tiny_regressor()
     if head == "regressor":
         batch = PackedBatch.concat(with_actions(samples(model, "qwen3_vl")))
     else:
         rows = [typed(row) for row in pi0_rows(model)] if text_loss else pi0_rows(model)
         batch = PackedBatch.concat([*rows, vlm_row(model, rows[0])] if text_loss else rows)
-    engine, _ = trained_step(model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"])
+    engine, _ = trained_step(
+        model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"]
+    )
     settings = PlanSettings(precision="fp32", compile=None, recipe=recipe(text_loss))
     sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    states = sum(one["exp_avg"].nbytes + one["exp_avg_sq"].nbytes for one in engine.optimizer.state.values())
+    states = sum(
+        one["exp_avg"].nbytes + one["exp_avg_sq"].nbytes for one in engine.optimizer.state.values()
+    )
     assert sizes["gradients"] == gradients
     assert sizes["optimizer states"] == states
     assert (sizes["loss"] > 0) == text_loss
@@ -148,11 +162,26 @@ def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(head: str, 
 @pytest.mark.campaign(only=True)
 def test_plan_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     """In pi0's proportions, an eighth as wide; the backend partitions graphs as Inductor does."""
-    text = {"model_type": "gemma", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 2048}
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "intermediate_size": 2048,
+    }
     text |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 1000}
     vision = {"model_type": "siglip_vision_model", "hidden_size": 144, "intermediate_size": 538}
-    vision |= {"num_hidden_layers": 6, "num_attention_heads": 4, "patch_size": 14, "image_size": 112}
-    vlm = {"model_type": "paligemma", "text_config": text, "projection_dim": 256, "image_token_id": 1000}
+    vision |= {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "patch_size": 14,
+        "image_size": 112,
+    }
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": text,
+        "projection_dim": 256,
+        "image_token_id": 1000,
+    }
     vlm["vision_config"] = {**vision, "vision_use_head": False, "projection_dim": 256}
     expert = {**text, "hidden_size": 128, "intermediate_size": 512}
     model = Pi0Policy.build(PI0Config(vlm_config=vlm, dit_config=expert, chunk_size=50))
@@ -160,12 +189,14 @@ def test_plan_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     backend = "aot_eager_decomp_partition"
     _, saved = trained_step(model, batch, ["action_losses"], backend)
     settings = PlanSettings(precision="fp32", compile=backend, recipe=recipe(text_loss=False))
-    assert peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)["activations"] == pytest.approx(
-        saved, rel=0.05
-    )
+    assert peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)[
+        "activations"
+    ] == pytest.approx(saved, rel=0.05)
 
 
-def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(tmp_path: Any, capsys: Any) -> None:
+def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(
+    tmp_path: Any, capsys: Any
+) -> None:
     PI0Config().save_pretrained(tmp_path / "pi0")
     words = ["plan", str(tmp_path / "pi0"), "--gpu", "H100", "--json", "--tokens", "26624"]
     assert main(words) == 2
@@ -176,16 +207,22 @@ def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(tmp_p
         assert "ulysses" not in advice["words"]
 
 
-def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(tmp_path: Any, capsys: Any) -> None:
+def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
+    tmp_path: Any, capsys: Any
+) -> None:
     model = tiny_pi0()
     transformers_pi0(model).save_pretrained(tmp_path / "pi0")
     assert main(["plan", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["packs"].startswith("packs of 10 rows, assumed: 3 cameras of 4 tokens and a prompt of 32")
+    assert found["packs"].startswith(
+        "packs of 10 rows, assumed: 3 cameras of 4 tokens and a prompt of 32"
+    )
     assert found["peak_gib"] > 0
     assert found["step_s"] > 0
 
 
 def test_language_model_of_a_pi0_folder_names_the_model_type() -> None:
-    with pytest.raises(UserError, match=r"predicts actions, not text: set model\.type=action_model"):
+    with pytest.raises(
+        UserError, match=r"predicts actions, not text: set model\.type=action_model"
+    ):
         LanguageModel.from_config(tiny_pi0_config())

@@ -38,7 +38,13 @@ class Line:
         done = np.abs(self.place) >= 3
         info = {"is_success": self.place >= 3}
         never = np.zeros(self.num_envs, bool)
-        return self.seen(), np.zeros(self.num_envs), done, never, {"final_info": info} if self.final_info else info
+        return (
+            self.seen(),
+            np.zeros(self.num_envs),
+            done,
+            never,
+            {"final_info": info} if self.final_info else info,
+        )
 
 
 class Walker:
@@ -92,7 +98,12 @@ def test_rollout_observations_or_infos_without_an_entry_are_a_user_error() -> No
     with pytest.raises(UserError, match="observations of Line have no entry 'state'; they have"):
         rollout(Walker(), Line(1), 1, state_key="state")
     results = rollout(
-        Walker(), Line(1), 1, state_key="state", max_steps=4, observe=lambda seen, _: {**seen, "state": seen[STATE]}
+        Walker(),
+        Line(1),
+        1,
+        state_key="state",
+        max_steps=4,
+        observe=lambda seen, _: {**seen, "state": seen[STATE]},
     )
     assert results[0].steps <= 4
 
@@ -101,7 +112,9 @@ def test_rollout_observations_or_infos_without_an_entry_are_a_user_error() -> No
             *rest, _ = super().step(actions)
             return *rest, {}
 
-    with pytest.raises(UserError, match="infos have no entry 'is_success' or 'success'; they have none"):
+    with pytest.raises(
+        UserError, match="infos have no entry 'is_success' or 'success'; they have none"
+    ):
         rollout(Walker(), Silent(1), 1)
 
 
@@ -114,7 +127,10 @@ class Renamed(Line):
 
     def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         seen, rewards, done, never, infos = super().step(actions)
-        ended = [{"is_success": infos["is_success"][at]} if done[at] else None for at in range(self.num_envs)]
+        ended = [
+            {"is_success": infos["is_success"][at]} if done[at] else None
+            for at in range(self.num_envs)
+        ]
         return seen, rewards, done, never, {"final_info": np.array(ended, object)}
 
 
@@ -123,7 +139,9 @@ def test_gym_env_has_names_of_the_folder_and_an_instruction() -> None:
     found = rollout(Walker(), GymEnv(Renamed(4), names, "walk"), n=10, seed=3)
     assert [one.task for one in found] == ["walk"] * 10
     wanted = rollout(Walker(), Line(4), n=10, seed=3)
-    assert [(one.success, one.steps) for one in found] == [(one.success, one.steps) for one in wanted]
+    assert [(one.success, one.steps) for one in found] == [
+        (one.success, one.steps) for one in wanted
+    ]
     assert 0 < success_rate(found) < 1
     with pytest.raises(UserError, match=r"no entry 'pixel/top'\. Did you mean pixels/top\?"):
         rollout(Walker(), GymEnv(Renamed(1), {"pixel/top": CAMERA}, "walk"), n=1)
@@ -131,7 +149,9 @@ def test_gym_env_has_names_of_the_folder_and_an_instruction() -> None:
 
 def test_gym_env_without_gymnasium_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(UserError, match=r"PushT-v0 needs the package gymnasium: pip install 'mvp-engine\[sim\]'"):
+    with pytest.raises(
+        UserError, match=r"PushT-v0 needs the package gymnasium: pip install 'mvp-engine\[sim\]'"
+    ):
         GymEnv.make("gym_pusht:gym_pusht/PushT-v0", 1, {}, "push")
 
 
@@ -153,7 +173,9 @@ def test_rollouts_in_pusht_do_not_depend_on_the_number_of_environments() -> None
     names = {"agent_pos": STATE, "pixels": "observation.image"}
     strips = []
     for num_envs in (1, 3):
-        env = GymEnv.make("gym_pusht:gym_pusht/PushT-v0", num_envs, names, "push", obs_type="pixels_agent_pos")
+        env = GymEnv.make(
+            "gym_pusht:gym_pusht/PushT-v0", num_envs, names, "push", obs_type="pixels_agent_pos"
+        )
         found = rollout(Pusher(), env, n=3, seed=5, max_steps=12, strips=1)
         assert [(one.steps, one.success, one.task) for one in found] == [(12, False, "push")] * 3
         strips.append(np.stack(found[0].strip))

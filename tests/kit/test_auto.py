@@ -60,7 +60,12 @@ def rows_of(lengths: list[int]) -> PackedBatch:
 
 def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -> None:
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
-    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens="auto", row_tokens=4096, global_batch_tokens=131072)  # type: ignore[list-item]
+    data = MLLMData(
+        sources=[{"path": "x"}],
+        micro_batch_tokens="auto",
+        row_tokens=4096,
+        global_batch_tokens=131072,
+    )  # type: ignore[list-item]
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     tokens, modes, accumulation = [], [], []
     for gib in (180, 139.8, 79.1, 44.4, 34):
@@ -93,7 +98,9 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     assert "nothing fits" in too_large.reason
     assert [too_large.values[key] for key in KEYS] == [4096, 131072, "offload"]
     fixed = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
-    room = (too_large.peak + choose(fixed, "mllm", data, None, work).peak) / 2  # not enough for full
+    room = (
+        too_large.peak + choose(fixed, "mllm", data, None, work).peak
+    ) / 2  # not enough for full
     found = choose(config, "mllm", data, None, work, room)
     assert found.values[KEYS[2]] == "offload"
     assert "the fastest that fits" in found.reason
@@ -107,7 +114,9 @@ def test_choose_of_one_open_key_keeps_the_other() -> None:
     open_mode = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "attention"}
     open_size = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
-    data = data.model_copy(update={"micro_batch_tokens": "auto", "row_tokens": 8192, "global_batch_tokens": 98304})
+    data = data.model_copy(
+        update={"micro_batch_tokens": "auto", "row_tokens": 8192, "global_batch_tokens": 98304}
+    )
     found = choose(open_size, "mllm", data, None, work)
     assert found.values.keys() == set(KEYS[:2])
     assert found.values[KEYS[0]] > 16384
@@ -121,7 +130,9 @@ def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
     batch = rows_of([131072])
-    found = estimate_step(model, [batch], [batch], PlanSettings(activation_checkpointing="attention"))
+    found = estimate_step(
+        model, [batch], [batch], PlanSettings(activation_checkpointing="attention")
+    )
     rows = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]
     measured = next(row for row in rows if row["work"] == "long_128k")
     assert found["step_s"] == pytest.approx(measured["step_s"], rel=0.05)
@@ -130,8 +141,18 @@ def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
 
 def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
     """Soft caps need FlexAttention, which is no operator: there `attention` is `full`."""
-    shape = {"model_type": "gemma2", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
-    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    shape = {
+        "model_type": "gemma2",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+    }
+    shape |= {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
     model = LanguageModel.on_meta(None, shape)
     settings = PlanSettings()
     work = Workload(model, settings, lambda size: rows_of([size]), gpu_by_name("H200"), 1)
@@ -184,7 +205,10 @@ def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(
     assert small.info["auto"]["values"][KEYS[0]] == 128
     assert "full" in str(small.info["auto"]["values"][KEYS[2]])
     (before,) = small.dir.glob("config.until_step_*")  # only the steps differ
-    assert yaml.safe_load(before.read_text())["mllm"] == yaml.safe_load((small.dir / "config.yaml").read_text())["mllm"]
+    assert (
+        yaml.safe_load(before.read_text())["mllm"]
+        == yaml.safe_load((small.dir / "config.yaml").read_text())["mllm"]
+    )
     assert main(["train", str(whole.dir / "config.yaml"), "project.dir=again", "resume=null"]) == 0
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
@@ -208,7 +232,12 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     assert words in facts["stages"][0]["says"]
 
 
-FEW_ROWS = ["mllm.global_batch_tokens=auto", "loop.total_steps=null", "log.interval=auto", "checkpoint.interval=auto"]
+FEW_ROWS = [
+    "mllm.global_batch_tokens=auto",
+    "loop.total_steps=null",
+    "log.interval=auto",
+    "checkpoint.interval=auto",
+]
 
 
 @pytest.mark.slow
@@ -230,7 +259,12 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
     assert f"auto, for {total} steps: log.interval=1" in text
     assert "dropped: 0" in text
     middle = run.checkpoint_list()[0]
-    again = [f"project.dir={tmp_path / 'resumed'}", f"resume={middle}", "loop.epochs=1", f"model.path={tmp_path}/model"]
+    again = [
+        f"project.dir={tmp_path / 'resumed'}",
+        f"resume={middle}",
+        "loop.epochs=1",
+        f"model.path={tmp_path}/model",
+    ]
     again += [f"mllm.sources.images.path={tmp_path}/images.jsonl"]
     assert ranks2.launch(config, *words, *again) == [0, 0]
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
@@ -249,7 +283,9 @@ def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
     assert "the fastest that fits" in run.info["auto"]["reason"]
 
 
-def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config: str, tmp_path: Path) -> None:
+def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(
+    config: str, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
     write(tmp_path / "images.jsonl", rows * 500)
     composed = compose(config, ["mllm.global_batch_tokens=auto"])
@@ -271,20 +307,29 @@ def test_auto_intervals_follow_from_the_number_of_steps(
     assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == intervals
     given = compose(config, ["log.interval=7", *words[1:2], "checkpoint.interval=null"]).config
     kept = with_intervals(given, total)
-    assert (kept.log.interval, kept.loop.eval_interval, kept.checkpoint.interval) == (7, intervals[1], None)
+    assert (kept.log.interval, kept.loop.eval_interval, kept.checkpoint.interval) == (
+        7,
+        intervals[1],
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["mllm.row_tokens=null"], "needs mllm.row_tokens"),
-        (["mllm.global_batch_tokens=null"], "mllm.global_batch_tokens, the tokens of an optimizer step"),
+        (
+            ["mllm.global_batch_tokens=null"],
+            "mllm.global_batch_tokens, the tokens of an optimizer step",
+        ),
         (["data.global_batch_size=4"], "both set the global batch"),
         (["mllm.global_batch_tokens=64"], "raise it to mllm.row_tokens=128"),
         (["model.backend=megatron"], "model.backend=fsdp"),  # with or without its package
     ],
 )
-def test_auto_that_cannot_be_chosen_is_refused(config: str, words: list[str], message: str, capsys: Any) -> None:
+def test_auto_that_cannot_be_chosen_is_refused(
+    config: str, words: list[str], message: str, capsys: Any
+) -> None:
     assert main(["train", config, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
@@ -310,7 +355,9 @@ class Engine(MLLMEngine):
 
 def own_engine(config: str, tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
-    (tmp_path / "train.yaml").write_text(CONFIG.replace("mvp_engine.kit:MLLMEngine", f"{tmp_path}/engine.py:Engine"))
+    (tmp_path / "train.yaml").write_text(
+        CONFIG.replace("mvp_engine.kit:MLLMEngine", f"{tmp_path}/engine.py:Engine")
+    )
 
 
 def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
@@ -325,9 +372,14 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
     assert run.info["auto"]["values"][KEYS[0]] < 400
     assert run.info["status"] == "finished"
     assert [record["step"] for record in run.records("train")] == [1, 2, 3, 4]
-    assert capsys.readouterr().err.count("out of memory in step 1") == len(run.info["auto"]["out_of_memory"])
+    assert capsys.readouterr().err.count("out of memory in step 1") == len(
+        run.info["auto"]["out_of_memory"]
+    )
     monkeypatch.setenv("LEAST_TOKENS", "10")
-    smallest = ["mllm.row_tokens=512", "model.activation_checkpointing=none"]  # nothing is left to lower
+    smallest = [
+        "mllm.row_tokens=512",
+        "model.activation_checkpointing=none",
+    ]  # nothing is left to lower
     assert main(["train", config, "project.dir=none", *smallest]) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.
@@ -337,11 +389,24 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
 
 
 @pytest.mark.campaign(only=True)
-def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config: str, tmp_path: Path) -> None:
+def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(
+    config: str, tmp_path: Path
+) -> None:
     own_engine(config, tmp_path)
     env = {**os.environ, "LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mvp_engine.cli", "train", config, "--nproc", "2", "loop.total_steps=2"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "mvp_engine.cli",
+        "train",
+        config,
+        "--nproc",
+        "2",
+        "loop.total_steps=2",
+    ]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     (run,) = list_runs(tmp_path / "outputs")
     assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 256

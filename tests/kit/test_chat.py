@@ -30,14 +30,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "model"
     processor = make_qwen3_vl_processor(TEXTS, 300)
     tokenizer = processor.tokenizer
-    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+    }
     text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "patch_size": 8}
-    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    ids = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
-    ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
-    config = read_config(None, {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, **ids})
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": 8,
+    }
+    vision |= {
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    ids = {
+        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>")
+        for kind in ("image", "video")
+    }
+    ids |= {
+        f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>")
+        for end in ("start", "end")
+    }
+    config = read_config(
+        None, {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, **ids}
+    )
     torch.manual_seed(0)
     LanguageModel.from_config(config).hf.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -57,17 +85,32 @@ def theirs(folder: Path, messages: list[dict[str, Any]], model: Any = None) -> s
 
     processor = AutoProcessor.from_pretrained(folder)
     model = model or AutoModelForMultimodalLM.from_pretrained(folder)
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    options = {
+        "add_generation_prompt": True,
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+    }
     inputs = processor.apply_chat_template(messages, **options)
     stop = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     bad = [[token] for token in (model.config.image_token_id, model.config.video_token_id)]
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": stop, "bad_words_ids": bad}
+    given: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "eos_token_id": stop,
+        "bad_words_ids": bad,
+    }
     written = model.generate(**inputs, **given, pad_token_id=0)[0, inputs["input_ids"].shape[1] :]
     return str(processor.decode(written, skip_special_tokens=True))
 
 
 def with_image(image: Path, text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": text}]}]
+    return [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": str(image)}, {"type": "text", "text": text}],
+        }
+    ]
 
 
 def test_chat_answers_equal_transformers_generate(folder: Path, image: Path) -> None:
@@ -103,13 +146,24 @@ def test_chat_adapter_equals_peft(folder: Path, image: Path, tmp_path: Path) -> 
     messages = with_image(image, "What colour?")
     model = ChatModel(folder, tmp_path / "adapter", device="cpu")
     text = model.text(model.answer(messages, Decoding(NEW)).tokens)
-    peft = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(folder), tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(
+        AutoModelForMultimodalLM.from_pretrained(folder), tmp_path / "adapter"
+    )
     assert text == theirs(folder, messages, peft)
     assert text != theirs(folder, messages)
 
 
 def test_chat_command_prints_text_or_json(folder: Path, image: Path, capsys) -> None:
-    words = ["chat", str(folder), "--device", "cpu", "--max-new-tokens", str(NEW), "--image", str(image)]
+    words = [
+        "chat",
+        str(folder),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        str(NEW),
+        "--image",
+        str(image),
+    ]
     assert main([*words, "-p", "What colour?"]) == 0
     printed = capsys.readouterr().out
     assert printed == theirs(folder, with_image(image, "What colour?")) + "\n"
@@ -119,10 +173,14 @@ def test_chat_command_prints_text_or_json(folder: Path, image: Path, capsys) -> 
     assert 1 <= record["tokens"] <= NEW
 
 
-def test_chat_reads_lines_of_one_conversation(folder: Path, image: Path, capsys, monkeypatch) -> None:
+def test_chat_reads_lines_of_one_conversation(
+    folder: Path, image: Path, capsys, monkeypatch
+) -> None:
     lines = [f"/image {image}", "What colour?", "/reset", "blue", "/exit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    assert main(["chat", str(folder), "--device", "cpu", "--max-new-tokens", str(NEW), "--json"]) == 0
+    assert (
+        main(["chat", str(folder), "--device", "cpu", "--max-new-tokens", str(NEW), "--json"]) == 0
+    )
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["messages"][0]["content"][0]["type"] == "image"
     assert second["messages"] == [{"role": "user", "content": "blue"}]
@@ -131,7 +189,9 @@ def test_chat_reads_lines_of_one_conversation(folder: Path, image: Path, capsys,
 def test_chat_answer_ends_before_a_stop_string(folder: Path, monkeypatch) -> None:
     model = ChatModel(folder, device="cpu", stop_strings=["two", "never"])
     words = ["one ", "t", "w", "ice ", "tw", "o and", " more"]
-    monkeypatch.setattr(model.tokenizer, "decode", lambda tokens, **_: "".join(words[: len(tokens)]))
+    monkeypatch.setattr(
+        model.tokenizer, "decode", lambda tokens, **_: "".join(words[: len(tokens)])
+    )
     pieces: list[str] = []
     completion = model.answer([{"role": "user", "content": "blue"}], Decoding(7), pieces.append)
     assert len(completion.tokens) == 6
@@ -139,7 +199,9 @@ def test_chat_answer_ends_before_a_stop_string(folder: Path, monkeypatch) -> Non
     assert pieces == ["one ", "twice "]  # a text that may begin a stop string waits
 
 
-def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder: Path, capsys, monkeypatch) -> None:
+def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(
+    folder: Path, capsys, monkeypatch
+) -> None:
     conversations = []
 
     def answer(self: ChatModel, messages: list[Any], decoding: Decoding, on_text: Any) -> None:
@@ -162,14 +224,19 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder: Path, caps
     ("words", "message"),
     [
         (["nowhere", "-p", "x"], "no run 'nowhere'"),
-        (["EMPTY", "-p", "x"], "has no checkpoint yet, and is neither a Hugging Face folder (config.json)"),
+        (
+            ["EMPTY", "-p", "x"],
+            "has no checkpoint yet, and is neither a Hugging Face folder (config.json)",
+        ),
         (["FOLDER", "-p", "x", "--image", "none.png"], "no image file none.png"),
         (["FOLDER", "-p", "x", "--audio", "IMAGE"], "audio"),
         (["FOLDER", "-p", "x", "--device", "gpu"], "no device 'gpu': write cpu, cuda"),
         (["FOLDER", "-p", "x", "--top-p", "2"], "top_p=2.0: must be more than 0"),
     ],
 )
-def test_chat_user_errors_are_explained(folder: Path, image: Path, words: list[str], message: str, capsys) -> None:
+def test_chat_user_errors_are_explained(
+    folder: Path, image: Path, words: list[str], message: str, capsys
+) -> None:
     places = {"FOLDER": str(folder), "IMAGE": str(image), "EMPTY": str(image.parent)}
     assert main(["chat", "--device", "cpu", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err

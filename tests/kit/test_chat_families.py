@@ -19,13 +19,24 @@ NEW = 8
 DECODING = Decoding(NEW)
 
 
-def own_tokens(model: Any, processor: Any, content: Any, media: list[Any], stop: set[int]) -> list[int]:
+def own_tokens(
+    model: Any, processor: Any, content: Any, media: list[Any], stop: set[int]
+) -> list[int]:
     """The answer of transformers alone."""
     template = processor.chat_template
     messages = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(messages, template, tokenize=False, add_generation_prompt=True)
-    given = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
-    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": sorted(stop), "pad_token_id": 0}
+    text = processor.apply_chat_template(
+        messages, template, tokenize=False, add_generation_prompt=True
+    )
+    given = processor_outputs(
+        processor, text, [info for info, _ in media], [item for _, item in media]
+    )
+    options = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "eos_token_id": sorted(stop),
+        "pad_token_id": 0,
+    }
     return model.generate(**given, **options)[0, given["input_ids"].shape[1] :].tolist()
 
 
@@ -44,7 +55,13 @@ def test_chat_tokens_equal_transformers_generate(name: str, tmp_path: Path) -> N
     )
     for i, kind in enumerate(KIT[name].split(", ")):
         file = file_of(tmp_path, kind, i)
-        paths = [str(tmp_path / one) for one in file] if isinstance(file, list) else str(tmp_path / file)
+        paths = (
+            [str(tmp_path / one) for one in file]
+            if isinstance(file, list)
+            else str(tmp_path / file)
+        )
         content = [{"type": kind, kind: paths, "fps": 2.0}, text]
-        expected = own_tokens(model, processor, [{"type": kind}, text], [opened(tmp_path, kind, file)], chat.stop)
+        expected = own_tokens(
+            model, processor, [{"type": kind}, text], [opened(tmp_path, kind, file)], chat.stop
+        )
         assert chat.answer([{"role": "user", "content": content}], DECODING).tokens == expected

@@ -14,10 +14,18 @@ from mvp_engine.cli import main
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.rows import read_row
 
-TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+}
 INFO: dict[str, Any] = {
     "alpaca": {"file_name": "a.json"},
-    "renamed": {"file_name": "b.jsonl", "columns": {"prompt": "q", "response": "r", "system": "s", "kto_tag": "good"}},
+    "renamed": {
+        "file_name": "b.jsonl",
+        "columns": {"prompt": "q", "response": "r", "system": "s", "kto_tag": "good"},
+    },
     "mllm": {
         "file_name": "sub/c.json",
         "formatting": "sharegpt",
@@ -55,12 +63,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, value in files.items():
         (root / name).write_text(json.dumps(value))
-    write(root / "b.jsonl", [{"q": "q", "r": "a", "s": "s", "good": True}, {"q": "q", "r": "a", "good": False}])
+    write(
+        root / "b.jsonl",
+        [{"q": "q", "r": "a", "s": "s", "good": True}, {"q": "q", "r": "a", "good": False}],
+    )
     return root
 
 
 def rows(folder: Path, name: str) -> list[Any]:
-    kit = made(folder / f"dataset_info.json:{name}", qwen3_vl() if name == "mllm" else tokenizer("zephyr"), pairs=True)
+    kit = made(
+        folder / f"dataset_info.json:{name}",
+        qwen3_vl() if name == "mllm" else tokenizer("zephyr"),
+        pairs=True,
+    )
     assert kit.source_names() == [name]
     mixture, _ = kit.measured("train")
     assert [bad.reason for bad in kit.bad_rows()] == (["label_false"] if name == "renamed" else [])
@@ -101,11 +116,16 @@ def test_dataset_info_is_inspected_without_a_model(folder: Path, capsys: Any) ->
         ("dataset_info.json:alpacca", "one of the datasets in it: alpaca"),
         ("dataset_info.json:hub", "Only local files are read"),
         ("dataset_info.json:sampled", "remove num_samples"),
-        ("dataset_info.json:tagged", "tags.user_tag='customer' is not supported, only user or human"),
+        (
+            "dataset_info.json:tagged",
+            "tags.user_tag='customer' is not supported, only user or human",
+        ),
         ("none/dataset_info.json", "nothing at"),
     ],
 )
-def test_dataset_info_unsupported_entry_is_a_user_error(folder: Path, path: str, words: str) -> None:
+def test_dataset_info_unsupported_entry_is_a_user_error(
+    folder: Path, path: str, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         made(folder / path, tokenizer("zephyr"))
 
@@ -116,7 +136,10 @@ def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_
     assert main(["data", "inspect", str(folder)]) == 2
     assert "is LLaMA-Factory's: write" in (error := capsys.readouterr().err)
     assert "dataset_info.json:NAME with one of the datasets in it: alpaca, renamed" in error
-    info = {"one": {"file_name": "b.jsonl", "columns": INFO["renamed"]["columns"]}, "far": {"hf_hub_url": "a/b"}}
+    info = {
+        "one": {"file_name": "b.jsonl", "columns": INFO["renamed"]["columns"]},
+        "far": {"hf_hub_url": "a/b"},
+    }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     write(tmp_path / "b.jsonl", [{"q": "q", "r": "a", "s": "s", "good": True}])
     assert main(["data", "inspect", str(tmp_path), "--json"]) == 0

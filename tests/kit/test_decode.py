@@ -31,7 +31,9 @@ HERE = Path(".")
 def photo() -> np.ndarray:
     from sklearn.datasets import load_sample_image
 
-    return np.ascontiguousarray(load_sample_image("flower.jpg")[::5, ::5])  # 86 x 128 pixels of a photo
+    return np.ascontiguousarray(
+        load_sample_image("flower.jpg")[::5, ::5]
+    )  # 86 x 128 pixels of a photo
 
 
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
@@ -40,7 +42,9 @@ def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def read(part: Part, limits: Limits = LIMITS, root: Path = HERE, rate: int = 16000) -> tuple[MediaInfo, Any]:
+def read(
+    part: Part, limits: Limits = LIMITS, root: Path = HERE, rate: int = 16000
+) -> tuple[MediaInfo, Any]:
     info = probe(part, limits, root)
     return info, decode(part, info, limits, root, rate)
 
@@ -51,13 +55,29 @@ def reason(part: Part, limits: Limits = LIMITS, root: Path = HERE) -> str:
     return bad.value.reason
 
 
-def test_decode_image_every_form_of_value_gives_the_same_pixels(photo: np.ndarray, tmp_path: Path) -> None:
+def test_decode_image_every_form_of_value_gives_the_same_pixels(
+    photo: np.ndarray, tmp_path: Path
+) -> None:
     raw = encoded(Image.fromarray(photo), "PNG")
     (tmp_path / "a photo.png").write_bytes(raw)
     (tmp_path / "link.png").symlink_to(tmp_path / "a photo.png")
-    forms = ["a photo.png", str(tmp_path / "a photo.png"), Path("a photo.png"), (tmp_path / "a photo.png").as_uri()]
-    forms += ["./sub/../a photo.png", "link.png", raw, bytearray(raw), {"bytes": raw, "path": "gone.png"}]
-    forms += [{"bytes": None, "path": "a photo.png"}, "data:image/png;base64," + base64.b64encode(raw).decode()]
+    forms = [
+        "a photo.png",
+        str(tmp_path / "a photo.png"),
+        Path("a photo.png"),
+        (tmp_path / "a photo.png").as_uri(),
+    ]
+    forms += [
+        "./sub/../a photo.png",
+        "link.png",
+        raw,
+        bytearray(raw),
+        {"bytes": raw, "path": "gone.png"},
+    ]
+    forms += [
+        {"bytes": None, "path": "a photo.png"},
+        "data:image/png;base64," + base64.b64encode(raw).decode(),
+    ]
     for form in [*forms, Image.fromarray(photo), photo]:
         info, image = read(Part("image", form), root=tmp_path)
         assert (info.width, info.height) == image.size == (128, 86)
@@ -85,7 +105,11 @@ def test_decode_image_every_color_mode_becomes_rgb() -> None:
         assert decoded.mode == "RGB"
         return decoded.getpixel((0, 0))
 
-    assert first(Image.new("RGBA", (4, 4), (200, 0, 0, 0))) == (255, 255, 255)  # transparent pixels are white
+    assert first(Image.new("RGBA", (4, 4), (200, 0, 0, 0))) == (
+        255,
+        255,
+        255,
+    )  # transparent pixels are white
     assert first(Image.new("RGBA", (4, 4), (0, 0, 0, 128))) == pytest.approx((127, 127, 127), abs=1)
     assert first(Image.new("LA", (4, 4), (0, 0))) == (255, 255, 255)
     assert first(Image.new("L", (4, 4), 77)) == (77, 77, 77)
@@ -94,7 +118,9 @@ def test_decode_image_every_color_mode_becomes_rgb() -> None:
     assert first(palette) == (9, 200, 30)
     assert first(palette, transparency=palette.getpixel((0, 0))) == (255, 255, 255)
     assert first(Image.fromarray(np.full((4, 4), 40000, np.uint16))) == (155, 155, 155)
-    assert first(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG") == pytest.approx((255, 0, 0), abs=3)
+    assert first(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG") == pytest.approx(
+        (255, 0, 0), abs=3
+    )
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     assert first(frames[0], "GIF", save_all=True, append_images=frames[1:]) == (255, 0, 0)
 
@@ -103,7 +129,10 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes with a huge size in its header."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 100)
-    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (head, data, b"IEND")]
+    chunks = [
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c))
+        for c in (head, data, b"IEND")
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
@@ -123,7 +152,10 @@ def test_decode_image_each_bad_value_has_its_reason_code(photo: np.ndarray, tmp_
         ("text.png", "corrupt"),
         (raw[: len(raw) // 2], "corrupt"),
         (b"", "corrupt"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "corrupt"),  # PIL would start ghostscript
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+            "corrupt",
+        ),  # PIL would start ghostscript
         ("data:image/png;base64,@@@", "corrupt"),
         ("data:image/png,abc", "corrupt"),
         (bomb(60000, 60000), "too_large"),
@@ -163,12 +195,16 @@ def test_decode_image_size_changed_since_probe_is_a_bad_row(photo: np.ndarray) -
         decode(Part("image", photo.transpose(1, 0, 2).copy()), info, LIMITS, HERE)
 
 
-def video_file(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32) -> bytes:
+def video_file(
+    codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32
+) -> bytes:
     """Frame i has the gray value 8 i; every 15th is a key frame."""
     import av
 
     out = io.BytesIO()
-    with av.open(out, "w", format=format.removesuffix("-live"), options={"live": str(int("-" in format))}) as container:
+    with av.open(
+        out, "w", format=format.removesuffix("-live"), options={"live": str(int("-" in format))}
+    ) as container:
         stream = container.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = size, size, "yuv420p", 15
         stream.options = {"qscale": "1"} if codec == "mpeg4" else {"crf": "5"}
@@ -190,8 +226,12 @@ def gray_values(frames: np.ndarray) -> list[int]:
     return [round(float(frame.mean()) / 8) for frame in frames]
 
 
-@pytest.mark.parametrize("kind", ["mpeg4 mp4", "libx264 mp4", "mpeg4 avi", "libvpx-vp9 webm", "libx264 matroska-live"])
-def test_decode_video_returns_the_sampled_frames_of_every_container(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["mpeg4 mp4", "libx264 mp4", "mpeg4 avi", "libvpx-vp9 webm", "libx264 matroska-live"]
+)
+def test_decode_video_returns_the_sampled_frames_of_every_container(
+    kind: str, tmp_path: Path
+) -> None:
     raw = video_file(*kind.split())
     (tmp_path / "video").write_bytes(raw)
     for value in (raw, "video", {"bytes": None, "path": "video"}):
@@ -206,7 +246,9 @@ def test_decode_video_returns_the_sampled_frames_of_every_container(kind: str, t
     assert read(Part("video", raw, {"fps": 10, "max_frames": 3}))[0].num_frames == 3
 
 
-def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw = video_file(frames=32 * 12, fps=4, size=16)  # gray values repeat every 32 frames
     info, seeked = read(Part("video", raw))
     monkeypatch.setattr(decode_video, "SEEK_SECONDS", 1e9)
@@ -218,12 +260,26 @@ def test_decode_video_arrays_and_frame_lists_are_videos(photo: np.ndarray, tmp_p
     frames = np.stack([np.full((6, 4, 3), i, np.uint8) for i in range(12)])
     (tmp_path / "f.png").write_bytes(encoded(Image.fromarray(frames[3]), "PNG"))
     info, found = read(Part("video", frames))
-    assert (info.width, info.height, info.total_frames, info.fps, info.num_frames) == (4, 6, 12, 2.0, 8)
+    assert (info.width, info.height, info.total_frames, info.fps, info.num_frames) == (
+        4,
+        6,
+        12,
+        2.0,
+        8,
+    )
     assert found[:, 0, 0, 0].tolist() == info.frame_indices() == [0, 2, 3, 5, 6, 8, 9, 11]
-    listed = [Image.fromarray(frames[0]), frames[1], encoded(Image.fromarray(frames[2]), "PNG"), "f.png"]
+    listed = [
+        Image.fromarray(frames[0]),
+        frames[1],
+        encoded(Image.fromarray(frames[2]), "PNG"),
+        "f.png",
+    ]
     info, found = read(Part("video", listed, {"fps": 1}), root=tmp_path)
     assert (info.seconds, found[:, 0, 0, 0].tolist()) == (4.0, [0, 1, 2, 3])
-    assert read(Part("video", [frames[7]]))[1][:, 0, 0, 0].tolist() == [7, 7]  # no encoder takes a single frame
+    assert read(Part("video", [frames[7]]))[1][:, 0, 0, 0].tolist() == [
+        7,
+        7,
+    ]  # no encoder takes a single frame
     assert reason(Part("video", [frames[0], photo])) == "corrupt"
     assert reason(Part("video", [])) == "wrong_type"
     assert reason(Part("video", ["f.png", "gone.png"]), root=tmp_path) == "missing_file"
@@ -250,12 +306,17 @@ def test_decode_video_rotation_metadata_is_applied() -> None:
     raw = out.getvalue()[:track] + out.getvalue()[track:].replace(plain, turned, 1)
     info, frames = read(Part("video", raw))
     assert (info.width, info.height) == (32, 64)
-    assert (frames[0, :30].mean() > 240, frames[0, 34:].mean() < 15) == (True, True)  # the left half is now on top
+    assert (frames[0, :30].mean() > 240, frames[0, 34:].mean() < 15) == (
+        True,
+        True,
+    )  # the left half is now on top
 
 
 def test_decode_video_each_bad_value_has_its_reason_code(tmp_path: Path) -> None:
     raw = video_file()
-    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nvideo.ts\n#EXT-X-ENDLIST\n")
+    (tmp_path / "list.m3u8").write_text(
+        "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nvideo.ts\n#EXT-X-ENDLIST\n"
+    )
     (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile video.ts\n")
     (tmp_path / "video.ts").write_bytes(video_file(format="mpegts"))
     expected: list[tuple[Any, str]] = [
@@ -277,7 +338,9 @@ def test_decode_video_each_bad_value_has_its_reason_code(tmp_path: Path) -> None
     assert (info.width, frames.shape) == (16, (6, 16, 16, 3))
 
 
-def audio_file(rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels: int = 2) -> bytes:
+def audio_file(
+    rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels: int = 2
+) -> bytes:
     import soundfile
 
     t = np.arange(int(rate * seconds)) / rate
@@ -288,7 +351,9 @@ def audio_file(rate: int = 44100, seconds: float = 1.0, format: str = "WAV", cha
 
 
 @pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])
-def test_decode_audio_every_format_becomes_mono_at_the_models_sampling_rate(format: str, tmp_path: Path) -> None:
+def test_decode_audio_every_format_becomes_mono_at_the_models_sampling_rate(
+    format: str, tmp_path: Path
+) -> None:
     raw = audio_file(format=format)
     (tmp_path / "a.audio").write_bytes(raw)
     for value in (
@@ -329,7 +394,9 @@ def test_decode_audio_each_bad_value_has_its_reason_code(tmp_path: Path) -> None
     assert reason(Part("audio", raw), Limits(audio_seconds=0.5)) == "too_long"
 
 
-def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
+def test_decode_hanging_decoder_is_a_timeout_bad_row(
+    monkeypatch: pytest.MonkeyPatch, photo: np.ndarray
+) -> None:
     def hang(*args: Any) -> None:
         ctypes.CDLL(None).sleep(60)  # in C, which no Python signal interrupts
 
@@ -337,13 +404,17 @@ def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(decode_image, "decode_image", hang)
     monkeypatch.setattr(decode_image, "open_image", lambda *args: time.sleep(60))
     started = time.monotonic()
-    with pytest.raises(BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 seconds"):
+    with pytest.raises(
+        BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 seconds"
+    ):
         decode(Part("image", photo), info, Limits(timeout=0.2), HERE)
     assert reason(Part("image", "a.png"), Limits(timeout=0.2)) == "timeout"
     assert time.monotonic() - started < 20
 
 
-def test_probe_internal_errors_are_raised_not_bad_rows(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
+def test_probe_internal_errors_are_raised_not_bad_rows(
+    monkeypatch: pytest.MonkeyPatch, photo: np.ndarray
+) -> None:
     def broken(*args: Any) -> None:
         raise KeyError("a bug")
 
@@ -354,17 +425,24 @@ def test_probe_internal_errors_are_raised_not_bad_rows(monkeypatch: pytest.Monke
 
 def test_decode_mutated_bytes_give_media_or_a_bad_row(photo: np.ndarray) -> None:
     image, rng = Image.fromarray(photo), np.random.default_rng(0)
-    whole = [("image", encoded(image, name)) for name in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")]
+    whole = [
+        ("image", encoded(image, name)) for name in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")
+    ]
     whole += [
         ("video", video_file(frames=8)),
         ("video", video_file(frames=8, format="matroska")),
         ("audio", audio_file(seconds=0.2)),
     ]
-    whole += [("audio", audio_file(seconds=0.2, format="FLAC")), ("audio", audio_file(seconds=0.2, format="OGG"))]
+    whole += [
+        ("audio", audio_file(seconds=0.2, format="FLAC")),
+        ("audio", audio_file(seconds=0.2, format="OGG")),
+    ]
     outcomes = set()
     for kind, raw in whole:
         for _ in range(25):
-            broken = bytearray(raw[: int(rng.integers(1, len(raw) + 1))] if rng.random() < 0.4 else raw)
+            broken = bytearray(
+                raw[: int(rng.integers(1, len(raw) + 1))] if rng.random() < 0.4 else raw
+            )
             for at in rng.integers(0, min(len(broken), 400), int(rng.integers(0, 9))):
                 broken[at] = rng.integers(0, 256)
             try:

@@ -20,7 +20,9 @@ from mvp_engine.model_engine import LanguageModelEngine, Settings
 DECODING = Decoding(max_new_tokens=20, temperature=2.0, samples=3, stop={*range(15)})
 
 
-def built(name: str, device: str, precision: str = "fp32") -> tuple[LanguageModelEngine, PackedBatch]:
+def built(
+    name: str, device: str, precision: str = "fp32"
+) -> tuple[LanguageModelEngine, PackedBatch]:
     model = build_model(LanguageModel, name)
     texts = [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 30, 6)]
     ones = samples(model, name) if name in VISION else texts
@@ -50,7 +52,9 @@ def test_complete_with_fixed_shapes_is_equal(name: str, monkeypatch: pytest.Monk
     assert 1 < len(captured) < 8  # fewer sequences
 
 
-def test_complete_without_graph_if_the_forward_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_complete_without_graph_if_the_forward_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     engine, prompts = built("qwen3", "cpu")
     expected = complete(engine, prompts, DECODING)
 
@@ -59,17 +63,24 @@ def test_complete_without_graph_if_the_forward_cannot_be_captured(monkeypatch: p
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(
-        "mvp_engine.kit.decoding.is_supported", lambda engine: engine.model not in decoding._NOT_CAPTURED
+        "mvp_engine.kit.decoding.is_supported",
+        lambda engine: engine.model not in decoding._NOT_CAPTURED,
     )
     monkeypatch.setattr(decoding, "capture", capture)
     assert tokens(complete(engine, prompts, DECODING)) == tokens(expected)
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.endswith("without a CUDA graph, more slowly: operation not permitted when stream is capturing")
+    assert warning.endswith(
+        "without a CUDA graph, more slowly: operation not permitted when stream is capturing"
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "qwen2_5_vl", "gemma2", "gemma3", "llava", "qwen3_moe"])
-def test_cuda_graph_gives_the_tokens_of_eager_decoding(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_vl", "qwen2_5_vl", "gemma2", "gemma3", "llava", "qwen3_moe"]
+)
+def test_cuda_graph_gives_the_tokens_of_eager_decoding(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     engine, prompts = built(name, "cuda:0")
     found = complete(engine, prompts, DECODING)
     assert "CUDA graph" not in capsys.readouterr().err
@@ -79,7 +90,9 @@ def test_cuda_graph_gives_the_tokens_of_eager_decoding(name: str, monkeypatch: p
 
 
 @pytest.mark.gpu
-def test_cuda_graph_in_bf16_has_the_log_probs_of_eager_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_in_bf16_has_the_log_probs_of_eager_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, prompts = built("qwen3", "cuda:0", "bf16")
     greedy = replace(DECODING, temperature=0.0, samples=1, stop=())
     found = complete(engine, prompts, greedy)

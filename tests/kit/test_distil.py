@@ -55,7 +55,9 @@ def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
         totals = student.forward_backward_batch(own, forward)
         loss, weight = (sum(each) for each in zip(*world.all_gather(totals.tolist()), strict=True))
         named = student.model.named_parameters()
-        grads = {n: full_tensor(p.grad).clone() / weight * layout.model_parallel_size for n, p in named}
+        grads = {
+            n: full_tensor(p.grad).clone() / weight * layout.model_parallel_size for n, p in named
+        }
         found.append((loss / weight, grads))
         assert all(param.grad is None for param in teacher.model.parameters())
     world.close()
@@ -67,7 +69,10 @@ def padded_loss(settings: Distil) -> Tensor:
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
     mask = padded([mask.long() for _, mask in sequences()])[:, 1:].bool()
-    logits = [padded_model(seed)(input_ids=input_ids, attention_mask=attention).logits for seed in (STUDENT, TEACHER)]
+    logits = [
+        padded_model(seed)(input_ids=input_ids, attention_mask=attention).logits
+        for seed in (STUDENT, TEACHER)
+    ]
     p, q = (each[:, :-1].float().div(settings.temperature).log_softmax(-1) for each in logits)
     q = q.detach()
     forward, reverse = (q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)
@@ -84,7 +89,9 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
         model.zero_grad()
         loss = padded_loss(settings)
         loss.backward()
-        found.append((float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()}))
+        found.append(
+            (float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()})
+        )
     return found
 
 
@@ -95,7 +102,9 @@ def test_distil_losses_and_gradients_equal_full_logits_in_any_split() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_distil_losses_and_gradients_equal_full_logits_on_two_ranks(ranks2, sizes: dict[str, int]) -> None:
+def test_distil_losses_and_gradients_equal_full_logits_on_two_ranks(
+    ranks2, sizes: dict[str, int]
+) -> None:
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:]):
         for one, wanted, settings in zip(of_rank, expected(), LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, settings))
@@ -105,7 +114,9 @@ def test_distil_losses_and_gradients_equal_full_logits_on_two_ranks(ranks2, size
 def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(reverse: bool) -> None:
     torch.manual_seed(0)
     T, V = 11, 23
-    student = Head(torch.randn(V, 6, requires_grad=True), torch.randn(V, requires_grad=True), 1.5, 3.0)
+    student = Head(
+        torch.randn(V, 6, requires_grad=True), torch.randn(V, requires_grad=True), 1.5, 3.0
+    )
     teacher = Head(torch.randn(V, 9), torch.randn(V), 0.5, 2.0)
     hidden, of_teacher = torch.randn(T, 6, requires_grad=True), torch.randn(T, 9)
     weights = torch.randn(T)
@@ -116,7 +127,9 @@ def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(rever
 
     p, q = full(student, hidden), full(teacher, of_teacher)
     wanted = (p.exp() * (p - q)).sum(-1) if reverse else (q.exp() * (q - p)).sum(-1)
-    found = linear_kl(hidden, student, of_teacher, teacher, reverse=reverse, temperature=0.8, chunk=4)
+    found = linear_kl(
+        hidden, student, of_teacher, teacher, reverse=reverse, temperature=0.8, chunk=4
+    )
     assert torch.allclose(found, wanted, atol=1e-6)
     leaves = (hidden, student.weight, student.bias)
     grads = [torch.autograd.grad((each * weights).sum(), leaves) for each in (found, wanted)]

@@ -13,15 +13,27 @@ from mvp_engine.kit import Answer, examples_of
 from mvp_engine.kit.generation import with_verdicts
 
 
-def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(tmp_path: Path) -> None:
+def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(
+    tmp_path: Path,
+) -> None:
     write_image(tmp_path / "wide.png", 1200, 20)
     frames = [f"{i}.png" for i in range(6)]
     for name in frames:
         write_image(tmp_path / name, 16, 16)
-    turns = [{"role": "system", "content": "Be short."}, *chat("One?", "1")["messages"], *chat("Two?", "2")["messages"]]
-    rows = [{"image": "wide.png", "text": "a line"}, {"messages": turns}, {"text": "once upon a time"}]
+    turns = [
+        {"role": "system", "content": "Be short."},
+        *chat("One?", "1")["messages"],
+        *chat("Two?", "2")["messages"],
+    ]
+    rows = [
+        {"image": "wide.png", "text": "a line"},
+        {"messages": turns},
+        {"text": "once upon a time"},
+    ]
     rows += [{"video": frames, "text": "a video"}, {"image": "gone.png", "text": "a line"}]
-    kit = made(write(tmp_path / "rows.jsonl", rows), qwen3_vl(), model_config(), max_bad_fraction=1.0)
+    kit = made(
+        write(tmp_path / "rows.jsonl", rows), qwen3_vl(), model_config(), max_bad_fraction=1.0
+    )
     said = ["right", "in other words", "on", "right", "wrong"]
     answers = [Answer(0, i, "right", words, "asked") for i, words in enumerate(said)]
     answers = with_verdicts(answers, [True, True, None, None, False])

@@ -43,19 +43,28 @@ def model_of(name: str, processor: Any) -> LanguageModel:
         special["image_grid_pinpoints"] = processor.image_processor.image_grid_pinpoints
     vocab = processor.tokenizer.get_vocab()
     named = {
-        f"{kind}_token_id": [getattr(one, f"{kind}_token", "") for one in (processor.tokenizer, processor)]
+        f"{kind}_token_id": [
+            getattr(one, f"{kind}_token", "") for one in (processor.tokenizer, processor)
+        ]
         for kind in ("image", "video", "audio")
     }
     named |= {
         "vision_start_token_id": ["<|vision_start|>", "<|vision_bos|>"],
         "audio_start_token_id": ["<|audio_bos|>"],
     }
-    ids = {key: vocab[token] for key, tokens in named.items() for token in reversed(tokens) if token in vocab}
+    ids = {
+        key: vocab[token]
+        for key, tokens in named.items()
+        for token in reversed(tokens)
+        if token in vocab
+    }
     torch.manual_seed(0)
     model = LanguageModel.from_config(AutoConfig.for_model(name, **{**TOKENS, **special, **ids}))
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)  # so that every input changes the output by far more than 1e-5
+            p += 0.1 * torch.randn_like(
+                p
+            )  # so that every input changes the output by far more than 1e-5
     return model.eval()
 
 
@@ -63,11 +72,18 @@ def file_of(folder: Path, kind: str, i: int, rate: int = RATE) -> Any:
     """Write an image, the frames of a video, or an audio file, in several sizes; returns the name or names."""
     rng = np.random.default_rng(i)
     if kind == "audio":
-        soundfile.write(folder / f"{i}.wav", rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32), rate, "FLOAT")
+        soundfile.write(
+            folder / f"{i}.wav",
+            rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32),
+            rate,
+            "FLOAT",
+        )
         return f"{i}.wav"
     names = [f"{kind}{i}_{frame}.png" for frame in range(1 if kind == "image" else 4)]
     for name in names:
-        Image.fromarray(rng.integers(0, 255, (24 + 16 * i, 40, 3), dtype=np.uint8)).save(folder / name)
+        Image.fromarray(rng.integers(0, 255, (24 + 16 * i, 40, 3), dtype=np.uint8)).save(
+            folder / name
+        )
     return names[0] if kind == "image" else names
 
 
@@ -78,7 +94,9 @@ def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
         return MediaInfo("audio", num_samples=len(wave), sampling_rate=rate), wave
     if kind == "image":
         return MediaInfo("image"), Image.open(folder / file)
-    frames = torch.stack([torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file])
+    frames = torch.stack(
+        [torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file]
+    )
     return MediaInfo("video", total_frames=len(file), fps=2.0, num_frames=len(file)), frames
 
 
@@ -92,22 +110,39 @@ def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", filter(is_supported, KIT))
-def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name: str, tmp_path: Path) -> None:
+def test_data_kit_packs_equal_processor_and_transformers_on_each_row(
+    name: str, tmp_path: Path
+) -> None:
     processor = chat_processor(name.removesuffix("_thinker"))
     model, kinds = model_of(name, processor), KIT[name].split(", ")
-    questions: list[Media] = [[], *([(kind, i)] for i, kind in enumerate(kinds)), [(kinds[0], 0), (kinds[0], 1)]]
+    questions: list[Media] = [
+        [],
+        *([(kind, i)] for i, kind in enumerate(kinds)),
+        [(kinds[0], 0), (kinds[0], 1)],
+    ]
     if len(kinds) > 1 and name != "smolvlm":  # its processor takes one kind at a time
         questions.append([(kind, i) for i, kind in enumerate([*kinds, "image"])])
     rows = []
     for i, media in enumerate(questions):
-        blocks: list[Any] = [{"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in media]
+        blocks: list[Any] = [
+            {"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in media
+        ]
         content: Any = [*blocks, {"type": "text", "text": f"What is {i}?"}] if media else "Hello."
         rows.append(
-            {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {i}."}]}
+            {
+                "messages": [
+                    {"role": "user", "content": content},
+                    {"role": "assistant", "content": f"It is {i}."},
+                ]
+            }
         )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384}
-    settings |= {"global_batch_tokens": 16384, "cache": str(tmp_path / "cache"), "max_bad_fraction": 0.0}
+    settings |= {
+        "global_batch_tokens": 16384,
+        "cache": str(tmp_path / "cache"),
+        "max_bad_fraction": 0.0,
+    }
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     assert kit.row_encoder.media.kinds == kinds
     (pack,) = kit.loader("train")
@@ -115,9 +150,17 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name: str, 
     assert sorted(order) == list(range(len(rows)))
     ones = [pack.select([order.index(i)]) for i in range(len(rows))]
     for one, row, media in zip(ones, rows, questions, strict=True):
-        check_row(model, processor, one, row, [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, media)])
+        check_row(
+            model,
+            processor,
+            one,
+            row,
+            [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, media)],
+        )
     check_packed_is_alone(model, ones, ["log_probs"])
-    assert close(model(pack, ["log_probs"])["log_probs"], torch.cat([alone(model, ones[i]) for i in order]))
+    assert close(
+        model(pack, ["log_probs"])["log_probs"], torch.cat([alone(model, ones[i]) for i in order])
+    )
     check_bf16_loses_nothing(model, kit, pack)
 
 
@@ -140,17 +183,25 @@ def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
     return model(one, ["log_probs"])["log_probs"]
 
 
-def check_row(model: LanguageModel, processor: Any, one: PackedBatch, row: dict[str, Any], media: list[Any]) -> None:
+def check_row(
+    model: LanguageModel, processor: Any, one: PackedBatch, row: dict[str, Any], media: list[Any]
+) -> None:
     """Tokens, loss mask and log-probs equal those of the family's processor, chat template and model for the row."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
-    text = processor.apply_chat_template(shown, processor.chat_template, tokenize=False)  # SmolVLM's has two
-    given = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
+    text = processor.apply_chat_template(
+        shown, processor.chat_template, tokenize=False
+    )  # SmolVLM's has two
+    given = processor_outputs(
+        processor, text, [info for info, _ in media], [item for _, item in media]
+    )
     assert one.input_ids.tolist() == given["input_ids"][0].tolist()
     answer, places = row["messages"][1]["content"], (one.labels != IGNORE).nonzero()[:, 0]
     assert torch.equal(one.labels[places], one.input_ids[places + 1])
     stop = text[text.rindex(answer) + len(answer) :].strip()
     trained = processor.tokenizer.decode(one.labels[places])
-    assert trained.lstrip() == answer + stop  # with a leading space where the prompt does not end in one
+    assert (
+        trained.lstrip() == answer + stop
+    )  # with a leading space where the prompt does not end in one
     assert places[-1] - places[0] + 1 == len(places)
     assert close(alone(model, one)[places], own_log_probs(model, given)[places])
 

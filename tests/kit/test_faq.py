@@ -72,7 +72,9 @@ def without_chat_template(folder: Path, _: pytest.MonkeyPatch) -> None:
 
 def without_wandb(_: Path, patch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    patch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    patch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name)
+    )
 
 
 SETUPS = {
@@ -90,9 +92,16 @@ def test_faq_has_ten_entries() -> None:
     assert SETUPS.keys() <= {title for title, _, _ in ENTRIES}
 
 
-@pytest.mark.parametrize(("title", "command", "message"), ENTRIES, ids=[title for title, _, _ in ENTRIES])
+@pytest.mark.parametrize(
+    ("title", "command", "message"), ENTRIES, ids=[title for title, _, _ in ENTRIES]
+)
 def test_faq_command_prints_the_message_of_the_page(
-    title: str, command: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    title: str,
+    command: str,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     if title in SETUPS:
         SETUPS[title](folder, monkeypatch)

@@ -14,7 +14,9 @@ def items(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"clean": torch.full((3,), float(i)), "label": torch.tensor(i)} for i in range(count)]
 
 
-def batches(rank: int, ranks: int, workers: int = 0, size: int = 2) -> dict[int, dict[str, torch.Tensor]]:
+def batches(
+    rank: int, ranks: int, workers: int = 0, size: int = 2
+) -> dict[int, dict[str, torch.Tensor]]:
     """What each sample of the second epoch gets, by its label."""
     dataset = flow.FlowDataset(items(8), flow.Flow(draws=2), seed=5)
     loader = SampleLoader(
@@ -45,14 +47,19 @@ def test_flow_draws_are_equal_on_any_ranks_micro_batches_and_workers() -> None:
 
 def test_flow_draws_of_epochs_samples_and_seeds_differ() -> None:
     first = flow.draw(0, 0, 0, (4,), draws=3)
-    for other in (flow.draw(1, 0, 0, (4,), 3), flow.draw(0, 1, 0, (4,), 3), flow.draw(0, 0, 1, (4,), 3)):
+    for other in (
+        flow.draw(1, 0, 0, (4,), 3),
+        flow.draw(0, 1, 0, (4,), 3),
+        flow.draw(0, 0, 1, (4,), 3),
+    ):
         assert not torch.equal(first.noise, other.noise)
         assert not torch.equal(first.times, other.times)
     assert not torch.equal(first.noise[0], first.noise[1])
 
 
 @pytest.mark.parametrize(
-    ("kind", "mean"), [("beta", 0.001 + 0.999 * 0.6), ("uniform", 0.001 + 0.999 / 2), ("logit_normal", 0.5005)]
+    ("kind", "mean"),
+    [("beta", 0.001 + 0.999 * 0.6), ("uniform", 0.001 + 0.999 / 2), ("logit_normal", 0.5005)],
 )
 def test_flow_times_have_the_mean_of_their_distribution(kind: str, mean: float) -> None:
     times = flow.draw(0, 0, 0, (1,), draws=20000, times=flow.FlowTimes(kind=kind)).times
@@ -80,7 +87,9 @@ def test_flow_guidance_extrapolates_from_the_unconditional_velocity() -> None:
 
 def test_flow_masked_entries_have_no_loss_and_no_gradient() -> None:
     predicted = torch.tensor([1.0, float("inf")], requires_grad=True)
-    losses = flow.velocity_losses(predicted, torch.zeros(2), torch.zeros(2), torch.tensor([True, False]))
+    losses = flow.velocity_losses(
+        predicted, torch.zeros(2), torch.zeros(2), torch.tensor([True, False])
+    )
     losses.sum().backward()
     assert losses.tolist() == [1.0, 0.0]
     assert predicted.grad is not None

@@ -24,7 +24,9 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
     lines = Fuzz(folder).lines(campaign_size(700, 20_000))
-    text = b"".join(line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines))  # some blank
+    text = b"".join(
+        line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines)
+    )  # some blank
     (folder / "rows.jsonl").write_bytes(text)
     settings = MLLMData.model_validate(
         {
@@ -38,7 +40,12 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
     )
     kit = MLLMDataKit(settings, chat_processor("qwen2_5_omni"), num_workers=WORKERS)
     batches = kit.loader("train", folder=tmp_path)
-    trained = Counter(sample for batch in batches for sample in batch.sequence_fields["sample"].tolist() if sample >= 0)
+    trained = Counter(
+        sample
+        for batch in batches
+        for sample in batch.sequence_fields["sample"].tolist()
+        if sample >= 0
+    )
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     reasons = {record["where"]: record["reason"] for record in listed}
     assert len(reasons) == len(listed)  # each is listed once

@@ -43,9 +43,13 @@ def built(
 ) -> tuple[LanguageModelEngine, list[PackedBatch]]:
     model = build_model(LanguageModel, name)
     ones = (
-        samples(model, name) if name in VISION else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
+        samples(model, name)
+        if name in VISION
+        else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
     )
-    engine = LanguageModelEngine(model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
+    engine = LanguageModelEngine(
+        model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings
+    )
     engine.initialize()
     return engine, ones
 
@@ -58,18 +62,30 @@ def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> lis
     model = auto.from_pretrained(folder).eval()
     takes, found = inspect.signature(model.forward).parameters, []
     for one in ones:
-        given: dict[str, Any] = {n: value[None] for n, value in one.token_fields.items() if n in takes}
+        given: dict[str, Any] = {
+            n: value[None] for n, value in one.token_fields.items() if n in takes
+        }
         for kind, media in one.media.items():
             given |= {kind: media.values, **media.fields} if len(media.row_counts) else {}
-        given |= {"input_ids": one.input_ids[None], "attention_mask": torch.ones_like(one.input_ids)[None]}
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": stop, "pad_token_id": 0}
+        given |= {
+            "input_ids": one.input_ids[None],
+            "attention_mask": torch.ones_like(one.input_ids)[None],
+        }
+        options: dict[str, Any] = {
+            "do_sample": False,
+            "max_new_tokens": NEW,
+            "eos_token_id": stop,
+            "pad_token_id": 0,
+        }
         found.append(model.generate(**given, **options)[0, one.num_tokens :].tolist())
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_generate_equals_transformers_generate_on_the_exported_folder(name: str, tmp_path: Path) -> None:
+def test_generate_equals_transformers_generate_on_the_exported_folder(
+    name: str, tmp_path: Path
+) -> None:
     engine, ones = built(name)
     engine.export_hf(tmp_path / "export")
     free = expected(tmp_path / "export", name, ones, stop=-1)
@@ -87,20 +103,32 @@ def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
     layout = Layout.of(world, parallel(**sizes))
     engine, ones = built(name, layout)
     mine = ones[: layout.data_rank] if layout.data_size > 1 else ones
-    found = generate(engine, PackedBatch.concat(mine) if mine else None, max_new_tokens=NEW, stop={stop}, budget=40)
+    found = generate(
+        engine,
+        PackedBatch.concat(mine) if mine else None,
+        max_new_tokens=NEW,
+        stop={stop},
+        budget=40,
+    )
     world.close()
     return found
 
 
-@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"context": 2}, {"tensor": 2}], ids=str)
-def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(ranks2, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"context": 2}, {"tensor": 2}], ids=str
+)
+def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(
+    ranks2, sizes: dict[str, int]
+) -> None:
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
     free = generate(engine, PackedBatch.concat(ones), max_new_tokens=NEW, stop=())
     stop = free[0][1]
     alone = [written[: written.index(stop) + 1] if stop in written else written for written in free]
     found = ranks2.run(on_ranks, name, sizes, stop)
-    assert found == ([alone, alone] if sizes.keys() & {"context", "ulysses", "tensor"} else [[], alone[:1]])
+    assert found == (
+        [alone, alone] if sizes.keys() & {"context", "ulysses", "tensor"} else [[], alone[:1]]
+    )
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -132,9 +160,15 @@ def test_generate_answers_chat_row_completes_its_last_prompt() -> None:
     mask = torch.zeros(12, dtype=torch.bool)
     mask[3:5] = mask[8:11] = True
     fields = {"source": torch.tensor([0, 1]), "sample": torch.tensor([4, 7])}
-    batch = PackedBatch.from_sequences([ids, ids[:4]], [mask, mask[:4] & False], sequence_fields=fields)
+    batch = PackedBatch.from_sequences(
+        [ids, ids[:4]], [mask, mask[:4] & False], sequence_fields=fields
+    )
     (prompt,) = split_prompts(batch)
-    assert (prompt.batch.input_ids.tolist(), prompt.expected, prompt.sequence) == (ids[:8].tolist(), [18, 19, 20], 0)
+    assert (prompt.batch.input_ids.tolist(), prompt.expected, prompt.sequence) == (
+        ids[:8].tolist(),
+        [18, 19, 20],
+        0,
+    )
     assert bool((prompt.batch.labels == IGNORE).all())
     assert not prompt.is_continuation
     (one,) = generate_answers(engine, [batch], Letters(), max_new_tokens=3)
@@ -166,13 +200,19 @@ def test_complete_samples_are_those_of_any_batching_and_have_the_models_log_prob
     for one in together:
         text = with_completion(ones[one.prompt], None, one.tokens)
         text.labels[:-1] = text.input_ids[1:]
-        log_probs = engine.infer_batch(text, ["log_probs"], temperature=decoding.temperature)["log_probs"]
+        log_probs = engine.infer_batch(text, ["log_probs"], temperature=decoding.temperature)[
+            "log_probs"
+        ]
         start = ones[one.prompt].num_tokens - 1
         assert log_probs[start:-1].tolist() == pytest.approx(one.log_probs, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # matrices of experts (out, in), and (in, out)
-def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss"]
+)  # matrices of experts (out, in), and (in, out)
+def test_complete_in_fp8_quantizes_weights_once_with_equal_results(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, ones = built(name, settings=Settings(precision="bf16", fp8=True))
     places = fp8_layers.fp8_places(engine.model)
     weights = {module.get_parameter(name).data_ptr() for module, name in places}
@@ -190,14 +230,18 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name: str, mo
         found.append([(one.tokens, one.log_probs) for one in written])
         times = len([rows for rows in seen if rows in weights])
         assert times == len(places) * (1 if once else NEW)
-        assert all(getattr(module, fp8.quantized_name(name), None) is None for module, name in places)
+        assert all(
+            getattr(module, fp8.quantized_name(name), None) is None for module, name in places
+        )
     assert found[0] == found[1]
 
 
 def test_complete_ends_where_the_caller_says() -> None:
     engine, ones = built("qwen3")
     (free,) = complete(engine, ones[0], Decoding(max_new_tokens=8))
-    (cut,) = complete(engine, ones[0], Decoding(max_new_tokens=8, is_finished=lambda tokens: len(tokens) == 3))
+    (cut,) = complete(
+        engine, ones[0], Decoding(max_new_tokens=8, is_finished=lambda tokens: len(tokens) == 3)
+    )
     assert cut.tokens == free.tokens[:3]
     (stopped,) = complete(engine, ones[0], Decoding(max_new_tokens=8, stop={free.tokens[4]}))
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
@@ -210,13 +254,23 @@ def test_complete_top_k_and_top_p_draw_from_the_most_likely_tokens() -> None:
     ranked = probs.argsort(descending=True).tolist()
     decoding = Decoding(max_new_tokens=1, temperature=1.0, samples=400)
     in_p = int((probs.sort(descending=True).values.cumsum(-1) < 0.5).sum()) + 1
-    for changes, count in (({"top_k": 3}, 3), ({"top_p": 0.5}, in_p), ({"top_k": 1, "top_p": 0.5}, 1)):
+    for changes, count in (
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.5}, in_p),
+        ({"top_k": 1, "top_p": 0.5}, 1),
+    ):
         drawn = complete(engine, ones[0], replace(decoding, **changes))
         assert {one.tokens[0] for one in drawn} <= {*ranked[:count]}
         assert len({one.tokens[0] for one in drawn}) > count / 2
         for one in drawn[:5]:
             assert one.log_probs[0] == pytest.approx(float(probs[one.tokens[0]].log()), abs=1e-4)
-    for wrong in ({"top_p": 0.0}, {"samples": 0}, {"temperature": -1.0}, {"top_k": 0}, {"max_new_tokens": 0}):
+    for wrong in (
+        {"top_p": 0.0},
+        {"samples": 0},
+        {"temperature": -1.0},
+        {"top_k": 0},
+        {"max_new_tokens": 0},
+    ):
         with pytest.raises(UserError, match=next(iter(wrong))):
             replace(decoding, **wrong)
 
@@ -226,7 +280,9 @@ def test_complete_stop_string_ends_with_its_last_token() -> None:
     decoding = Decoding(max_new_tokens=12, temperature=5.0)
     (free,) = complete(engine, ones[0], decoding)
     string = Letters().decode(free.tokens[2:5], True)
-    (cut,) = complete(engine, ones[0], replace(decoding, is_finished=stop_at(Letters(), ["no", string])))
+    (cut,) = complete(
+        engine, ones[0], replace(decoding, is_finished=stop_at(Letters(), ["no", string]))
+    )
     assert cut.tokens == free.tokens[:5]
     assert (cut.is_finished, free.is_finished) == (True, False)
 
@@ -242,13 +298,25 @@ def test_complete_without_cache_is_equal() -> None:
 def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     for step, written in ((2, "no"), (4, "a\u2028b"), (2, "yes")):
-        write_answers(file, step, ["chat", "text"], with_verdicts([Answer(1, 7, "yes", written)], [written == "yes"]))
+        write_answers(
+            file,
+            step,
+            ["chat", "text"],
+            with_verdicts([Answer(1, 7, "yes", written)], [written == "yes"]),
+        )
     found = [json.loads(line) for line in file.open()]
-    assert [(one["step"], one["written"], one["right"]) for one in found] == [(4, "a\u2028b", False), (2, "yes", True)]
+    assert [(one["step"], one["written"], one["right"]) for one in found] == [
+        (4, "a\u2028b", False),
+        (2, "yes", True),
+    ]
     assert found[0]["source"] == "text"
-    write_answers(file, 2, ["chat"], [Answer(0, 7, "yes", "of course")])  # which no `score` has judged
+    write_answers(
+        file, 2, ["chat"], [Answer(0, 7, "yes", "of course")]
+    )  # which no `score` has judged
     assert [json.loads(line)["right"] for line in file.open()] == [False, None]
-    with pytest.raises(UserError, match=r"score: it returned 2 verdicts for 1 answer: return one for each"):
+    with pytest.raises(
+        UserError, match=r"score: it returned 2 verdicts for 1 answer: return one for each"
+    ):
         with_verdicts([Answer(0, 7, "yes", "no")], [True, False])
 
 

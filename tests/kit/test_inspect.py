@@ -19,14 +19,30 @@ from mvp_engine.cli import main
 from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_page import show
 
-KEYS = ["data", "model", "split", "missing", "decoded", "sources", "sample", "lengths", "plan", "overlong", "bad"]
+KEYS = [
+    "data",
+    "model",
+    "split",
+    "missing",
+    "decoded",
+    "sources",
+    "sample",
+    "lengths",
+    "plan",
+    "overlong",
+    "bad",
+]
 KEYS += ["rows"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("data")
-    rows: list[Any] = [*with_images(made), chat("Hi", "long " * 200), {"prompt": "?", "chosen": "A", "rejected": "B"}]
+    rows: list[Any] = [
+        *with_images(made),
+        chat("Hi", "long " * 200),
+        {"prompt": "?", "chosen": "A", "rejected": "B"},
+    ]
     rows[5], rows[6] = "{broken", {"question": "?"}
     write(made / "rows.jsonl", rows)
     cut_off = made / "4_0.png"
@@ -49,11 +65,21 @@ def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def printed(facts: dict[str, Any], width: int, colours: bool = False) -> str:
     out = io.StringIO()
-    show(facts, Console(file=out, width=width, force_terminal=colours, color_system="standard" if colours else None))
+    show(
+        facts,
+        Console(
+            file=out,
+            width=width,
+            force_terminal=colours,
+            color_system="standard" if colours else None,
+        ),
+    )
     return out.getvalue()
 
 
-def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder: Path, capsys: Any) -> None:
+def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(
+    folder: Path, capsys: Any
+) -> None:
     facts = inspect(capsys, str(folder / "rows.jsonl"), "--limit", "2")
     assert facts["sources"][0] | {"name": ""} == {
         "name": "",
@@ -85,7 +111,12 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, c
     processor = qwen3_vl()
     row = facts["rows"][1]
     (one,) = row["sequences"]
-    assert (row["row"], row["where"], row["format"], one["side"]) == (1, "rows.jsonl:2", "messages", 0)
+    assert (row["row"], row["where"], row["format"], one["side"]) == (
+        1,
+        "rows.jsonl:2",
+        "messages",
+        0,
+    )
     learnt = [piece["text"] for piece in one["text"] if piece.get("learnt")]
     assert learnt == ["1 pictures.<|im_end|>"]
     assert one["learnt"] == len(processor.tokenizer(learnt[0]).input_ids)
@@ -114,7 +145,10 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, ca
     write(tmp_path / "rows.jsonl", [good, {"x": 1}, {"x": 2}, "{broken", image])
     text = printed(inspect(capsys, str(tmp_path / "rows.jsonl")), 300)
     reasons = "2 unknown_format, 1 bad_json, 1 missing_file"
-    assert text.splitlines()[0] == f"{tmp_path}/rows.jsonl: 4 of 5 rows cannot be trained on: {reasons}"
+    assert (
+        text.splitlines()[0]
+        == f"{tmp_path}/rows.jsonl: 4 of 5 rows cannot be trained on: {reasons}"
+    )
     examples = text.partition("one example of each reason")[2].partition("Rows as they")[0]
     assert [examples.count(f"rows.jsonl:{line}: ") for line in (2, 3, 4, 5)] == [1, 0, 1, 1]
     write(tmp_path / "good.jsonl", [good, good])
@@ -122,7 +156,9 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, ca
     assert text.startswith(f"{tmp_path}/good.jsonl: all 2 rows can be read")
 
 
-def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "long " * 99)])
     words = ["data", "inspect", str(tmp_path / "rows.jsonl"), "--strict", "--json"]
     assert main(words) == 0
@@ -181,7 +217,8 @@ mllm:
 def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any) -> None:
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     write(
-        tmp_path / "a.jsonl", [{"prompt": f"Is it {i}?", "chosen": "Yes\x1b[2J", "rejected": "No"} for i in range(30)]
+        tmp_path / "a.jsonl",
+        [{"prompt": f"Is it {i}?", "chosen": "Yes\x1b[2J", "rejected": "No"} for i in range(30)],
     )
     write(tmp_path / "b.jsonl", [{"text": "hello"}])
     (tmp_path / "engine.py").write_text(RECIPE)
@@ -192,7 +229,9 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any)
     text = printed(facts, 80)
     assert "\x1b" not in text  # control characters of a row must not reach the terminal
     assert "«Yes\\x1b[2J" in text
-    facts = inspect(capsys, str(tmp_path / "train.yaml"), "--split", "eval", "mllm.micro_batch_tokens=99")
+    facts = inspect(
+        capsys, str(tmp_path / "train.yaml"), "--split", "eval", "mllm.micro_batch_tokens=99"
+    )
     assert facts["plan"]["micro_batch_tokens"] == 99
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))
     assert main(["data", "inspect", str(tmp_path / "train.yaml")]) == 2
@@ -205,7 +244,9 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any)
         main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
 
 
-def test_inspect_stream_shows_its_first_rows(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_stream_shows_its_first_rows(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inspect_rows, "SAMPLE", 6)
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(9)]
@@ -217,7 +258,10 @@ def test_inspect_stream_shows_its_first_rows(tmp_path: Path, capsys: Any, monkey
     facts = inspect(capsys, str(tmp_path / "train.yaml"))
     about = {"name": "a", "rows": 6, "good": 4, "bad": 1, "overlong": 1}
     assert {key: facts["sources"][0][key] for key in about} == about
-    assert (facts["bad"]["rows"][0]["where"], facts["bad"]["by_reason"]) == ("a.jsonl:3", {"bad_json": 1})
+    assert (facts["bad"]["rows"][0]["where"], facts["bad"]["by_reason"]) == (
+        "a.jsonl:3",
+        {"bad_json": 1},
+    )
     assert [row["where"] for row in facts["rows"]] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
     assert "only the first 6 rows" in " ".join(printed(facts, 80).split())
     (row,) = inspect(capsys, str(tmp_path / "train.yaml"), "--row", "a.jsonl:4")["rows"]
@@ -231,11 +275,19 @@ def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(
     write(tmp_path / "a.jsonl", [{"prompt": "Is it?", "reply": "Yes", "id": i} for i in range(30)])
     write(tmp_path / "b.jsonl", [{"text": "hello"}] * 10)
     (tmp_path / "engine.py").write_text(RECIPE)
-    sources = "[{path: A, weight: 3, columns: {reply: completion, pic: image}}, {path: B, weight: 1}]"
-    sources = sources.replace("A", str(tmp_path / "a.jsonl")).replace("B", str(tmp_path / "b.jsonl"))
-    (tmp_path / "train.yaml").write_text(YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {sources}\n")
+    sources = (
+        "[{path: A, weight: 3, columns: {reply: completion, pic: image}}, {path: B, weight: 1}]"
+    )
+    sources = sources.replace("A", str(tmp_path / "a.jsonl")).replace(
+        "B", str(tmp_path / "b.jsonl")
+    )
+    (tmp_path / "train.yaml").write_text(
+        YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {sources}\n"
+    )
     warnings: list[str] = []
-    monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(
+        logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args)
+    )
     facts = inspect(capsys, str(tmp_path / "train.yaml"))
     assert [source["share"] for source in facts["sources"]] == [0.75, 0.25]
     assert facts["sample"]["unused_columns"] == {"id": 30}
@@ -244,5 +296,9 @@ def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(
     assert "id 30: no reader uses these columns" in text
     assert warnings == ["a: columns names pic, but the first rows have only id, prompt, reply"]
     streams = sources.replace("weight", "stream: true, weight")
-    (tmp_path / "train.yaml").write_text(YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {streams}\n")
-    assert [source["share"] for source in inspect(capsys, str(tmp_path / "train.yaml"))["sources"]] == [0.75, 0.25]
+    (tmp_path / "train.yaml").write_text(
+        YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {streams}\n"
+    )
+    assert [
+        source["share"] for source in inspect(capsys, str(tmp_path / "train.yaml"))["sources"]
+    ] == [0.75, 0.25]

@@ -23,13 +23,21 @@ ROWS, BROKEN = 48, 10
 def packs(folder: Path) -> list[list[list[int]]]:
     """The packs of each step in the global order, collected from all ranks; steps lost by a kill are left out."""
     [run] = list_runs(folder)
-    notes = [json.loads(line) for file in run.dir.glob("seen-*") for line in file.read_text().splitlines()]
+    notes = [
+        json.loads(line)
+        for file in run.dir.glob("seen-*")
+        for line in file.read_text().splitlines()
+    ]
     found = []
     for step in range(1, max(note["step"] for note in notes) + 1):
         tries = [note for note in notes if note["step"] == step]
         last = [note for note in tries if note["began"] == max(note["began"] for note in tries)]
         assert sorted(note["rank"] for note in last) == list(range(last[0]["ranks"])), step
-        by_place = {i * note["ranks"] + note["rank"]: rows for note in last for i, rows in enumerate(note["rows"])}
+        by_place = {
+            i * note["ranks"] + note["rank"]: rows
+            for note in last
+            for i, rows in enumerate(note["rows"])
+        }
         found.append([by_place[place] for place in range(len(by_place))])
     return found
 
@@ -39,7 +47,9 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
     train: Any, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path, ROWS))
-    cut_off = tmp_path / f"{BROKEN}_0.png"  # its header is valid, so only decoding in a worker fails
+    cut_off = (
+        tmp_path / f"{BROKEN}_0.png"
+    )  # its header is valid, so only decoding in a worker fails
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     words = [f"mllm.sources=[{{path: {file}}}]", f"mllm.cache={tmp_path / 'cache'}", "resume=auto"]
 
@@ -68,4 +78,6 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "straight"), rel=1e-4)
     [run] = list_runs(tmp_path / "other")
     listed = [json.loads(line) for line in (run.dir / "bad_rows.jsonl").read_text().splitlines()]
-    assert [(line["where"], line["reason"]) for line in listed] == [(f"rows.jsonl:{BROKEN + 1}", "corrupt")]
+    assert [(line["where"], line["reason"]) for line in listed] == [
+        (f"rows.jsonl:{BROKEN + 1}", "corrupt")
+    ]

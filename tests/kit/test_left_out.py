@@ -37,7 +37,10 @@ def test_no_rows_error_with_over_long_rows_names_the_keys() -> None:
 
 def test_missing_eval_split_error_names_hold_out(tmp_path: Path) -> None:
     kit = made(write(tmp_path / "rows.jsonl", [chat("hi", "there")]), tokenizer("zephyr"))
-    with pytest.raises(UserError, match=r"no source has split: eval. To fix it, .* hold_out.*loop.eval_interval=null"):
+    with pytest.raises(
+        UserError,
+        match=r"no source has split: eval. To fix it, .* hold_out.*loop.eval_interval=null",
+    ):
         kit.loader("eval", global_batch_size=1)
 
 
@@ -64,12 +67,18 @@ def reasons(file: Path, processor: Any, **source: Any) -> dict[str, str]:
     kit = made(file, processor, sources=[{"path": str(file), **source}])
     found = {record.where: record.reason for record in kit.bad_rows()}
     if not source:
-        assert {row["where"]: row["reason"] for row in inspect_file(str(file))["bad"]["rows"]} == found
-    assert made(file, processor, sources=[{"path": str(file), **source}]).summary("train") == kit.summary("train")
+        assert {
+            row["where"]: row["reason"] for row in inspect_file(str(file))["bad"]["rows"]
+        } == found
+    assert made(file, processor, sources=[{"path": str(file), **source}]).summary(
+        "train"
+    ) == kit.summary("train")
     return found
 
 
-def test_null_image_among_rows_with_images_is_a_bad_row_unless_the_column_is_optional(tmp_path: Path) -> None:
+def test_null_image_among_rows_with_images_is_a_bad_row_unless_the_column_is_optional(
+    tmp_path: Path,
+) -> None:
     rows = pictures(tmp_path)
     rows.insert(2, {**rows[2], "image": None})
     file = write(tmp_path / "rows.jsonl", rows)
@@ -86,13 +95,19 @@ def test_null_image_in_a_mixture_or_an_absent_column_is_a_row_of_text(tmp_path: 
 
 
 def test_null_prompt_of_a_pair_is_a_bad_row_where_other_pairs_have_one(tmp_path: Path) -> None:
-    pairs = [{"prompt": f"What is {i}?", "chosen": "It is a.", "rejected": "It is b."} for i in range(4)]
+    pairs = [
+        {"prompt": f"What is {i}?", "chosen": "It is a.", "rejected": "It is b."} for i in range(4)
+    ]
     pairs.append({"prompt": None, "chosen": "It is a.", "rejected": "It is b."})
     file = write(tmp_path / "pairs.jsonl", pairs)
     assert reasons(file, tokenizer("zephyr")) == {"pairs.jsonl:5": "null_prompt"}
     assert reasons(file, tokenizer("zephyr"), columns={"prompt": "prompt?"}) == {}
-    rows = [{"prompt": "q", "completion": "a", "text": "t"}] * 3 + [{"prompt": None, "completion": "a", "text": "t"}]
-    assert reasons(write(tmp_path / "rows.jsonl", rows), tokenizer("zephyr")) == {"rows.jsonl:4": "null_prompt"}
+    rows = [{"prompt": "q", "completion": "a", "text": "t"}] * 3 + [
+        {"prompt": None, "completion": "a", "text": "t"}
+    ]
+    assert reasons(write(tmp_path / "rows.jsonl", rows), tokenizer("zephyr")) == {
+        "rows.jsonl:4": "null_prompt"
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +138,11 @@ def test_image_of_one_pixel_is_a_bad_row(tmp_path: Path) -> None:
         {"prompt": "q", "chosen": "a", "rejected": "a "},
         {"chosen": "q a\n", "rejected": "q a"},
         {**chat("q", "a"), "rejected_response": " a"},
-        {"prompt": chat([{"type": "image", "image": "a.png"}], "")["messages"][:1], "chosen": "a", "rejected": "a\n"},
+        {
+            "prompt": chat([{"type": "image", "image": "a.png"}], "")["messages"][:1],
+            "chosen": "a",
+            "rejected": "a\n",
+        },
     ],
 )
 def test_pair_whose_answers_differ_in_blanks_only_is_a_bad_row(row: Any) -> None:

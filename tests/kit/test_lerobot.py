@@ -27,23 +27,36 @@ def color(episode: int, frame: int) -> np.ndarray:
     return np.array([16 * frame + 8, 128, 60 * episode + 30], np.uint8)
 
 
-def write_folder(root: Path, version: str, codec: str | None, lengths=LENGTHS, file_frames: int = 100_000) -> Path:
+def write_folder(
+    root: Path, version: str, codec: str | None, lengths=LENGTHS, file_frames: int = 100_000
+) -> Path:
     rng = np.random.default_rng(0)
     sizes = {"observation.state": 4, "action": 3}
     writer = LeRobotWriter(
-        root, fps=10, sizes=sizes, cameras={CAMERA: (48, 64)}, version=version, codec=codec, file_frames=file_frames
+        root,
+        fps=10,
+        sizes=sizes,
+        cameras={CAMERA: (48, 64)},
+        version=version,
+        codec=codec,
+        file_frames=file_frames,
     )
     with writer:
         for episode, length in enumerate(lengths):
             frames = np.stack([np.tile(color(episode, i), (48, 64, 1)) for i in range(length)])
-            columns = {key: rng.normal(3, 2, (length, size)).astype(np.float32) for key, size in sizes.items()}
+            columns = {
+                key: rng.normal(3, 2, (length, size)).astype(np.float32)
+                for key, size in sizes.items()
+            }
             writer.add(columns, {CAMERA: frames}, f"task {episode % 2}")
     return root
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libsvtav1"])
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_video_frames_in_any_order_match_their_timestamp(tmp_path: Path, version: str, codec: str) -> None:
+def test_video_frames_in_any_order_match_their_timestamp(
+    tmp_path: Path, version: str, codec: str
+) -> None:
     folder = LeRobotFolder(write_folder(tmp_path / "data", version, codec, file_frames=15))
     frames = read_frames(folder, KEYS)
     assert len(frames) == sum(LENGTHS)
@@ -56,12 +69,19 @@ def test_video_frames_in_any_order_match_their_timestamp(tmp_path: Path, version
         pixels = videos.frame(clip.file, clip.start + frames.timestamp[row], folder.fps)
         expected = color(episode.index, int(frames.frame[row]))
         assert pixels.shape == (48, 64, 3)
-        assert np.abs(pixels.reshape(-1, 3).mean(0) - expected).max() < 5, (episode.index, frames.frame[row])
+        assert np.abs(pixels.reshape(-1, 3).mean(0) - expected).max() < 5, (
+            episode.index,
+            frames.frame[row],
+        )
     if version == "v3.0":  # two episodes fit into no file of 15 frames
-        assert len({episode.data_file for episode in folder.episodes}) == 3 - (7 + 12 <= 15) - (12 + 5 <= 15)
+        assert len({episode.data_file for episode in folder.episodes}) == 3 - (7 + 12 <= 15) - (
+            12 + 5 <= 15
+        )
 
 
-def test_video_frames_with_b_frames_and_few_key_frames_match_their_timestamp(tmp_path: Path) -> None:
+def test_video_frames_with_b_frames_and_few_key_frames_match_their_timestamp(
+    tmp_path: Path,
+) -> None:
     av = pytest.importorskip("av")
     file = tmp_path / "long.mp4"
     with av.open(str(file), "w") as container:
@@ -89,7 +109,11 @@ def test_folder_numbers_and_tasks_equal_what_was_written(tmp_path: Path, version
         action.append(rng.normal(3, 2, (length, 3)).astype(np.float32))
     np.testing.assert_array_equal(frames.columns["observation.state"], np.concatenate(state))
     np.testing.assert_array_equal(frames.columns["action"], np.concatenate(action))
-    assert [folder.tasks[task] for task in frames.task[frames.first]] == ["task 0", "task 1", "task 0"]
+    assert [folder.tasks[task] for task in frames.task[frames.first]] == [
+        "task 0",
+        "task 1",
+        "task 0",
+    ]
     assert folder.cameras == [CAMERA]
     assert folder.version == version
 
@@ -123,13 +147,17 @@ def test_folder_wrong_action_size_is_a_bad_row(tmp_path: Path) -> None:
     actions[4] = actions[4][:2]
     actions[6] = [1.0, float("nan"), 0.0]
     column = table.column_names.index("action")
-    pq.write_table(table.set_column(column, "action", pa.array(actions, pa.list_(pa.float32()))), file)
+    pq.write_table(
+        table.set_column(column, "action", pa.array(actions, pa.list_(pa.float32()))), file
+    )
     frames = read_frames(folder, KEYS)
     assert frames.bad == {
         7 + 4: ("wrong_size", "action has 2 values, info.json announces 3"),
         7 + 6: ("not_finite", "action has a value that is not finite"),
     }
-    np.testing.assert_allclose(frames.columns["action"][7 + 5], actions[5])  # the row after it did not move
+    np.testing.assert_allclose(
+        frames.columns["action"][7 + 5], actions[5]
+    )  # the row after it did not move
 
 
 def test_folder_short_parquet_file_misses_frames(tmp_path: Path) -> None:
@@ -165,10 +193,17 @@ def test_stats_equal_numpy_without_videos(tmp_path: Path) -> None:
     values = read_frames(folder, KEYS).columns["action"]
     stats = column_stats(values)
     wide = values.astype(np.float64)
-    for name, expected in {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}.items():
+    for name, expected in {
+        "mean": wide.mean(0),
+        "std": wide.std(0),
+        "min": wide.min(0),
+        "max": wide.max(0),
+    }.items():
         np.testing.assert_allclose(getattr(stats, name), expected, rtol=1e-6, atol=1e-6)
     for name, share in {"q01": 0.01, "q50": 0.5, "q99": 0.99}.items():
-        np.testing.assert_allclose(stats.quantiles[name], np.quantile(wide, share, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(
+            stats.quantiles[name], np.quantile(wide, share, axis=0), rtol=1e-6
+        )
     written = json.loads((tmp_path / "data/meta/stats.json").read_text())["action"]
     np.testing.assert_allclose(written["std"], wide.std(0), rtol=1e-6)
     assert written["count"] == [24]
@@ -180,16 +215,31 @@ def test_stats_of_ten_thousand_frames_take_seconds(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with LeRobotWriter(root, fps=30, sizes=sizes, cameras={}) as writer:
         for _ in range(20):
-            writer.add({key: rng.normal(size=(500, size)).astype(np.float32) for key, size in sizes.items()}, {}, "go")
+            writer.add(
+                {
+                    key: rng.normal(size=(500, size)).astype(np.float32)
+                    for key, size in sizes.items()
+                },
+                {},
+                "go",
+            )
     start = time.process_time()
     frames = read_frames(LeRobotFolder(root), list(sizes))
     stats = [column_stats(values) for values in frames.columns.values()]
     last = frames.ends[frames.episode] - 1
     stats.append(
-        merged_stats(relative_parts(frames.columns["action"], frames.columns["observation.state"], last, [0], 50))
+        merged_stats(
+            relative_parts(
+                frames.columns["action"], frames.columns["observation.state"], last, [0], 50
+            )
+        )
     )
     assert time.process_time() - start < 5  # CPU seconds; less than one on an idle machine
-    assert [one.count for one in stats] == [10_000, 10_000, 20 * sum(min(50, 500 - row) for row in range(500))]
+    assert [one.count for one in stats] == [
+        10_000,
+        10_000,
+        20 * sum(min(50, 500 - row) for row in range(500)),
+    ]
 
 
 def test_relative_stats_equal_a_loop_over_chunks() -> None:
@@ -205,7 +255,9 @@ def test_relative_stats_equal_a_loop_over_chunks() -> None:
     assert stats.count == len(loop)
     np.testing.assert_allclose(stats.mean, np.mean(loop, 0), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(stats.std, np.std(loop, 0), rtol=1e-6)
-    np.testing.assert_allclose(stats.quantiles["q99"], np.quantile(np.array(loop), 0.99, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        stats.quantiles["q99"], np.quantile(np.array(loop), 0.99, axis=0), rtol=1e-6
+    )
 
 
 def test_folder_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
@@ -218,20 +270,28 @@ def test_folder_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     (root / "meta/info.json").write_text(json.dumps(info | {"codebase_version": "v1.6"}))
     with pytest.raises(UserError, match=r"codebase_version 'v1\.6' is not supported"):
         LeRobotFolder(root)
-    (root / "meta/info.json").write_text(json.dumps({key: value for key, value in info.items() if key != "fps"}))
+    (root / "meta/info.json").write_text(
+        json.dumps({key: value for key, value in info.items() if key != "fps"})
+    )
     with pytest.raises(UserError, match=r"info\.json has no fps, which LeRobot writes"):
         LeRobotFolder(root)
-    (root / "meta/info.json").write_text(json.dumps(info | {"data_path": "../../{chunk_index}-{file_index}"}))
+    (root / "meta/info.json").write_text(
+        json.dumps(info | {"data_path": "../../{chunk_index}-{file_index}"})
+    )
     with pytest.raises(UserError, match="leads out of the folder"):
         LeRobotFolder(root)
     (root / "meta/info.json").write_text(json.dumps(info))
     for file in ("tasks.parquet", "episodes/chunk-000/file-000.parquet"):
         content = (root / "meta" / file).read_bytes()
         (root / "meta" / file).write_bytes(content[:20])
-        with pytest.raises(UserError, match=rf"{Path(file).name} cannot be read: .*Is the download complete"):
+        with pytest.raises(
+            UserError, match=rf"{Path(file).name} cannot be read: .*Is the download complete"
+        ):
             LeRobotFolder(root)
         (root / "meta" / file).write_bytes(content)
-    with pytest.raises(UserError, match=r"file-000\.parquet has no column 'observation\.images\.side'"):
+    with pytest.raises(
+        UserError, match=r"file-000\.parquet has no column 'observation\.images\.side'"
+    ):
         read_frames(LeRobotFolder(root), ["action"], images=["observation.images.side"])
     pq.write_table(pq.read_table(root / "meta" / file).drop(["length"]), root / "meta" / file)
     with pytest.raises(UserError, match=r"meta/episodes: an episode has no 'length'"):

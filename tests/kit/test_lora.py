@@ -47,9 +47,13 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: 
     expected = plain.infer_batch(BATCH, ["log_probs"])["log_probs"]
     assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
     before = weights(engine)
-    assert [name for name in before if ".lora_" not in name] == list(weights(plain))  # the base keeps its names
+    assert [name for name in before if ".lora_" not in name] == list(
+        weights(plain)
+    )  # the base keeps its names
     steps(engine, count=3)
-    assert not torch.allclose(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected, atol=1e-3)
+    assert not torch.allclose(
+        engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected, atol=1e-3
+    )
     for name, param in engine.model.named_parameters():
         if ".lora_" in name:
             assert not torch.equal(param, before[name]), name
@@ -61,9 +65,13 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: 
     assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
 
 
-def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base: Path, monkeypatch: Any) -> None:
+def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(
+    base: Path, monkeypatch: Any
+) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(load_pretrained.LOGGER, "info", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(
+        load_pretrained.LOGGER, "info", lambda line, *values: lines.append(line % values)
+    )
     engine_of(base, Lora(rank=4), train=False)
     assert not lines
     engine_of(base, Lora(rank=4), kind="value_model", train=False)
@@ -72,7 +80,9 @@ def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base: Pa
 
 def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> None:
     build_model(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
-    plain, adapted = (engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4)))
+    plain, adapted = (
+        engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4))
+    )
     found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, adapted)]
     assert torch.equal(*found)
 
@@ -88,12 +98,18 @@ def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
     return found
 
 
-def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base: Path, tmp_path: Path) -> None:
+def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(
+    ranks2, base: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "half"
+    )
     in_fp32 = engine_of(tmp_path / "half", Lora(), train=False)
-    assert all(param.dtype == torch.float32 for param in in_fp32.model.parameters())  # the precision is fp32
+    assert all(
+        param.dtype == torch.float32 for param in in_fp32.model.parameters()
+    )  # the precision is fp32
     before = weights(engine_of(tmp_path / "half", Lora(rank=4), precision="bf16"))
     for found in (
         train_in_bf16(tmp_path / "half", {}),
@@ -110,7 +126,11 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monke
 
     def watched(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
         found = policy(kinds, ctx, op, *args, **more)
-        if found == CheckpointPolicy.MUST_SAVE and not ctx.is_recompute and op.overloadpacket.__name__ == "mm":
+        if (
+            found == CheckpointPolicy.MUST_SAVE
+            and not ctx.is_recompute
+            and op.overloadpacket.__name__ == "mm"
+        ):
             kept.append(args[0].shape[0] * args[1].shape[1])
         return found
 
@@ -123,7 +143,9 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monke
     assert 0 < sums[0] <= sums[1] < 1.1 * sums[0]
 
 
-def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]) -> dict[str, Tensor]:
+def on_layout(
+    base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]
+) -> dict[str, Tensor]:
     world = World.join("cpu")
     engine = engine_of(base, lora, Layout.of(world, parallel(**sizes)), **settings)
     first = {f"first {name}": value for name, value in weights(engine).items()}
@@ -137,10 +159,18 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str,
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        pytest.param({"replicate": 2}, {"activation_checkpointing": "full"}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"replicate": 2},
+            {"activation_checkpointing": "full"},
+            marks=pytest.mark.campaign(only=True),
+        ),
         ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
         ({"ulysses": 2}, {}),
-        pytest.param({"context": 2}, {"activation_checkpointing": "full"}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"context": 2},
+            {"activation_checkpointing": "full"},
+            marks=pytest.mark.campaign(only=True),
+        ),
     ],
     ids=["replicate", "shard", "ulysses", "context"],
 )
@@ -155,22 +185,38 @@ def test_lora_layouts_train_to_the_same_weights(ranks2, base: Path, sizes, setti
             assert torch.allclose(found[name], value, atol=1e-5), name
 
 
-def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base: Path, tmp_path: Path) -> None:
+def test_lora_resume_with_dropout_is_bit_equal_and_merges(
+    train, base: Path, tmp_path: Path
+) -> None:
     words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
-    words += ["optim.schedule=constant", "lora.train=['*.norm.weight']", "model.freeze=['hf.model.norm.weight']"]
+    words += [
+        "optim.schedule=constant",
+        "lora.train=['*.norm.weight']",
+        "model.freeze=['hf.model.norm.weight']",
+    ]
     assert train(*words, config=LM, dir=tmp_path / "straight") == 0
     assert train(*words, "loop.total_steps=2", config=LM, dir=tmp_path / "run") == 0
     assert train(*words, "resume=auto", config=LM, dir=tmp_path / "run") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert train(*words, "resume=auto", "workflow=evaluate", config=LM, dir=tmp_path / "run") == 0
-    for out, option in (("merged", []), ("adapter", ["--adapter"])):  # model.freeze wins over lora.train
-        assert main(["merge", str(list_runs(tmp_path / "run")[0].dir), str(tmp_path / out), *option]) == 0
+    for out, option in (
+        ("merged", []),
+        ("adapter", ["--adapter"]),
+    ):  # model.freeze wins over lora.train
+        assert (
+            main(["merge", str(list_runs(tmp_path / "run")[0].dir), str(tmp_path / out), *option])
+            == 0
+        )
 
 
 def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Path) -> None:
-    source = ModelSource(None, {"model_type": "qwen3", **WIDE, "num_hidden_layers": 1, "vocab_size": 99})
+    source = ModelSource(
+        None, {"model_type": "qwen3", **WIDE, "num_hidden_layers": 1, "vocab_size": 99}
+    )
     for seed in (1, 2):
-        engine = engine_class("language_model")(MLLMModelKit(Lora()).build(source), alone(), Settings(seed=seed))
+        engine = engine_class("language_model")(
+            MLLMModelKit(Lora()).build(source), alone(), Settings(seed=seed)
+        )
         engine.initialize(adam, constant)
         if seed == 1:
             engine.save_checkpoint(tmp_path / "saved")
@@ -182,7 +228,10 @@ def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Pat
 
 def test_lora_unknown_or_conflicting_targets_are_refused(base: Path, vision_base: Path) -> None:
     for lora, words in (
-        (Lora(targets=["q_prj"]), "no linear layers 'q_prj' apart from its head.* such as llm, .*q_proj"),
+        (
+            Lora(targets=["q_prj"]),
+            "no linear layers 'q_prj' apart from its head.* such as llm, .*q_proj",
+        ),
         (Lora(targets=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
         (Lora(targets=["audio"]), "no linear layers 'audio'"),
         (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
@@ -196,8 +245,12 @@ def test_lora_unknown_or_conflicting_targets_are_refused(base: Path, vision_base
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
 
 
-def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(base: Path) -> None:
-    engine = engine_of(base, Lora(rank=2, dropout=0.5), freeze=("llm",))  # freezes base weights only
+def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(
+    base: Path,
+) -> None:
+    engine = engine_of(
+        base, Lora(rank=2, dropout=0.5), freeze=("llm",)
+    )  # freezes base weights only
     torch.manual_seed(0)
     with torch.no_grad():
         for name, param in engine.model.named_parameters():
@@ -213,11 +266,16 @@ def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base: Pa
     check = import_file(ROOT / "skills" / "model" / "check.py")
 
     def model() -> Any:
-        return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(ModelSource(str(vision_base)))
+        return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(
+            ModelSource(str(vision_base))
+        )
 
     assert check.problems(vision_base, model()) == []
     broken = model()
     broken.hf.model.language_model.layers[1].mlp.down_proj._forward_hooks.clear()
     silent, unlike = check.problems(vision_base, broken)
-    assert "adapters without effect on text: 1, such as that of hf.model.language_model.layers.1.mlp.down" in silent
+    assert (
+        "adapters without effect on text: 1, such as that of hf.model.language_model.layers.1.mlp.down"
+        in silent
+    )
     assert "log-probs of the merged weights differ" in unlike

@@ -37,11 +37,15 @@ def folder_of(name: str, path: Path) -> Path:
 
 
 def log_probs(model: Any) -> Tensor:
-    return model.eval()(IDS).logits[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0].detach()
+    return (
+        model.eval()(IDS).logits[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0].detach()
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(name: str, tmp_path: Path) -> None:
+def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(
+    name: str, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -56,11 +60,15 @@ def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(na
     own = AutoModelForCausalLM.from_pretrained(base)
     before = log_probs(own)
     assert not torch.allclose(before, found, atol=1e-2)
-    assert torch.allclose(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found, atol=1e-5)
+    assert torch.allclose(
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found, atol=1e-5
+    )
     adapted = PeftModel.from_pretrained(own, str(tmp_path / "adapter"))
     assert torch.allclose(log_probs(adapted), found, atol=1e-5)
     with adapters_off(engine.model):
-        assert torch.allclose(engine.infer_batch(BATCH, ["log_probs"])["log_probs"][:8], before, atol=1e-5)
+        assert torch.allclose(
+            engine.infer_batch(BATCH, ["log_probs"])["log_probs"][:8], before, atol=1e-5
+        )
 
 
 def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
@@ -73,7 +81,9 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     row = BATCH.select([0])
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch([row], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), 1.0))
+    engine.forward_backward_batch(
+        [row], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), 1.0)
+    )
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"), is_trainable=True
     )
@@ -87,7 +97,9 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
         their_a = grads[f"{module}.lora_A.default.weight"]
         their_b = grads[f"{module}.lora_B.default.weight"]
         assert torch.allclose(own.lora_A.grad, their_a.view(experts, 8, -1), rtol=1e-4, atol=1e-5)
-        assert torch.allclose(own.lora_B.grad, their_b.view(-1, 8, experts).permute(2, 0, 1), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            own.lora_B.grad, their_b.view(-1, 8, experts).permute(2, 0, 1), rtol=1e-4, atol=1e-5
+        )
 
 
 def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -98,11 +110,15 @@ def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
         return weights(engine)
 
 
-def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks2, tmp_path: Path) -> None:
+def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(
+    ranks2, tmp_path: Path
+) -> None:
     base = folder_of("gpt_oss", tmp_path)
     one = engine_of(base, LORA)
     steps(one)
-    for found in ranks2.run(trained, str(base), str(tmp_path / "checkpoint"), {"shard": 2, "expert": 2}):
+    for found in ranks2.run(
+        trained, str(base), str(tmp_path / "checkpoint"), {"shard": 2, "expert": 2}
+    ):
         for name, value in weights(one).items():
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
     again = engine_of(base, LORA)
@@ -112,7 +128,12 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks
 
 def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> None:
     base = folder_of("qwen3_moe", tmp_path)
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "log.backends=[file]"]
+    words = [
+        "model.type=language_model",
+        f"model.path={base}",
+        "lora.rank=2",
+        "log.backends=[file]",
+    ]
     assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
     log = (list_runs(tmp_path / "run")[-1].dir / "log.txt").read_text()
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "
@@ -134,7 +155,9 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> N
         (Lora(rank=8, train=["*.experts.*"], target_parameters=BOTH), "is trained in full"),
     ],
 )
-def test_expert_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: Lora, message: str) -> None:
+def test_expert_adapters_that_cannot_be_are_refused(
+    tmp_path: Path, lora: Lora, message: str
+) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
 
@@ -149,13 +172,17 @@ def exported(base: str, folder: str) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(ranks2, tmp_path: Path) -> None:
+def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(
+    ranks2, tmp_path: Path
+) -> None:
     base = folder_of("qwen3_moe", tmp_path)
     ranks2.run(exported, str(base), str(tmp_path))
     one = engine_of(base, LORA)
     one.load_checkpoint(tmp_path / "checkpoint")
     one.export_hf(tmp_path / "alone")
-    found, wanted = (load_file(tmp_path / folder / "model.safetensors") for folder in ("merged", "alone"))
+    found, wanted = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("merged", "alone")
+    )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     before = load_file(base / "model.safetensors")

@@ -38,14 +38,24 @@ def test_lora_on_mixer_projections_has_the_gradients_of_peft(family: str, tmp_pa
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.optimizer_zero_grad()
     packed = PackedBatch.from_sequences(SEQUENCES)
-    engine.forward_backward_batch([packed], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
+    engine.forward_backward_batch(
+        [packed], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+    )
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    theirs: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
+    theirs: Any = PeftModel.from_pretrained(
+        base, str(tmp_path / "adapter"), is_trainable=True
+    ).eval()
     for ids in SEQUENCES:  # one at a time: transformers knows no boundaries
-        log_probs = theirs(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        log_probs = (
+            theirs(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        )
         (-log_probs.gather(-1, ids[1:, None]).sum()).backward()
-    grads = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    grads = {
+        n.replace(".default", ""): p.grad
+        for n, p in theirs.named_parameters()
+        if p.grad is not None
+    }
     found = 0
     for name, param in engine.model.named_parameters():
         if param.grad is None:
@@ -58,7 +68,9 @@ def test_lora_on_mixer_projections_has_the_gradients_of_peft(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "falcon_h1"])
-def test_lora_on_state_space_models_trains_every_adapter_and_merges(family: str, tmp_path: Path) -> None:
+def test_lora_on_state_space_models_trains_every_adapter_and_merges(
+    family: str, tmp_path: Path
+) -> None:
     mixer_model(family).hf.save_pretrained(tmp_path / "base")
     engine = engine_of(tmp_path / "base", Lora(rank=2))
     packed = PackedBatch.from_sequences(SEQUENCES)

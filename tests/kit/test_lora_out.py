@@ -57,10 +57,17 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     checkpoint = find_checkpoint(folder)
     saved = Reader(checkpoint).entries
     assert all(".lora_" in name for name in saved if name.startswith(("model.", "optim.")))
-    sizes = {kind: sum(e.shape.numel() for n, e in saved.items() if n.startswith(kind)) for kind in ("model", "optim")}
+    sizes = {
+        kind: sum(e.shape.numel() for n, e in saved.items() if n.startswith(kind))
+        for kind in ("model", "optim")
+    }
     assert sizes["optim"] == 2 * sizes["model"] + sum(name.endswith(".step") for name in saved)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    assert size < 12 * sizes["model"] + 512 * len(saved) + 30_000 < (base / "model.safetensors").stat().st_size / 4
+    assert (
+        size
+        < 12 * sizes["model"] + 512 * len(saved) + 30_000
+        < (base / "model.safetensors").stat().st_size / 4
+    )
 
     for out, option in (("merged", []), ("adapter", ["--adapter"])):
         assert main(["merge", str(folder), str(tmp_path / out), *option]) == 0
@@ -82,11 +89,15 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
         assert not torch.allclose(logits, before, atol=1e-2)
 
 
-def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base: Path, tmp_path: Path) -> None:
+def test_lora_vision_model_exports_adapted_and_fully_trained_parts(
+    vision_base: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    engine = engine_of(vision_base, Lora(rank=2, alpha=3.0, targets=["q_proj", "vision"], train=["projector"]))
+    engine = engine_of(
+        vision_base, Lora(rank=2, alpha=3.0, targets=["q_proj", "vision"], train=["projector"])
+    )
     model = engine.model
     assert isinstance(model, LanguageModel)
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
@@ -98,7 +109,9 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base: 
         assert torch.equal(value, before[name]) != moves, name
     adapted = {name.partition(".lora_")[0] for name in parts if ".lora_" in name}
     assert {parts[f"{name}.weight"] for name in adapted} == {"vision", "llm"}
-    assert {name.rpartition(".")[2] for name in adapted if parts[f"{name}.weight"] == "llm"} == {"q_proj"}
+    assert {name.rpartition(".")[2] for name in adapted if parts[f"{name}.weight"] == "llm"} == {
+        "q_proj"
+    }
 
     expected = engine.infer_batch(batch, ["log_probs"])["log_probs"]
     engine.export_hf(tmp_path / "merged")
@@ -112,8 +125,12 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base: 
     assert merged.keys() == again.keys()
     assert all(torch.allclose(merged[name], again[name], atol=1e-6) for name in merged)
     loaded = engine_of(tmp_path / "merged", None, train=False)
-    assert torch.allclose(loaded.infer_batch(batch, ["log_probs"])["log_probs"], expected, atol=1e-5)
-    theirs = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(vision_base), str(tmp_path / "adapter"))
+    assert torch.allclose(
+        loaded.infer_batch(batch, ["log_probs"])["log_probs"], expected, atol=1e-5
+    )
+    theirs = PeftModel.from_pretrained(
+        AutoModelForMultimodalLM.from_pretrained(vision_base), str(tmp_path / "adapter")
+    )
     with_peft = theirs.merge_and_unload().state_dict()
     for name, value in loaded.model.hf.state_dict().items():  # type: ignore[union-attr, operator]
         assert torch.allclose(with_peft[name], value, atol=1e-6), name
@@ -130,7 +147,9 @@ def test_export_adapter_of_a_value_model_contains_its_head(base: Path, tmp_path:
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     model = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
     values = engine.infer_batch(BATCH, ["values"])["values"]
-    assert float(model(torch.arange(3, 12)[None]).logits) == pytest.approx(float(values[8]), abs=1e-5)
+    assert float(model(torch.arange(3, 12)[None]).logits) == pytest.approx(
+        float(values[8]), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe", "gemma3", "qwen2_5_omni_thinker"])
@@ -139,7 +158,9 @@ def test_export_adapter_families_equal_merged_weights(family: str, tmp_path: Pat
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     build_model(LanguageModel, family).hf.save_pretrained(tmp_path / "base")
-    has = {"gemma3": ["vision"], "qwen2_5_omni_thinker": ["vision", "audio", "projector"]}.get(family, [])
+    has = {"gemma3": ["vision"], "qwen2_5_omni_thinker": ["vision", "audio", "projector"]}.get(
+        family, []
+    )
     engine = engine_of(tmp_path / "base", Lora(rank=2, targets=["llm", *has]), train=False)
     with torch.no_grad():
         for name, param in engine.model.named_parameters():
@@ -148,7 +169,9 @@ def test_export_adapter_families_equal_merged_weights(family: str, tmp_path: Pat
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     auto = AutoModelForMultimodalLM if has else AutoModelForCausalLM
     merged = auto.from_pretrained(tmp_path / "merged").state_dict()
-    peft = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), str(tmp_path / "adapter"))
+    peft = PeftModel.from_pretrained(
+        auto.from_pretrained(tmp_path / "base"), str(tmp_path / "adapter")
+    )
     for name, value in peft.merge_and_unload().state_dict().items():
         assert torch.allclose(value, merged[name], atol=1e-5), name
 
@@ -157,10 +180,17 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path: Path
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    for family, train, name in (("llava_next", "projector", "image_newline"), ("gemma", "*embed*", "embed_tokens")):
-        build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)  # gemma ties embeddings and head
+    for family, train, name in (
+        ("llava_next", "projector", "image_newline"),
+        ("gemma", "*embed*", "embed_tokens"),
+    ):
+        build_model(LanguageModel, family).hf.save_pretrained(
+            tmp_path / family
+        )  # gemma ties embeddings and head
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
-        with pytest.raises(UserError, match=f"{name}.* trained in full, which a peft folder cannot hold"):
+        with pytest.raises(
+            UserError, match=f"{name}.* trained in full, which a peft folder cannot hold"
+        ):
             MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
         engine.export_hf(tmp_path / f"{family} merged")
     # A part trained in full that has parameters in modules with submodules.
@@ -168,15 +198,21 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path: Path
     steps(engine, PackedBatch.concat(samples(engine.model, "llava_next")))  # type: ignore[arg-type]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     auto = AutoModelForMultimodalLM.from_pretrained(tmp_path / "llava_next")
-    loaded = PeftModel.from_pretrained(auto, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    loaded = (
+        PeftModel.from_pretrained(auto, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    )
     for name, value in weights(engine).items():
-        assert ".vision_tower." not in name or torch.equal(loaded[name.removeprefix("hf.")], value), name
+        assert ".vision_tower." not in name or torch.equal(
+            loaded[name.removeprefix("hf.")], value
+        ), name
     kept = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"]
     assert "model.vision_tower.embeddings" in kept
     assert not any(name.startswith("model.vision_tower.embeddings.") for name in kept)
 
 
-def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path: Path, capsys) -> None:
+def test_lora_base_that_moved_or_changed_is_refused(
+    train, base: Path, tmp_path: Path, capsys
+) -> None:
     here = tmp_path / "base"
     shutil.copytree(base, here)
     engine = engine_of(here, Lora(rank=2))
@@ -185,7 +221,10 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path:
     here.rename(moved)
     words = ["merge", str(tmp_path / "saved"), str(tmp_path / "out")]
     assert main(words) == EXIT_USER_ERROR
-    assert f"{here} is not a folder. Name the folder: mvp merge --base FOLDER" in capsys.readouterr().err
+    assert (
+        f"{here} is not a folder. Name the folder: mvp merge --base FOLDER"
+        in capsys.readouterr().err
+    )
     assert main([*words, "--base", str(moved)]) == 0
     engine_of(moved, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
     torch.manual_seed(1)
@@ -194,7 +233,9 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path:
     for param in other.parameters():
         torch.nn.init.normal_(param)
     other.hf.save_pretrained(tmp_path / "other")  # type: ignore[operator]
-    with pytest.raises(UserError, match=r"other holds different weights\. Set model.path to the folder"):
+    with pytest.raises(
+        UserError, match=r"other holds different weights\. Set model.path to the folder"
+    ):
         engine_of(tmp_path / "other", Lora(rank=2)).load_checkpoint(tmp_path / "saved")
     words = ["model.type=language_model", f"model.path={here}", "lora.rank=2"]
     assert train(*words, config=LM) == EXIT_USER_ERROR
@@ -210,7 +251,9 @@ def test_dora_checkpoint_is_refused_by_name(base: Path, tmp_path: Path, capsys) 
     info = json.loads(file.read_text())
     words = ["merge", str(tmp_path / "saved"), str(tmp_path / "out")]
     file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": True}}))
-    with pytest.raises(UserError, match=r"was trained with DoRA \(lora.dora=true\), which was removed"):
+    with pytest.raises(
+        UserError, match=r"was trained with DoRA \(lora.dora=true\), which was removed"
+    ):
         engine.load_checkpoint(tmp_path / "saved")
     assert main(words) == EXIT_USER_ERROR
     assert "was trained with DoRA (lora.dora=true), which was removed" in capsys.readouterr().err
@@ -221,5 +264,7 @@ def test_dora_checkpoint_is_refused_by_name(base: Path, tmp_path: Path, capsys) 
     layer = next(name for name in weights(engine) if "lora_A" in name).partition(".lora_A")[0]
     engine.model.get_submodule(layer).lora_magnitude_vector = torch.nn.Linear(2, 2)
     engine.save_checkpoint(tmp_path / "magnitudes")
-    with pytest.raises(UserError, match=r"trained with DoRA, .* it holds model\..*lora_magnitude_vector\.weight"):
+    with pytest.raises(
+        UserError, match=r"trained with DoRA, .* it holds model\..*lora_magnitude_vector\.weight"
+    ):
         engine_of(base, Lora(rank=2), train=False).load_checkpoint(tmp_path / "magnitudes")

@@ -31,14 +31,20 @@ def bases(tmp_path_factory) -> Path:
     return folder
 
 
-def results(bases: Path, family: str, layout: Layout, out: Path | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def results(
+    bases: Path, family: str, layout: Layout, out: Path | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients with adapters that are not zero, and the weights after two steps."""
     engine = engine_of(bases / family, LORA, layout)
     steps(engine, count=2)
     after = weights(engine)
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch([BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
-    grads = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    engine.forward_backward_batch(
+        [BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens)
+    )
+    grads = {
+        n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None
+    }
     if out is not None:
         engine.save_checkpoint(out / "saved")
         engine.export_hf(out / "merged")
@@ -53,12 +59,16 @@ def on_ranks(
     layout = Layout.of(world, parallel(**sizes))
     with pytest.raises(UserError, match=r"model.quantize does not support parallel.tensor > 1"):
         engine_of(bases / families[0], LORA, layout, quantize={"llm": "nf4"})
-    found = [results(bases, family, layout, out if family == "qwen3" else None) for family in families]
+    found = [
+        results(bases, family, layout, out if family == "qwen3" else None) for family in families
+    ]
     world.close()
     return found
 
 
-def check(bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[str, Tensor], ...]]]) -> None:
+def check(
+    bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[str, Tensor], ...]]]
+) -> None:
     for i, family in enumerate(families):
         expected = results(bases, family, alone(), None)
         for rank in found:
@@ -71,7 +81,9 @@ def check(bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[st
 
 
 @pytest.mark.slow
-def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases: Path, tmp_path: Path) -> None:
+def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(
+    ranks2, bases: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -94,6 +106,10 @@ def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases: P
 
 
 @pytest.mark.campaign(only=True)
-def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(ranks4, bases: Path, tmp_path: Path) -> None:
+def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(
+    ranks4, bases: Path, tmp_path: Path
+) -> None:
     families = ("qwen3", "phi3")
-    check(bases, families, ranks4.run(on_ranks, bases, families, tmp_path, {"shard": 2, "tensor": 2}))
+    check(
+        bases, families, ranks4.run(on_ranks, bases, families, tmp_path, {"shard": 2, "tensor": 2})
+    )

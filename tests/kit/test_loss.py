@@ -49,27 +49,38 @@ def model() -> LanguageModel:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}]
+    "settings",
+    [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}],
 )
-def test_loss_kit_loss_and_gradients_equal_cross_entropy_on_full_logits(settings: dict[str, float]) -> None:
+def test_loss_kit_loss_and_gradients_equal_cross_entropy_on_full_logits(
+    settings: dict[str, float],
+) -> None:
     ours, theirs, packed = model(), model(), batch()
     kit, ctx = TokenNormedLossKit(TokenLoss(**settings)), Logged()
     loss, weight = kit(ctx, ours, packed)
     (loss / weight).backward()
     logits = theirs(packed, ["hidden_states"])["hidden_states"] @ theirs.hf.lm_head.weight.T
     kept = packed.labels != IGNORE
-    expected = cross_entropy(logits, packed.labels, label_smoothing=settings.get("label_smoothing", 0.0))
+    expected = cross_entropy(
+        logits, packed.labels, label_smoothing=settings.get("label_smoothing", 0.0)
+    )
     expected = expected + settings.get("z_loss", 0.0) * logits[kept].logsumexp(-1).square().mean()
     expected.backward()
     assert float((loss / weight).detach()) == pytest.approx(float(expected), rel=1e-5)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(mine.grad, other.grad, rtol=1e-5, atol=1e-6), name
     plain = float(cross_entropy(logits, packed.labels))
-    assert ctx.logged == {"tokens": 20.0} | ({"nll": pytest.approx(plain, rel=1e-5)} if settings else {})
+    assert ctx.logged == {"tokens": 20.0} | (
+        {"nll": pytest.approx(plain, rel=1e-5)} if settings else {}
+    )
 
 
 def test_loss_kit_any_micro_batch_split_gives_the_same_sum() -> None:
-    kit, net, packed = TokenNormedLossKit(TokenLoss(label_smoothing=0.1, z_loss=1e-3)), model(), batch()
+    kit, net, packed = (
+        TokenNormedLossKit(TokenLoss(label_smoothing=0.1, z_loss=1e-3)),
+        model(),
+        batch(),
+    )
     whole, weight = kit(Logged(), net, packed)
     parts = [kit(Logged(), net, part) for part in packed.split(11).parts]
     assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), rel=1e-5)
@@ -81,8 +92,12 @@ def test_loss_kit_token_weights_scale_loss_and_weight() -> None:
     packed.token_fields["weight"] = torch.linspace(0, 2, packed.num_tokens)
     loss, weight = kit(Logged(), net, packed)
     log_probs = net(packed, ["log_probs"])["log_probs"]
-    assert float(loss) == pytest.approx(float(-(log_probs * packed.token_fields["weight"]).sum()), rel=1e-5)
-    assert float(weight) == pytest.approx(float(packed.token_fields["weight"][packed.labels != IGNORE].sum()))
+    assert float(loss) == pytest.approx(
+        float(-(log_probs * packed.token_fields["weight"]).sum()), rel=1e-5
+    )
+    assert float(weight) == pytest.approx(
+        float(packed.token_fields["weight"][packed.labels != IGNORE].sum())
+    )
 
 
 BROKEN = """

@@ -29,7 +29,9 @@ def image_rows(folder: Path, rows: int) -> list[Any]:
     found = []
     for i in range(rows):
         name = write_image(folder / f"{i}.png", 16 + 8 * (i % 3), 16, i)
-        found.append(chat([{"type": "image", "image": name}, {"type": "text", "text": f"{i}?"}], "Yes."))
+        found.append(
+            chat([{"type": "image", "image": name}, {"type": "text", "text": f"{i}?"}], "Yes.")
+        )
     return found
 
 
@@ -52,7 +54,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_measure_costs_changed_data_or_limits_opens_only_new_images(tmp_path: Path, opened: list[str]) -> None:
+def test_measure_costs_changed_data_or_limits_opens_only_new_images(
+    tmp_path: Path, opened: list[str]
+) -> None:
     rows = image_rows(tmp_path, 12)
     file = write(tmp_path / "rows.jsonl", rows[:9])
     first = measured(file)
@@ -72,11 +76,14 @@ def test_measure_costs_changed_data_or_limits_opens_only_new_images(tmp_path: Pa
     assert (smaller.tokens[:9] <= first.tokens).all()
     assert smaller.encoder.sum() < first.encoder.sum()
     assert (
-        smaller.tokens.tolist() == measured(file, limits={"max_pixels": 64}, cache=str(tmp_path / "b")).tokens.tolist()
+        smaller.tokens.tolist()
+        == measured(file, limits={"max_pixels": 64}, cache=str(tmp_path / "b")).tokens.tolist()
     )
 
 
-def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(tmp_path: Path, opened: list[str]) -> None:
+def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(
+    tmp_path: Path, opened: list[str]
+) -> None:
     rows = image_rows(tmp_path, 4)
     file = write(tmp_path / "rows.jsonl", rows[:3])
     before = measured(file)
@@ -130,7 +137,9 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
         pid = in_fork(lambda: measured(file, 2))
 
     def kept() -> int:
-        return sum(len(RecordFile(one, ROW_RECORD).read()) for one in (tmp_path / "cache").glob("*.rows"))
+        return sum(
+            len(RecordFile(one, ROW_RECORD).read()) for one in (tmp_path / "cache").glob("*.rows")
+        )
 
     wait_until(lambda: kept() == 2 * CHUNK_ROWS)
     workers = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -150,7 +159,8 @@ def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
     monkeypatch.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(
-        UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:"
+        UserError,
+        match=r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
     ):
         measured(file, 2)
 
@@ -170,7 +180,9 @@ def test_locked_held_by_another_process_reports_what_it_waits_for(
 ) -> None:
     monkeypatch.setattr(cost_cache, "FIRST_REPORT_SECONDS", 0.0)
     messages: list[str] = []
-    monkeypatch.setattr(cost_cache.LOGGER, "info", lambda text, *values: messages.append(text % values))
+    monkeypatch.setattr(
+        cost_cache.LOGGER, "info", lambda text, *values: messages.append(text % values)
+    )
     reader, writer = os.pipe()
     held, release = os.pipe()
 

@@ -61,7 +61,9 @@ def test_measure_ahead_finds_the_costs_of_measured_and_leaves_it_nothing_to_do(
     assert not kit_of(tmp_path, 0, "third").measure_ahead(["train"])  # without processes
 
 
-def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(tmp_path: Path) -> None:
+def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(
+    tmp_path: Path,
+) -> None:
     kit = kit_of(tmp_path, 0, rows=12)
     found = kit.sample_costs()
     mixture, (costs,) = kit.measured("train")
@@ -77,7 +79,9 @@ def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(
     with monkeypatch.context() as patched:
         patched.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert kit.measure_ahead(["train"])
-        with pytest.raises(UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"):
+        with pytest.raises(
+            UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"
+        ):
             kit.measured("train")
     assert (kit.measured("train")[1][0].tokens > 0).sum() == 2 * CHUNK_ROWS + 2
 
@@ -121,6 +125,8 @@ def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(
     for words in ([], ["model.compile=null"]):
         counters.clear()
         assert main(["train", "train.yaml", *words]) == 0
-        losses.append([record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")])
+        losses.append(
+            [record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")]
+        )
     assert graphs[0] > 0
     assert losses[0] == losses[1]

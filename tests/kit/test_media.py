@@ -47,12 +47,17 @@ def item(kind: str, i: int) -> Part:
     if kind == "image":
         return Part(kind, photo()[:height, :width].copy())
     if kind == "video":
-        return Part(kind, np.stack([photo()[j : j + height, :width] for j in range([5, 1, 12, 7, 3, 2, 30][i])]))
+        return Part(
+            kind,
+            np.stack([photo()[j : j + height, :width] for j in range([5, 1, 12, 7, 3, 2, 30][i])]),
+        )
     rng = np.random.default_rng(i)
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def processor_outputs(processor: Any, text: str, infos: list[MediaInfo], items: list[Any]) -> dict[str, Any]:
+def processor_outputs(
+    processor: Any, text: str, infos: list[MediaInfo], items: list[Any]
+) -> dict[str, Any]:
     """The processor's own outputs for a whole conversation."""
     given: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
@@ -60,7 +65,12 @@ def processor_outputs(processor: Any, text: str, infos: list[MediaInfo], items: 
             given[name] = [some] if kind == "video" else some
     video_infos = [info for info in infos if info.kind == "video"]
     metadata = [
-        {"total_num_frames": i.total_frames, "fps": i.fps, "duration": i.seconds, "frames_indices": i.frame_indices()}
+        {
+            "total_num_frames": i.total_frames,
+            "fps": i.fps,
+            "duration": i.seconds,
+            "frames_indices": i.frame_indices(),
+        }
         for i in video_infos
     ]
     if metadata:
@@ -117,14 +127,20 @@ def test_media_cost_of_every_size_is_what_the_processor_makes(name: str) -> None
             info = media.probe(part, HERE)
             texts, _ = media.collate([info], [media.decode(part, info, HERE)])
             assert texts == [media.expansion(info)], (kind, i)
-            assert media.cost(info).tokens == len(media.tokenizer(texts[0], add_special_tokens=False).input_ids)
+            assert media.cost(info).tokens == len(
+                media.tokenizer(texts[0], add_special_tokens=False).input_ids
+            )
             assert media.cost(info).encoder > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_row_encoder_batches_equal_the_processors_own_outputs(name: str) -> None:
     processor, media, rows = processor_of(name), handler(name), row_encoder(name)
-    mixes = [[], *([kind] for kind in media.kinds), *([kind] * 3 for kind in media.kinds if kind != "video")]
+    mixes = [
+        [],
+        *([kind] for kind in media.kinds),
+        *([kind] * 3 for kind in media.kinds if kind != "video"),
+    ]
     if name not in (
         "smolvlm",
         "qwen2_audio",
@@ -140,15 +156,23 @@ def test_row_encoder_batches_equal_the_processors_own_outputs(name: str) -> None
         row, text = conversation(processor, parts)
         (one,) = sides = rows.encode(row, None, HERE)
         (got,) = rows.load(sides, HERE, {})
-        items = [media.decode(part, info, HERE) for part, info in zip(parts, one.infos, strict=True)]
+        items = [
+            media.decode(part, info, HERE) for part, info in zip(parts, one.infos, strict=True)
+        ]
         expected = processor_outputs(processor, text, one.infos, items)
         assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
-        types = {key: expected.pop(key)[0] for key in ("token_type_ids", "mm_token_type_ids") if key in expected}
+        types = {
+            key: expected.pop(key)[0]
+            for key in ("token_type_ids", "mm_token_type_ids")
+            if key in expected
+        }
         assert got.token_fields.keys() == types.keys()
         assert all(torch.equal(got.token_fields[key], types[key]) for key in types)
         for kind, found in got.media.items():
             for key, value in {kind: found.values, **found.fields}.items():
-                if len(found.row_counts):  # the processor may have padded to a common number of tiles
+                if len(
+                    found.row_counts
+                ):  # the processor may have padded to a common number of tiles
                     expected_value = expected.pop(key)
                     expected_value = (
                         expected_value.reshape(-1, *value.shape[1:])
@@ -179,12 +203,30 @@ def test_expand_placeholders_positions_move_with_expansions_before_them() -> Non
 def test_row_encoder_line_breaks_merged_into_an_image_belong_to_its_span() -> None:
     """Gemma3 puts two line breaks around an image: tokens that they merge with belong to the image's span."""
     rows = row_encoder("gemma3")
-    blocks: list[Any] = [{"type": "text", "text": "\n"}, {"type": "image", "image": item("image", 0).value}]
+    blocks: list[Any] = [
+        {"type": "text", "text": "\n"},
+        {"type": "image", "image": item("image", 0).value},
+    ]
     row = {"role": "assistant", "content": [*blocks, {"type": "text", "text": "\nNo."}]}
     (one,) = rows.encode({"messages": [{"role": "user", "content": "So?"}, row]}, None, HERE)
     words = [rows.media.tokenizer.decode([id]) for id in one.ids]
     image = ["<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"]
-    assert words == ["<|im_end|>", "S", "o", "?", "\n\n", "\n", *image, "\n\n", "\n", "N", "o", ".", "<|im_end|>", "\n"]
+    assert words == [
+        "<|im_end|>",
+        "S",
+        "o",
+        "?",
+        "\n\n",
+        "\n",
+        *image,
+        "\n\n",
+        "\n",
+        "N",
+        "o",
+        ".",
+        "<|im_end|>",
+        "\n",
+    ]
     assert one.spans == [(4, 13)]
     with_loss = [word for word, has in zip(words, one.loss, strict=True) if has]
     assert with_loss == ["\n", "N", "o", ".", "<|im_end|>"]
@@ -197,7 +239,9 @@ def test_row_encoder_placeholder_in_user_text_is_a_bad_row() -> None:
 
 
 def big(kind: str) -> MediaInfo:
-    return MediaInfo(kind, 400, 300, total_frames=40, fps=2.0, num_frames=12 if kind == "video" else 0)
+    return MediaInfo(
+        kind, 400, 300, total_frames=40, fps=2.0, num_frames=12 if kind == "video" else 0
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -205,7 +249,9 @@ def test_media_shrink_fits_the_token_budget_or_returns_none(name: str) -> None:
     media = handler(name)
     for kind in media.kinds:
         if kind == "audio":
-            assert media.shrink(MediaInfo("audio", num_samples=16000, sampling_rate=16000), 5) is None
+            assert (
+                media.shrink(MediaInfo("audio", num_samples=16000, sampling_rate=16000), 5) is None
+            )
             continue
         info = big(kind)
         whole = media.cost(info).tokens
@@ -226,7 +272,14 @@ def test_media_shrink_fits_the_token_budget_or_returns_none(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_limits_survive_saving_and_loading_the_processor(name: str, tmp_path: Path) -> None:
-    limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, min_pixels=64, max_pixels=1000, video_max_pixels=2048)
+    limits = Limits(
+        fps=1.0,
+        max_frames=4,
+        chunk_seconds=1,
+        min_pixels=64,
+        max_pixels=1000,
+        video_max_pixels=2048,
+    )
     if name in (
         "gemma3",
         "llava",
@@ -253,13 +306,19 @@ def test_limits_survive_saving_and_loading_the_processor(name: str, tmp_path: Pa
         if name not in ("gemma3", "llava") and kind == "image":
             assert media.cost(info).tokens < handler(name).cost(info).tokens
         frames = np.zeros((20, 30, 40, 3), np.uint8)
-        assert kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).num_frames == 4
+        assert (
+            kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).num_frames == 4
+        )
 
 
 def test_limited_processor_unsupported_limit_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"):
+    with pytest.raises(
+        UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"
+    ):
         limited_processor(processor_of("llava"), Limits(max_pixels=255))
-    with pytest.raises(UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"):
+    with pytest.raises(
+        UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"
+    ):
         limited_processor(processor_of("qwen2_5_omni"), Limits(video_max_pixels=255))
 
 
@@ -296,7 +355,11 @@ def test_media_probe_unsupported_item_is_a_bad_row() -> None:
 
 
 def test_media_audio_longer_than_the_chunk_is_a_bad_row_until_chunk_seconds_is_raised() -> None:
-    audio = Part("audio", np.random.default_rng(0).standard_normal(40000).astype(np.float32), {"sampling_rate": 16000})
+    audio = Part(
+        "audio",
+        np.random.default_rng(0).standard_normal(40000).astype(np.float32),
+        {"sampling_rate": 16000},
+    )
     with pytest.raises(BadRow, match=r"2.5 seconds; the processor hears 2 \(limits.chunk_seconds"):
         handler("qwen2_5_omni").probe(audio, HERE)
     longer = MediaHandler(processor_of("qwen2_5_omni"), Limits(chunk_seconds=3))
@@ -328,12 +391,29 @@ def test_media_junk_values_are_bad_rows(kind: str) -> None:
         {},
         {1},
     ]
-    junk += [{"bytes": []}, {"path": {}}, {"array": [[1], [1, 2]], "sampling_rate": 9}, {"array": "x"}, object(), print]
+    junk += [
+        {"bytes": []},
+        {"path": {}},
+        {"array": [[1], [1, 2]], "sampling_rate": 9},
+        {"array": "x"},
+        object(),
+        print,
+    ]
     junk += [{"array": [1.0], "sampling_rate": rate} for rate in (None, 0, -5, "fast", 10**40)]
-    junk += [np.array(["a"]), np.zeros(0), np.zeros((2, 2, 2, 2, 2)), np.array(None), [b"x", 3], ["a.png", None]]
+    junk += [
+        np.array(["a"]),
+        np.zeros(0),
+        np.zeros((2, 2, 2, 2, 2)),
+        np.array(None),
+        [b"x", 3],
+        ["a.png", None],
+    ]
     parts = [Part(kind, value) for value in junk]
     if kind != "audio":
-        parts += [Part(kind, item(kind, 0).value, {"max_pixels": word}) for word in ("x", [], -1, 0, 10**400, np.nan)]
+        parts += [
+            Part(kind, item(kind, 0).value, {"max_pixels": word})
+            for word in ("x", [], -1, 0, 10**400, np.nan)
+        ]
     for part in parts:
         with pytest.raises(BadRow):
             media.decode(part, media.probe(part, HERE), HERE)
@@ -341,15 +421,21 @@ def test_media_junk_values_are_bad_rows(kind: str) -> None:
 
 def test_media_handler_unsupported_family_is_a_user_error() -> None:
     odd = copy.copy(processor_of("llava"))
-    odd.replace_image_token = lambda images, image_idx, **options: "<image>" * len(images["pixel_values"])
-    with pytest.raises(UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"):
+    odd.replace_image_token = lambda images, image_idx, **options: (
+        "<image>" * len(images["pixel_values"])
+    )
+    with pytest.raises(
+        UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"
+    ):
         MediaHandler(odd)
 
 
 def test_media_handler_images_of_several_sizes_are_padded_as_by_processor() -> None:
     sizes = {"patch_size": {"height": 4, "width": 4}, "size": {"longest_edge": 32}}
     pixtral = hf.PixtralProcessor(
-        hf.PixtralImageProcessor(**sizes), tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4
+        hf.PixtralImageProcessor(**sizes),
+        tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        patch_size=4,
     )
     media = MediaHandler(pixtral)
     infos = [MediaInfo("image", width=32, height=16), MediaInfo("image", width=16, height=32)]

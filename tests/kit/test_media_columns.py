@@ -21,9 +21,14 @@ def test_fill_placeholders_tags_take_column_items_in_order_and_split_text() -> N
         text_part("B"),
         Part("image", "2"),
     )
-    llava = {"image": "1", "conversations": [{"from": "human", "value": "<image>\nQ"}, {"from": "gpt", "value": "A"}]}
+    llava = {
+        "image": "1",
+        "conversations": [{"from": "human", "value": "<image>\nQ"}, {"from": "gpt", "value": "A"}],
+    }
     assert read_row(llava).messages[0].parts == (Part("image", "1"), text_part("\nQ"))
-    assert media_values(read_row({"instruction": "<audio>?", "output": "A", "audios": ["a"]})) == ["a"]
+    assert media_values(read_row({"instruction": "<audio>?", "output": "A", "audios": ["a"]})) == [
+        "a"
+    ]
     pair = read_row({"prompt": "<image>?", "chosen": "A", "rejected": "B", "images": [b"x"]})
     assert pair.messages[0] == pair.rejected[0]
 
@@ -32,8 +37,13 @@ def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_co
     row = read_row(chat("<image> Which tag?", "Write <image>.", images=["1"]))
     assert row.messages[1].parts == (text_part("Write <image>."),)
     assert media_values(row) == ["1"]
-    assert read_row(chat("Which tag?", "Write <image>.", images=[])).messages[1].text == "Write <image>."
-    assert media_values(read_row(chat("Draw one", "<image>", images=["1"]))) == ["1"]  # the only place for it
+    assert (
+        read_row(chat("Which tag?", "Write <image>.", images=[])).messages[1].text
+        == "Write <image>."
+    )
+    assert media_values(read_row(chat("Draw one", "<image>", images=["1"]))) == [
+        "1"
+    ]  # the only place for it
 
 
 def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() -> None:
@@ -48,8 +58,15 @@ def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() ->
 
 def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_turn() -> None:
     system = {"role": "system", "content": "S"}
-    row = read_row({"messages": [system, *chat("Q")["messages"]], "images": ["1", "2"], "video": "v"})
-    assert row.messages[1].parts == (Part("image", "1"), Part("image", "2"), Part("video", "v"), text_part("Q"))
+    row = read_row(
+        {"messages": [system, *chat("Q")["messages"]], "images": ["1", "2"], "video": "v"}
+    )
+    assert row.messages[1].parts == (
+        Part("image", "1"),
+        Part("image", "2"),
+        Part("video", "v"),
+        text_part("Q"),
+    )
     pair = read_row({"prompt": "Q", "chosen": "A", "rejected": "B", "image": "1"})
     assert pair.messages[0] == pair.rejected[0]
     assert media_values(pair) == ["1"]
@@ -57,7 +74,9 @@ def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_tu
 
 def test_fill_placeholders_html_tags_without_unread_columns_stay_text() -> None:
     for columns in ({}, {"videos": None}, {"images": ["1"]}):
-        row = read_row(chat("Does HTML have <video>?" + "<image>" * len(columns.get("images", [])), **columns))
+        row = read_row(
+            chat("Does HTML have <video>?" + "<image>" * len(columns.get("images", [])), **columns)
+        )
         assert "<video>" in row.messages[0].text
     assert read_row(chat("Which tag?", "Write <image>.")).messages[1].text == "Write <image>."
 
@@ -92,5 +111,10 @@ def test_fill_placeholders_count_mismatch_is_a_bad_row(raw: dict[str, Any]) -> N
 
 def test_media_columns_list_is_one_video_but_several_images() -> None:
     assert media_values(read_row(chat("<video>", video=["1.png", "2.png"]))) == [["1.png", "2.png"]]
-    assert media_values(read_row(chat("<video>", videos=[["1.png", "2.png"]]))) == [["1.png", "2.png"]]
-    assert media_values(read_row(chat("<image><image>", image=["1.png", "2.png"]))) == ["1.png", "2.png"]
+    assert media_values(read_row(chat("<video>", videos=[["1.png", "2.png"]]))) == [
+        ["1.png", "2.png"]
+    ]
+    assert media_values(read_row(chat("<image><image>", image=["1.png", "2.png"]))) == [
+        "1.png",
+        "2.png",
+    ]

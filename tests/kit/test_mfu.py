@@ -24,13 +24,35 @@ from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import causal_pairs
 from mvp_engine.log import peaks
 
-TEXT = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "pad_token_id": 0}
-TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 256}
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+}
+TEXT |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "max_position_embeddings": 256,
+}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
-PATCHES = {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": 128, "depth": 3, "num_heads": 4}
+PATCHES = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "out_hidden_size": 128,
+    "depth": 3,
+    "num_heads": 4,
+}
 PATCHES |= {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
-VIT = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+VIT = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 VIT |= {"image_size": 32, "patch_size": 4}
 WHISPER = {"d_model": 96, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 192}
 WHISPER |= {"num_mel_bins": 16, "max_source_positions": 40}
@@ -42,10 +64,21 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "Qwen3: heads wider than the model": ("qwen3", {**TEXT, "tie_word_embeddings": True}, "", ""),
     "Qwen3-MoE: 2 of 8 experts": ("qwen3_moe", {**TEXT, **MOE}, "", ""),
     "Gemma 3: windows": ("gemma3_text", {**TEXT, "sliding_window": 16}, "", ""),
-    "GPT-2: fused projections": ("gpt2", {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 320}, "", ""),
+    "GPT-2: fused projections": (
+        "gpt2",
+        {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 320},
+        "",
+        "",
+    ),
     "Qwen3-VL: encoder, deep features": (
         "qwen3_vl",
-        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        {
+            "vision_config": {
+                **PATCHES,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            }
+        },
         "patches",
         "",
     ),
@@ -55,18 +88,40 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "patches",
         "",
     ),
-    "LLaVA: CLIP": ("llava", {"vision_config": {**VIT, "model_type": "clip_vision_model"}}, "images", ""),
-    "Gemma 3: SigLIP": ("gemma3", {"vision_config": SIGLIP, "mm_tokens_per_image": 16}, "images", ""),
+    "LLaVA: CLIP": (
+        "llava",
+        {"vision_config": {**VIT, "model_type": "clip_vision_model"}},
+        "images",
+        "",
+    ),
+    "Gemma 3: SigLIP": (
+        "gemma3",
+        {"vision_config": SIGLIP, "mm_tokens_per_image": 16},
+        "images",
+        "",
+    ),
     "Qwen2-Audio: Whisper": ("qwen2_audio", {"audio_config": WHISPER}, "audio", ""),
     "Qwen3-VL, encoder frozen": (
         "qwen3_vl",
-        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        {
+            "vision_config": {
+                **PATCHES,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            }
+        },
         "patches",
         "language_model|merger|lm_head",
     ),
     "Qwen3-VL, projector alone": (
         "qwen3_vl",
-        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        {
+            "vision_config": {
+                **PATCHES,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            }
+        },
         "patches",
         "merger",
     ),
@@ -99,7 +154,10 @@ def model_of(case: str) -> LanguageModel:
     model.hf.config.get_text_config()._experts_implementation = "eager"  # what the counter can see
     if trains == "lora":
         for layer in model.base().layers:
-            layer.self_attn.q_proj, layer.mlp.down_proj = Adapted(layer.self_attn.q_proj), Adapted(layer.mlp.down_proj)
+            layer.self_attn.q_proj, layer.mlp.down_proj = (
+                Adapted(layer.self_attn.q_proj),
+                Adapted(layer.mlp.down_proj),
+            )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not trains or any(part in name for part in trains.split("|")))
     return model
@@ -123,7 +181,11 @@ def sample(case: str, seen: bool) -> PackedBatch:
         item = Media(values, torch.tensor([len(values)]), torch.tensor([0]), fields)
         made[name] = item if seen else item.select([])
         if seen:
-            ids.append(torch.full((count,), TOKENS["audio_token_id" if look == "audio" else "image_token_id"]))
+            ids.append(
+                torch.full(
+                    (count,), TOKENS["audio_token_id" if look == "audio" else "image_token_id"]
+                )
+            )
     row = torch.cat(ids)
     tokens = {"token_type_ids": [(row == 90).long()]} if kind == "gemma3" else {}
     return PackedBatch.from_sequences([row], token_fields=tokens, media=made)
@@ -136,7 +198,9 @@ def counted(model: LanguageModel, one: PackedBatch) -> int:
         given |= {name: media.values, **media.fields} if len(media.row_counts) else {}
     with attention.eager_attention(model.hf.config), FlopCounterMode(display=False) as counter:
         where = one.position_ids[None]
-        logits = model.hf(input_ids=one.input_ids[None], position_ids=where, use_cache=False, **given).logits
+        logits = model.hf(
+            input_ids=one.input_ids[None], position_ids=where, use_cache=False, **given
+        ).logits
         logits.sum().backward()
     return counter.get_total_flops()
 
@@ -158,18 +222,24 @@ def rows() -> dict[str, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_mfu_flops_equal_the_torch_flop_counter(rows: dict[str, tuple[float, float]], case: str) -> None:
+def test_mfu_flops_equal_the_torch_flop_counter(
+    rows: dict[str, tuple[float, float]], case: str
+) -> None:
     formula, counter = rows[case]
     assert formula == pytest.approx(counter, rel=0.02)
 
 
-def test_mfu_table_in_the_docs_equals_the_test_results(rows: dict[str, tuple[float, float]]) -> None:
+def test_mfu_table_in_the_docs_equals_the_test_results(
+    rows: dict[str, tuple[float, float]],
+) -> None:
     lines = ["| what | MFUKit, MFLOP | counter, MFLOP | apart |", "| --- | ---: | ---: | ---: |"]
     for case, (formula, counter) in rows.items():
         apart = f"{100 * (formula / counter - 1):+.2f} %"
         lines.append(f"| {case} | {formula / 1e6:.2f} | {counter / 1e6:.2f} | {apart} |")
     page = (ROOT / "docs" / "mfu.md").read_text()
-    assert page.split("<!-- table -->")[1].split("<!-- /table -->")[0].strip() == "\n".join(lines), "\n".join(lines)
+    assert page.split("<!-- table -->")[1].split("<!-- /table -->")[0].strip() == "\n".join(
+        lines
+    ), "\n".join(lines)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 40])
@@ -186,7 +256,10 @@ def test_mfu_flops_windows_and_packing_reduce_attention_only() -> None:
     halves = PackedBatch.from_sequences([torch.randint(3, 90, (60,)) for _ in "ab"])
     assert kit.flops(halves) < kit.flops(long) < kit.flops(long, masked=False)
     per_pair = 3 * 4 * 4 * 48  # forward and backward, 4 operations for each of 4 heads of 48
-    layers = [120 * 121 / 2 if kind == "full_attention" else 16 * 17 / 2 + 104 * 16 for kind in kit.config.layer_types]
+    layers = [
+        120 * 121 / 2 if kind == "full_attention" else 16 * 17 / 2 + 104 * 16
+        for kind in kit.config.layer_types
+    ]
     saved = sum(120**2 - pairs for pairs in layers) * per_pair
     head = 6 * kit.model.hf.lm_head.weight.numel()  # the last token has no label
     assert float(kit.flops(long, masked=False) - kit.flops(long)) == pytest.approx(saved + head)
@@ -249,7 +322,9 @@ def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_
     now = [0.0]
     said: list[str] = []
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(meter_module.LOGGER, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        meter_module.LOGGER, "warning", lambda text, *values: said.append(text % values)
+    )
     for seconds, warnings in ((1.0, 0), (2.0, 1)):
         meter = Meter(World(0, 1, 0, 1, torch.device("cpu")), tmp_path, 0)
         for _ in range(5):
@@ -258,4 +333,6 @@ def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_
                 now[0] += seconds
         assert len(said) == warnings
         assert meter.read({}, 0.0, None)["step_s"] == 50.0  # evaluations are not training time
-    assert said[0].startswith("evaluations take 17 % of the time, 2.0 s each: raise loop.eval_interval")
+    assert said[0].startswith(
+        "evaluations take 17 % of the time, 2.0 s each: raise loop.eval_interval"
+    )

@@ -30,7 +30,12 @@ def test_complete_with_mixer_states_equals_transformers_generate(name: str) -> N
     prompts = [torch.randint(3, 90, (length,), generator=generator) for length in (7, 1, 12, 7)]
     with attention.eager_attention(model.hf.config):
         # These have a cache of their own, which transformers' generate does not fill from a prompt of one token.
-        how = {"use_cache": name not in WITHOUT_CACHE, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        how = {
+            "use_cache": name not in WITHOUT_CACHE,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
         found = [model.hf.generate(ids[None], max_new_tokens=5, **how) for ids in prompts]
     expected = [out[0, len(ids) :].tolist() for out, ids in zip(found, prompts, strict=True)]
     engine = LanguageModelEngine(model, Layout(World.join("cpu")))
@@ -45,4 +50,8 @@ def test_complete_with_mixer_states_equals_transformers_generate(name: str) -> N
 def test_kv_cache_for_mixers_without_states_is_refused() -> None:
     model = mixer_model("rwkv")
     with pytest.raises(UserError, match="call it without a KV cache"):
-        model(PackedBatch.from_sequences([torch.arange(3, 9)]), ["next_logits"], kv_cache=KVCache([6], 1))
+        model(
+            PackedBatch.from_sequences([torch.arange(3, 9)]),
+            ["next_logits"],
+            kv_cache=KVCache([6], 1),
+        )

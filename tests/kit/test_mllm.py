@@ -56,7 +56,9 @@ def page(folder: Path) -> str:
     return file.read_text()
 
 
-def test_report_row_that_ends_with_an_unanswered_image_is_left_out(config: str, tmp_path: Path) -> None:
+def test_report_row_that_ends_with_an_unanswered_image_is_left_out(
+    config: str, tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
     rows[1]["messages"].append(rows[1]["messages"][0])
     write(tmp_path / "held.jsonl", rows)
@@ -75,7 +77,9 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
     text = (tmp_path / "outputs" / "default" / "run" / "report.html").read_text()
     assert "How many? 0" in text
     assert not any(mark in text for mark in marks)
-    monkeypatch.setattr(MLLMEngine, "score", lambda self, ctx, name, answers: [one.sample == 0 for one in answers])
+    monkeypatch.setattr(
+        MLLMEngine, "score", lambda self, ctx, name, answers: [one.sample == 0 for one in answers]
+    )
     assert main(["train", config, "project.dir=outputs/judged", *words]) == 0
     text = (tmp_path / "outputs" / "judged" / "run" / "report.html").read_text()
     assert all(mark in text for mark in marks)
@@ -84,8 +88,14 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config: str, tmp_path: Path, stream: bool) -> None:
-    words = ["log.backends=[jsonl,plot]", "loop.total_steps=2", f"mllm.sources.images.stream={str(stream).lower()}"]
+def test_train_writes_the_report_and_logs_rows_per_second_and_fill(
+    config: str, tmp_path: Path, stream: bool
+) -> None:
+    words = [
+        "log.backends=[jsonl,plot]",
+        "loop.total_steps=2",
+        f"mllm.sources.images.stream={str(stream).lower()}",
+    ]
     assert main(["train", config, *words]) == 0
     assert "How many? 1" in page(tmp_path)
     assert "data:image/png" in page(tmp_path)
@@ -106,16 +116,30 @@ def test_report_on_streamed_eval_rows_shows_the_prompts(config: str, tmp_path: P
 def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_folder(
     config: str, tmp_path: Path, capsys: Any
 ) -> None:
-    words = ["train", config, "loop.eval_interval=null", "optim.ema=0.9", "optim.lr=0.1", "export=link"]
+    words = [
+        "train",
+        config,
+        "loop.eval_interval=null",
+        "optim.ema=0.9",
+        "optim.lr=0.1",
+        "export=link",
+    ]
     assert main(words) == 0
     assert main([*words, "workflow=export", "resume=auto", "optim.ema=null"]) == 0
-    averages, last = (load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS)
+    averages, last = (
+        load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS
+    )
     assert any(not averages[name].equal(last[name]) for name in last)
     assert (tmp_path / "link").resolve().name == FOLDERS[1]
     for workflow in ("train", "export", "report"):
-        assert main([*words, f"workflow={workflow}", "resume=auto", "export=model"]) == EXIT_USER_ERROR
+        assert (
+            main([*words, f"workflow={workflow}", "resume=auto", "export=model"]) == EXIT_USER_ERROR
+        )
         assert "no link of an earlier run" in capsys.readouterr().err
-        assert main([*words, f"workflow={workflow}", "resume=auto", "export=train.yaml/new"]) == EXIT_USER_ERROR
+        assert (
+            main([*words, f"workflow={workflow}", "resume=auto", "export=train.yaml/new"])
+            == EXIT_USER_ERROR
+        )
         assert "nothing can be written into" in capsys.readouterr().err
 
 
@@ -123,25 +147,54 @@ def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The loss falls, so the first step is the best one.
-    words = ["train", config, "checkpoint.best_metric=loss", "checkpoint.best_mode=max", "optim.ema=0.5"]
-    words += ["optim.lr=0.01", "optim.schedule=constant", "eval_generation=null", "log.backends=[jsonl,file]"]
+    words = [
+        "train",
+        config,
+        "checkpoint.best_metric=loss",
+        "checkpoint.best_mode=max",
+        "optim.ema=0.5",
+    ]
+    words += [
+        "optim.lr=0.01",
+        "optim.schedule=constant",
+        "eval_generation=null",
+        "log.backends=[jsonl,file]",
+    ]
     assert main([*words, "project.dir=one", "export=one_step"]) == 0
     assert main([*words, "project.dir=three", "export=three_steps", "loop.total_steps=3"]) == 0
     [run] = list_runs(tmp_path / "three")
     assert [record["step"] for record in run.records("eval")] == [1, 2, 3]
     assert (tmp_path / "three_steps").resolve() == run.dir / "hf_step_1_ema"
-    best, one = (load_file(tmp_path / name / "model.safetensors") for name in ("three_steps", "one_step"))
+    best, one = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("three_steps", "one_step")
+    )
     assert all(torch.equal(best[name], one[name]) for name in {**best, **one})
     assert (
-        "the model is that of the best checkpoint, step 1, not of the last step 3" in (run.dir / "log.txt").read_text()
+        "the model is that of the best checkpoint, step 1, not of the last step 3"
+        in (run.dir / "log.txt").read_text()
     )
     for folder in ("hf_step_1_ema", "checkpoints/step_00000001"):
-        assert main(["chat", "latest", "--dir", "three", "-p", "How many?", "--max-new-tokens", "1"]) == 0
+        assert (
+            main(["chat", "latest", "--dir", "three", "-p", "How many?", "--max-new-tokens", "1"])
+            == 0
+        )
         assert f"/{folder}\n" in capsys.readouterr().err
         assert main(["push", "latest", "me/it", "--dir", "three", "--dry-run"]) == 0
         assert f"/{folder}\n" in capsys.readouterr().err
         shutil.rmtree(run.dir / "hf_step_1_ema", ignore_errors=True)
-    assert main(["train", config, "workflow=export", "resume=auto", "project.dir=three", "optim.ema=0.5"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                config,
+                "workflow=export",
+                "resume=auto",
+                "project.dir=three",
+                "optim.ema=0.5",
+            ]
+        )
+        == 0
+    )
     assert (run.dir / "hf_step_1_ema").is_dir()
     for name in ("latest", run.id, f"three/{run.id}"):
         assert main(["evaluate", name, "--dir", "three"]) == 0
@@ -152,14 +205,20 @@ def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
     assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
 
 
-def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config: str, tmp_path: Path, monkeypatch) -> None:
+def test_export_with_ema_and_an_own_optimizer_holds_the_averages(
+    config: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(
-        MLLMEngine, "prepare_optimizer", lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.5)
+        MLLMEngine,
+        "prepare_optimizer",
+        lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.5),
     )
     words = ["train", config, "loop.eval_interval=null", "optim.ema=0.9", "export=link"]
     assert main(words) == 0
     assert main([*words, "workflow=export", "resume=auto", "optim.ema=null"]) == 0
-    in_training, last = (load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS)
+    in_training, last = (
+        load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS
+    )
     assert any(not in_training[name].equal(last[name]) for name in last)
     shutil.rmtree(next(tmp_path.glob(f"outputs/*/{FOLDERS[0]}")))
     assert main([*words, "workflow=export", "resume=auto"]) == 0
@@ -168,7 +227,9 @@ def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config: str, tm
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-def test_eval_generation_completes_at_most_max_samples_rows(config: str, tmp_path: Path, stream: str) -> None:
+def test_eval_generation_completes_at_most_max_samples_rows(
+    config: str, tmp_path: Path, stream: str
+) -> None:
     write(tmp_path / "held.jsonl", with_images(tmp_path, 7))
     words = ["eval_generation.max_samples=3", f"mllm.sources.held.stream={stream}"]
     assert main(["train", config, *words]) == 0
@@ -192,9 +253,14 @@ def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_t
 
 
 @pytest.mark.slow
-def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config: str, tmp_path: Path) -> None:
+def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(
+    config: str, tmp_path: Path
+) -> None:
     drawn = np.random.default_rng(0)
-    write(tmp_path / "images.jsonl", [chat(f"Say {i}", "yes " * int(drawn.integers(3, 22))) for i in range(40)])
+    write(
+        tmp_path / "images.jsonl",
+        [chat(f"Say {i}", "yes " * int(drawn.integers(3, 22))) for i in range(40)],
+    )
     words = ["loop.total_steps=null", "loop.epochs=3", "loop.eval_interval=null", "log.interval=1"]
     words += ["mllm.micro_batch_tokens=160", "data.global_batch_size=1"]
     assert main(["train", config, *words]) == 0
@@ -206,13 +272,17 @@ def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config: st
 
 
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
-def test_train_with_missing_eval_rows_fails_before_the_first_step(config: str, tmp_path: Path, word: str) -> None:
+def test_train_with_missing_eval_rows_fails_before_the_first_step(
+    config: str, tmp_path: Path, word: str
+) -> None:
     assert main(["train", config, word]) == EXIT_USER_ERROR
     assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))
     assert main(["train", config, word, "loop.eval_interval=null"]) == 0
 
 
-def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str, tmp_path: Path, capsys: Any) -> None:
+def test_train_with_preference_pairs_is_refused_by_the_default_loss(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
     said = {"chosen": chat("Hi", "Yes")["messages"], "rejected": chat("Hi", "No")["messages"]}
     write(tmp_path / "images.jsonl", [said] * 4)
     words = ["train", config, "loop.eval_interval=null"]
@@ -221,16 +291,31 @@ def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str,
     assert main(words) == 0
 
 
-def test_train_with_labels_is_refused_by_the_default_loss(config: str, tmp_path: Path, capsys: Any) -> None:
-    write(tmp_path / "images.jsonl", [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)])
-    assert main(["train", config, "loop.eval_interval=null", "mllm.fields={label: int}"]) == EXIT_USER_ERROR
+def test_train_with_labels_is_refused_by_the_default_loss(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
+    write(
+        tmp_path / "images.jsonl",
+        [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)],
+    )
+    assert (
+        main(["train", config, "loop.eval_interval=null", "mllm.fields={label: int}"])
+        == EXIT_USER_ERROR
+    )
     assert "mllm.fields has label" in capsys.readouterr().err
 
 
-def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config: str, tmp_path: Path) -> None:
+def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(
+    config: str, tmp_path: Path
+) -> None:
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
-    words = ["loop.eval_interval=null", "loop.epochs=1", "loop.total_steps=null", "mllm.max_bad_fraction=0.5"]
+    words = [
+        "loop.eval_interval=null",
+        "loop.epochs=1",
+        "loop.total_steps=null",
+        "mllm.max_bad_fraction=0.5",
+    ]
     words.append("log.backends=[file]")
     assert main(["train", config, *words]) == 0
     (log,) = tmp_path.glob("outputs/*/log.txt")
@@ -245,7 +330,8 @@ def test_plan_of_rows_that_do_not_fit_is_a_user_error(config: str, capsys: Any) 
 
 
 @pytest.mark.parametrize(
-    ("size", "packs"), [(["data.global_batch_size=2"], 2), (["mllm.global_batch_tokens=512"], 2), ([], 1)]
+    ("size", "packs"),
+    [(["data.global_batch_size=2"], 2), (["mllm.global_batch_tokens=512"], 2), ([], 1)],
 )
 def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(
     config: str, monkeypatch: pytest.MonkeyPatch, size: list[str], packs: int
@@ -263,7 +349,9 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     tokens: list[int] = []
     scheduler = OptimKit.build_scheduler
 
-    def counted(self: OptimKit, optimizer: Any, total_steps: int | None, tokens_per_step: int | None = None) -> Any:
+    def counted(
+        self: OptimKit, optimizer: Any, total_steps: int | None, tokens_per_step: int | None = None
+    ) -> Any:
         tokens.append(tokens_per_step or 0)
         return scheduler(self, optimizer, total_steps, tokens_per_step)
 
@@ -284,9 +372,14 @@ def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, ca
         assert "mllm.global_batch_tokens" in error
 
 
-def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(config: str, capsys: Any) -> None:
+def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(
+    config: str, capsys: Any
+) -> None:
     assert main(["train", config, "mllm.packs_per_step=2"]) == EXIT_USER_ERROR
-    assert "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size" in capsys.readouterr().err
+    assert (
+        "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size"
+        in capsys.readouterr().err
+    )
 
 
 def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_raised_by_evaluate(
@@ -295,7 +388,10 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
     def fail(*_: Any, **__: Any) -> None:
         raise IndexError("no answer")
 
-    for target, name, what in ((mllm, "generate_answers", "generation"), (MLLMEngine, "score", "score")):
+    for target, name, what in (
+        (mllm, "generate_answers", "generation"),
+        (MLLMEngine, "score", "score"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, fail)
             words = [config, "checkpoint.best_metric=exact_held", "log.backends=[file]"]
@@ -308,14 +404,31 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
 
 
 def test_chat_with_a_lora_run_equals_its_export(config: str, tmp_path: Path, capsys: Any) -> None:
-    words = ["train", config, "loop.eval_interval=null", "lora.rank=2", "lora.targets=[llm]", "optim.lr=0.5"]
+    words = [
+        "train",
+        config,
+        "loop.eval_interval=null",
+        "lora.rank=2",
+        "lora.targets=[llm]",
+        "optim.lr=0.5",
+    ]
     words += ["loop.total_steps=2"]
     assert main(words) == 0
     (run,) = (tmp_path / "outputs").iterdir()
 
     def answer(target: str) -> str:
         capsys.readouterr()
-        command = ["chat", target, "--device", "cpu", "--max-new-tokens", "6", "--json", "-p", "How many?"]
+        command = [
+            "chat",
+            target,
+            "--device",
+            "cpu",
+            "--max-new-tokens",
+            "6",
+            "--json",
+            "-p",
+            "How many?",
+        ]
         assert main([*command, "--image", "1_0.png"]) == 0
         return str(json.loads(capsys.readouterr().out)["answer"])
 

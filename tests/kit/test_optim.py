@@ -109,7 +109,9 @@ def read_state(optimizer: Any, param: Tensor, which: int) -> Tensor:
     return optimizer._state_tensors(param, group, optimizer.state[param])[which].read(chunk)
 
 
-def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_only_matrices() -> None:
+def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_only_matrices() -> (
+    None
+):
     model = net()
     kit = OptimKit(settings(kind="muon", lr_by_part={"layers.1.*": 0.1}, adamw=["*.down.*"]))
     optimizer = kit.build_optimizer(model)
@@ -127,14 +129,24 @@ def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_on
 
 
 def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"optim\.kind=muon: Linear has no trainable matrix for Muon"):
+    with pytest.raises(
+        UserError, match=r"optim\.kind=muon: Linear has no trainable matrix for Muon"
+    ):
         OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
 
 
 def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
-    by_tokens = OptimKit(settings(warmup_tokens=999, schedule="wsd")).build_scheduler(optimizer, 50, 100).lr_lambdas[0]
-    by_steps = OptimKit(settings(warmup_steps=10, schedule="wsd")).build_scheduler(optimizer, 50).lr_lambdas[0]
+    by_tokens = (
+        OptimKit(settings(warmup_tokens=999, schedule="wsd"))
+        .build_scheduler(optimizer, 50, 100)
+        .lr_lambdas[0]
+    )
+    by_steps = (
+        OptimKit(settings(warmup_steps=10, schedule="wsd"))
+        .build_scheduler(optimizer, 50)
+        .lr_lambdas[0]
+    )
     assert [by_tokens(step) for step in range(60)] == [by_steps(step) for step in range(60)]
 
 
@@ -142,7 +154,9 @@ def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises() -> 
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
     with pytest.raises(UserError, match="does not say how many tokens a step has"):
         OptimKit(settings(warmup_tokens=9)).build_scheduler(optimizer, 50)
-    with pytest.raises(ValueError, match="give one of warmup_steps, warmup_ratio and warmup_tokens"):
+    with pytest.raises(
+        ValueError, match="give one of warmup_steps, warmup_ratio and warmup_tokens"
+    ):
         settings(warmup_tokens=9, warmup_steps=1)
 
 
@@ -167,13 +181,19 @@ def test_orthogonalize_random_matrices_brings_singular_values_near_one() -> None
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])
-def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(state_dtype: str) -> None:
+def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(
+    state_dtype: str,
+) -> None:
     model = net()
-    optimizer = OptimKit(settings(kind="muon", weight_decay=0.0, state_dtype=state_dtype)).build_optimizer(model)
+    optimizer = OptimKit(
+        settings(kind="muon", weight_decay=0.0, state_dtype=state_dtype)
+    ).build_optimizer(model)
     before = model.layers[0].up.weight.detach().clone()
     losses = train(model, optimizer, 1)
     update = (model.layers[0].up.weight.detach() - before) / 0.01
-    assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.15)  # the usual RMS of AdamW's updates
+    assert float(update.square().mean().sqrt()) == pytest.approx(
+        0.2, rel=0.15
+    )  # the usual RMS of AdamW's updates
     losses += train(model, optimizer, 39)
     assert losses[-1] < 0.3 * losses[0]
 
@@ -184,7 +204,9 @@ KINDS = [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muo
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_step_with_found_inf_changes_nothing_and_grad_scale_divides_gradients(options: dict[str, Any]) -> None:
+def test_step_with_found_inf_changes_nothing_and_grad_scale_divides_gradients(
+    options: dict[str, Any],
+) -> None:
     """As the engine requests it on a GPU: by flags on the device."""
     model = net()
     optimizer: Any = OptimKit(settings(ema=0.9, **options)).build_optimizer(model)
@@ -244,14 +266,18 @@ def engine(kit: OptimKit | None = None) -> FSDPEngine:
     return made
 
 
-def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weights(tmp_path: Path) -> None:
+def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weights(
+    tmp_path: Path,
+) -> None:
     training = OptimKit(settings(ema=0.9))
     trained = engine(training)
     train(trained.model, trained.optimizer, 4)
     trained.save_checkpoint(tmp_path / "saved")
     weights = {name: param.detach().clone() for name, param in trained.model.named_parameters()}
     with training.eval_weights(trained, None):
-        averages = {name: param.detach().clone() for name, param in trained.model.named_parameters()}
+        averages = {
+            name: param.detach().clone() for name, param in trained.model.named_parameters()
+        }
     assert not same(averages, weights)
     assert same(dict(trained.model.named_parameters()), weights)
 
@@ -261,13 +287,21 @@ def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weig
     assert same(dict(evaluated.model.named_parameters()), weights)
     with evaluating.eval_weights(evaluated, tmp_path / "saved"):
         assert same(dict(evaluated.model.named_parameters()), averages)
-    assert same(dict(evaluated.model.named_parameters()), averages)  # for the export that may follow
+    assert same(
+        dict(evaluated.model.named_parameters()), averages
+    )  # for the export that may follow
 
 
-def test_eval_weights_without_an_optimizer_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_weights_without_an_optimizer_are_loaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kit = OptimKit(settings(ema=0.9))
     loaded: list[Any] = []
-    monkeypatch.setattr(ema, "_load_ema_weights", lambda *engine_and_checkpoint: loaded.append(engine_and_checkpoint))
+    monkeypatch.setattr(
+        ema,
+        "_load_ema_weights",
+        lambda *engine_and_checkpoint: loaded.append(engine_and_checkpoint),
+    )
     evaluated = engine()
     for _ in range(3):
         with kit.eval_weights(evaluated, tmp_path):
@@ -287,7 +321,9 @@ def test_eval_weights_without_ema_are_the_weights(tmp_path: Path, has_optimizer:
 # ---- Loading ------------------------------------------------------------------------------------------------------
 
 
-def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = net()
     first = OptimKit(settings(ema=0.9)).build_optimizer(model)
     train(model, first, 3)
@@ -302,7 +338,9 @@ def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(monkeyp
     logger = "mvp_engine.kit.optim.optimizer.LOGGER.warning"
     monkeypatch.setattr(logger, lambda text, *values: warnings.append(text % values))
     second.load_state_dict(renumbered)
-    assert warnings == ["the optimizer states of 6 parameters start from zero, such as of layers.0.up.weight"]
+    assert warnings == [
+        "the optimizer states of 6 parameters start from zero, such as of layers.0.up.weight"
+    ]
     weight = model.layers[0].up.weight
     assert torch.equal(second.state[weight]["ema"], first.state[weight]["ema"])
     train(model, second, 1)

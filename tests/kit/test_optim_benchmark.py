@@ -37,7 +37,9 @@ def test_benchmark_of_optimizers_gives_bytes_and_times_or_the_reason_of_a_failur
     assert float32["state_bytes_per_param"] == 8
     assert min(int8["step_ms"], float32["step_ms"]) > 0
     assert broken == {"optimizer": "broken", "why": "ZeroDivisionError: division by zero"}
-    lines = states.table([{**int8, "reshard": {"qwen3 4 -> 2": "fails"}}, float32, broken]).splitlines()
+    lines = states.table(
+        [{**int8, "reshard": {"qwen3 4 -> 2": "fails"}}, float32, broken]
+    ).splitlines()
     assert len({line.count("|") for line in lines}) == 1
 
 

@@ -68,20 +68,26 @@ def test_second_moment_without_gradients_decays_by_beta2(state_dtype: str) -> No
     """With rounding to nearest, 0.999 times a low-precision number would be that number."""
     weight = nn.Parameter(torch.zeros(8, 256))
     module = nn.ParameterDict({"weight": weight})
-    optimizer = OptimKit(settings(betas=[0.9, 0.999], state_dtype=state_dtype)).build_optimizer(module)
+    optimizer = OptimKit(settings(betas=[0.9, 0.999], state_dtype=state_dtype)).build_optimizer(
+        module
+    )
     weight.grad = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
     optimizer.step()
     before = read_state(optimizer, weight, 1)
     weight.grad = torch.zeros(8, 256)
     for _ in range(300):
         optimizer.step()
-    assert float(read_state(optimizer, weight, 1).sum() / before.sum()) == pytest.approx(0.999**300, rel=0.02)
+    assert float(read_state(optimizer, weight, 1).sum() / before.sum()) == pytest.approx(
+        0.999**300, rel=0.02
+    )
 
 
 def test_int8_update_of_a_small_element_in_a_block_with_a_large_one_stays_small() -> None:
     """Its second moment is below the smallest code; stored as 0 it would leave eps as the divisor."""
     weight = nn.Parameter(torch.zeros(4, 128))
-    optimizer = OptimKit(settings(state_dtype="int8")).build_optimizer(nn.ParameterDict({"weight": weight}))
+    optimizer = OptimKit(settings(state_dtype="int8")).build_optimizer(
+        nn.ParameterDict({"weight": weight})
+    )
     weight.grad = torch.full((4, 128), 1e-5).index_fill_(1, torch.tensor(7), 1.0)
     for _ in range(5):
         optimizer.step()
@@ -96,15 +102,21 @@ def test_low_precision_states_in_training_give_close_losses_and_small_states() -
         optimizer = OptimKit(settings(state_dtype=state_dtype, lr=0.003)).build_optimizer(model)
         curves[state_dtype] = torch.tensor(train(model, optimizer, 100))
         weights = sum(p.numel() for p in model.parameters())
-        states = [v for state in optimizer.state.values() for key, v in state.items() if key != "step"]
+        states = [
+            v for state in optimizer.state.values() for key, v in state.items() if key != "step"
+        ]
         bytes_per_weight[state_dtype] = sum(value.nbytes for value in states) / weights
     float32 = curves["float32"]
     for state_dtype, bound in (("bfloat16", 2e-4), ("int8", 1e-3)):
-        assert float((curves[state_dtype] - float32).abs().max()) < bound * float(float32[0]), state_dtype
+        assert float((curves[state_dtype] - float32).abs().max()) < bound * float(float32[0]), (
+            state_dtype
+        )
     assert float32[-1] < 0.5 * float32[0]
     assert bytes_per_weight["float32"] == 8
     assert bytes_per_weight["bfloat16"] == 4
-    assert 2 < bytes_per_weight["int8"] < 2.9  # rows of 12 have a scale each here; with rows of 4096 it is 2.06
+    assert (
+        2 < bytes_per_weight["int8"] < 2.9
+    )  # rows of 12 have a scale each here; with rows of 4096 it is 2.06
 
 
 @pytest.mark.parametrize("old", ["float32", "bfloat16", "int8"])
@@ -142,7 +154,9 @@ def by_kernel(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlag
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
 
 
-def by_kernel_in_slices(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
+def by_kernel_in_slices(
+    params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags
+) -> None:
     """As a StateStream does: rows of a parameter, each with its rows of the states."""
     for item in params:
         for rows in (slice(0, 2), slice(2, len(item.param))):
@@ -150,7 +164,9 @@ def by_kernel_in_slices(params: list[AdamWParam], group: dict[str, Any], flags: 
             staged = {}
             for state_tensor in (item.exp_avg, item.exp_avg_sq):
                 staged |= {key: state_tensor.state[key][rows] for key in state_tensor.stored_keys}
-            specs = [StateSpec(one.key, one.dtype, one.salt) for one in (item.exp_avg, item.exp_avg_sq)]
+            specs = [
+                StateSpec(one.key, one.dtype, one.salt) for one in (item.exp_avg, item.exp_avg_sq)
+            ]
             exp_avg, exp_avg_sq = [StateTensor(item.param, staged, spec) for spec in specs]
             step = item.step if is_last else item.step.clone()
             sliced = AdamWParam(item.param, step, exp_avg, exp_avg_sq, rows)
@@ -158,17 +174,29 @@ def by_kernel_in_slices(params: list[AdamWParam], group: dict[str, Any], flags: 
             kernel_adamw_([sliced], [sliced.offset], group, flags)
 
 
-def by_plain_operations(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
+def by_plain_operations(
+    params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags
+) -> None:
     for item in params:
         chunked_adamw_(item, group, flags)
 
 
-def states_after_five_steps(update: Update, state_dtype: str, device: str) -> list[dict[str, Tensor]]:
+def states_after_five_steps(
+    update: Update, state_dtype: str, device: str
+) -> list[dict[str, Tensor]]:
     """Weights and states of two parameters; the fourth of the five steps is skipped."""
     torch.manual_seed(0)
-    params: list[Tensor] = [0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))]
+    params: list[Tensor] = [
+        0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))
+    ]
     names = {param: str(i) for i, param in enumerate(params)}
-    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "state_dtype": state_dtype, "seed": 3}
+    options: dict[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "state_dtype": state_dtype,
+        "seed": 3,
+    }
     optimizer = KitOptimizer([{"params": params, "weight_decay": 0.1}], names, **options)
     (group,) = optimizer.param_groups
     for step in range(5):
@@ -206,7 +234,9 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 

@@ -24,18 +24,31 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import host_states, state_stream
 from mvp_engine.kit.optim.optimizer import KitOptimizer
-from mvp_engine.kit.optim.state_stream import ALIGNED_ELEMENTS, SLOTS, Bucket, StateStream, make_buckets
+from mvp_engine.kit.optim.state_stream import (
+    ALIGNED_ELEMENTS,
+    SLOTS,
+    Bucket,
+    StateStream,
+    make_buckets,
+)
 from mvp_engine.model_engine import FSDPEngine, Settings
 from mvp_engine.model_engine.fsdp.base_engine import move_optimizer
 from mvp_engine.ops import host_memory
 
-KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
+KINDS = [
+    {"state_dtype": "float32"},
+    {"state_dtype": "bfloat16"},
+    {"state_dtype": "int8"},
+    {"kind": "muon"},
+]
 
 
 class Watched(StateStream):
     """A stream that notes loads and stores, and overwrites a buffer as soon as it may be reused."""
 
-    log: ClassVar[list[tuple[str, int, int]]] = []  # (what, number of the bucket, address of its buffer)
+    log: ClassVar[
+        list[tuple[str, int, int]]
+    ] = []  # (what, number of the bucket, address of its buffer)
     seen: ClassVar[list[Bucket]] = []
 
     def _load(self, bucket: Bucket, slot: Any) -> Any:
@@ -95,7 +108,9 @@ def test_offloaded_states_give_bit_equal_weights_and_states(
         if what == "load":
             assert buffer not in held, "a buffer is loaded before its bucket is stored"
             held[buffer] = number
-            assert len(held) <= SLOTS - 1  # one is updated, one is loaded; the third is being stored
+            assert (
+                len(held) <= SLOTS - 1
+            )  # one is updated, one is loaded; the third is being stored
         else:
             assert held.pop(buffer) == number
     assert not held
@@ -133,7 +148,9 @@ def test_offloaded_states_of_a_skipped_step_do_not_change() -> None:
 def test_buckets_hold_all_rows_once_and_slices_are_aligned() -> None:
     shapes = [(100, 7), (3, 5, 64), (1000,), (16, 256), (2, 4)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    states = [(param, {"a": torch.zeros_like(param), "b": torch.zeros_like(param)}) for param in params]
+    states = [
+        (param, {"a": torch.zeros_like(param), "b": torch.zeros_like(param)}) for param in params
+    ]
     buckets = list(make_buckets({}, states, can_slice=lambda param: True))
     rows: dict[Tensor, list[int]] = {param: [] for param in params}
     for bucket in buckets:
@@ -153,7 +170,9 @@ def test_buckets_hold_all_rows_once_and_slices_are_aligned() -> None:
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("first", [False, True], ids=["resumed with offload", "resumed without"])
-def test_checkpoint_of_one_mode_is_that_of_the_other_and_resumes_it(tmp_path: Path, first: bool) -> None:
+def test_checkpoint_of_one_mode_is_that_of_the_other_and_resumes_it(
+    tmp_path: Path, first: bool
+) -> None:
     options = {"ema": 0.9, "state_dtype": "int8"}
     made = {offload: engine(ONE_RANK, {**options, "offload": offload}) for offload in (False, True)}
     for offload, one in made.items():
@@ -195,7 +214,9 @@ def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike() -> N
         made.initialize(OptimKit(settings(offload=offload)).build_optimizer)
         norms = []
         for _ in range(3):
-            numbers = made.train_batch([IDS], lambda ids, model=made.model: (11 * loss_of(model), 11))
+            numbers = made.train_batch(
+                [IDS], lambda ids, model=made.model: (11 * loss_of(model), 11)
+            )
             norms.append(float(numbers.grad_norm))
         assert min(norms) > 0.05  # clipped
         found.append(contents(made.model, made.optimizer))
@@ -246,7 +267,9 @@ def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path
     assert cgroup.available() == 1000 - 700 + 600 - 50
 
 
-def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registered: dict[int, int] = {}
     codes = [0, 2]
 
@@ -264,10 +287,16 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     synchronized: list[int] = []  # devices
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(synchronized.append(device)))
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: contextlib.nullcontext(synchronized.append(device))
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     zeros = host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
-    assert (zeros.shape, zeros.dtype, registered) == ((5, 7), torch.bfloat16, {zeros.data_ptr(): 70})
+    assert (zeros.shape, zeros.dtype, registered) == (
+        (5, 7),
+        torch.bfloat16,
+        {zeros.data_ptr(): 70},
+    )
     assert not zeros.any()
     view = zeros[1:3]
     view.fill_(2.0)
@@ -308,7 +337,9 @@ def test_offload_on_a_cpu_keeps_states_as_they_are() -> None:
 def large(device: str, layers: int = 6, width: int = 3000) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Module()
-    model.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))  # blocks, which Muon updates
+    model.layers = nn.ModuleList(
+        nn.Linear(width, width) for _ in range(layers)
+    )  # blocks, which Muon updates
     return model.to(device)
 
 

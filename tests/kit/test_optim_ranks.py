@@ -64,7 +64,12 @@ def train_and_save(options: dict[str, Any], folder: Path) -> tuple[dict[str, Ten
 
 
 LOW_PRECISION = (torch.bfloat16, torch.int8)
-KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
+KINDS = [
+    {"state_dtype": "float32"},
+    {"state_dtype": "bfloat16"},
+    {"state_dtype": "int8"},
+    {"kind": "muon"},
+]
 KINDS += [{"kind": "muon", "state_dtype": "int8"}]
 
 
@@ -83,7 +88,9 @@ def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(
     for name, value in expected.items():
         assert torch.equal(two[name], other[name]), name
         exact = is_elementwise(name, expected) or "momentum" in name
-        assert torch.allclose(value.float(), two[name].float(), rtol=0, atol=0 if exact else 1e-6), name
+        assert torch.allclose(
+            value.float(), two[name].float(), rtol=0, atol=0 if exact else 1e-6
+        ), name
     all_bytes = sum(value.nbytes for name, value in expected.items() if "/" in name and value.ndim)
     assert own_bytes + other_bytes == all_bytes  # no state is replicated
     resumed = engine(ONE_RANK, options)
@@ -94,7 +101,9 @@ def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(
     steps(one.model, one.optimizer, 3, 5)
     for name, value in gathered(one).items():
         atol = 0 if is_elementwise(name, expected) else 1e-6
-        assert torch.allclose(value.float(), gathered(resumed)[name].float(), rtol=0, atol=atol), name
+        assert torch.allclose(value.float(), gathered(resumed)[name].float(), rtol=0, atol=atol), (
+            name
+        )
 
 
 def is_elementwise(name: str, found: dict[str, Tensor]) -> bool:
@@ -103,10 +112,17 @@ def is_elementwise(name: str, found: dict[str, Tensor]) -> bool:
     The fused kernel computes the last elements of a tensor by another code path, an ulp apart.
     """
     param = name.partition("/")[0]
-    return any(found.get(f"{param}/exp_avg{key}", torch.empty(0)).dtype in LOW_PRECISION for key in ("", "_codes"))
+    return any(
+        found.get(f"{param}/exp_avg{key}", torch.empty(0)).dtype in LOW_PRECISION
+        for key in ("", "_codes")
+    )
 
 
-ROW_OPTIONS: list[dict[str, Any]] = [{"state_dtype": "int8"}, {"kind": "muon"}, {"state_dtype": "bfloat16"}]
+ROW_OPTIONS: list[dict[str, Any]] = [
+    {"state_dtype": "int8"},
+    {"kind": "muon"},
+    {"state_dtype": "bfloat16"},
+]
 
 
 def train_with_sharded_rows(folder: Path) -> tuple[list[Tensor], str]:
@@ -146,7 +162,9 @@ def one_matrix(place: Any = lambda full: full, wide: bool = False) -> nn.Module:
     return model
 
 
-def test_optimizer_on_rows_sharded_inside_of_blocks_updates_like_one_rank_or_raises(ranks2, tmp_path: Path) -> None:
+def test_optimizer_on_rows_sharded_inside_of_blocks_updates_like_one_rank_or_raises(
+    ranks2, tmp_path: Path
+) -> None:
     expected = []
     for options in ROW_OPTIONS:
         model = one_matrix(wide=options.get("state_dtype") == "int8")
@@ -185,13 +203,19 @@ def six_matrices(place: Any = lambda full: full) -> nn.Module:
     torch.manual_seed(4)
     model = nn.Module()
     shapes = [(6, 10), (9, 4), (5, 5), (7, 12), (8, 8), (3, 6, 6)]
-    blocks = [nn.ParameterDict({"weight": nn.Parameter(place(torch.randn(shape)))}) for shape in shapes]
+    blocks = [
+        nn.ParameterDict({"weight": nn.Parameter(place(torch.randn(shape)))}) for shape in shapes
+    ]
     model.layers = nn.ModuleList(blocks)
     return model
 
 
-@pytest.mark.parametrize("placements", [["copy", 0], [0, 1]], ids=["replicate-shard", "shard-tensor"])
-def test_muon_on_a_mesh_of_two_dimensions_updates_like_one_rank(ranks4, placements: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "placements", [["copy", 0], [0, 1]], ids=["replicate-shard", "shard-tensor"]
+)
+def test_muon_on_a_mesh_of_two_dimensions_updates_like_one_rank(
+    ranks4, placements: list[Any]
+) -> None:
     from torch.distributed.tensor import Replicate
 
     model = six_matrices()

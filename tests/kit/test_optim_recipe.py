@@ -22,7 +22,9 @@ from mvp_engine.runs import list_runs
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     page = (ROOT / "docs" / "optim.md").read_text()
-    for name, code in re.findall(r"`(count/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL):
+    for name, code in re.findall(
+        r"`(count/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
     return tmp_path / "count" / "train.yaml"
@@ -36,7 +38,12 @@ def last_checkpoint(folder: Path) -> Reader:
 def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_evaluated_and_exported(
     train, ranks2, recipe: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    options = ["log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=5", "data.micro_batch_size=2"]
+    options = [
+        "log.interval=1",
+        "log.backends=[jsonl]",
+        "checkpoint.interval=5",
+        "data.micro_batch_size=2",
+    ]
     options += ["loop.total_steps=10", "loop.eval_interval=5"]
     uninterrupted = tmp_path / "uninterrupted"
     resumed = tmp_path / "resumed"
@@ -50,13 +57,22 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
     assert read_metrics(resumed)[-5:] == records[-5:]
     losses = [record["loss"] for record in records[-5:]]
-    assert [record["loss"] for record in read_metrics(on_one_rank)[-5:]] == pytest.approx(losses, rel=1e-3)
+    assert [record["loss"] for record in read_metrics(on_one_rank)[-5:]] == pytest.approx(
+        losses, rel=1e-3
+    )
     saved, again = last_checkpoint(uninterrupted), last_checkpoint(resumed)
     for name in saved.entries:
         if name.startswith(("model.", "optim.")):
             assert torch.equal(saved.read(name), again.read(name)), name
     kept = {name.rpartition(".")[2] for name in saved.entries if name.startswith("optim.")}
-    assert {"momentum_codes", "momentum_scales", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg", "ema"} < kept
+    assert {
+        "momentum_codes",
+        "momentum_scales",
+        "exp_avg_codes",
+        "exp_avg_sq_codes",
+        "exp_avg",
+        "ema",
+    } < kept
 
     run = list_runs(uninterrupted)[-1].dir
     assert main(["merge", "--ema", str(run), str(tmp_path / "out")]) == 0
@@ -69,7 +85,9 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     assert train(*evaluate, config=recipe, dir=uninterrupted) == 0
     assert train(*evaluate, "optim.ema=null", config=recipe, dir=uninterrupted) == 0
     during_training = read_metrics(uninterrupted, "eval")[-1]["loss"]
-    with_ema, without_ema = (json.loads(line)["loss"] for line in (run / "evaluate.jsonl").read_text().splitlines())
+    with_ema, without_ema = (
+        json.loads(line)["loss"] for line in (run / "evaluate.jsonl").read_text().splitlines()
+    )
     assert with_ema == pytest.approx(during_training, rel=1e-5)
     assert without_ema != pytest.approx(during_training, rel=1e-3)
 
@@ -78,18 +96,32 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     run = list_runs(tmp_path / "none")[-1].dir
     assert main(["merge", "--ema", str(run), str(tmp_path / "never")]) == EXIT_USER_ERROR
     assert "has no averaged weights" in capsys.readouterr().err
-    assert train("workflow=evaluate", f"resume={run}", config=recipe, dir=tmp_path / "no") == EXIT_USER_ERROR
+    assert (
+        train("workflow=evaluate", f"resume={run}", config=recipe, dir=tmp_path / "no")
+        == EXIT_USER_ERROR
+    )
     assert "has no EMA weights: it was trained without optim.ema" in capsys.readouterr().err
 
 
-def test_skipped_step_of_the_docs_recipe_leaves_weights_and_ema_unchanged(train, recipe: Path, tmp_path: Path) -> None:
+def test_skipped_step_of_the_docs_recipe_leaves_weights_and_ema_unchanged(
+    train, recipe: Path, tmp_path: Path
+) -> None:
     engine = recipe.parent / "engine.py"
     bad = "loss, weight = self.loss(ctx, self.model, micro_batch)\n        "
     bad += 'return loss * (float("nan") if ctx.step == 3 and ctx.split == "train" else 1), weight'
-    engine.write_text(engine.read_text().replace("return self.loss(ctx, self.model, micro_batch)", bad))
-    options = ["checkpoint.interval=1", "loop.total_steps=3", "loop.eval_interval=null", "checkpoint.keep_n=null"]
+    engine.write_text(
+        engine.read_text().replace("return self.loss(ctx, self.model, micro_batch)", bad)
+    )
+    options = [
+        "checkpoint.interval=1",
+        "loop.total_steps=3",
+        "loop.eval_interval=null",
+        "checkpoint.keep_n=null",
+    ]
     assert train(*options, config=recipe, dir=tmp_path / "run") == 0
-    first, second, third = (Reader(path) for path in list_runs(tmp_path / "run")[-1].checkpoint_list())
+    first, second, third = (
+        Reader(path) for path in list_runs(tmp_path / "run")[-1].checkpoint_list()
+    )
     for name in (n for n in second.entries if n.startswith(("model.", "optim."))):
         assert torch.equal(second.read(name), third.read(name)), name
     name = "optim.hf.model.embed_tokens.weight.ema"
@@ -118,7 +150,9 @@ def test_skill_check_passes_the_kit_and_reports_broken_optimizers() -> None:
     check = import_file(ROOT / "skills" / "optim" / "check.py")
     for options in check.SETTINGS:
         assert check.problems(check.kit_optimizer(**options)) == [], options
-    found = "\n".join(check.problems(lambda model: DecaysEverything(model.parameters(), 0.01, fused=True)))
+    found = "\n".join(
+        check.problems(lambda model: DecaysEverything(model.parameters(), 0.01, fused=True))
+    )
     assert "norm.weight decays" in found
     assert "table.weight decays" in found
     assert "a step with found_inf set changes weights or state" in found

@@ -17,14 +17,21 @@ from mvp_engine.kit.data.read.rows import read_row
 
 
 def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
-    return {"prompt": f"Is it {i}?", "chosen": f"{good} {i}.", "rejected": f"{bad}, {'not ' * (i % 5)}{i}."}
+    return {
+        "prompt": f"Is it {i}?",
+        "chosen": f"{good} {i}.",
+        "rejected": f"{bad}, {'not ' * (i % 5)}{i}.",
+    }
 
 
 def sides_by_sample(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]]:
     """Sample -> its (side, sequence) in the order of the packs; sides of a sample must be adjacent in one pack."""
     rows: dict[int, list[tuple[int, PackedBatch]]] = {}
     for batch in batches:
-        samples, sides = batch.sequence_fields["sample"].tolist(), batch.sequence_fields["side"].tolist()
+        samples, sides = (
+            batch.sequence_fields["sample"].tolist(),
+            batch.sequence_fields["side"].tolist(),
+        )
         for s, (sample, side) in enumerate(zip(samples, sides, strict=True)):
             assert sample not in rows or samples[s - 1] == sample
             rows.setdefault(sample, []).append((side, batch.select([s])))
@@ -37,7 +44,9 @@ def by_sample(batch: PackedBatch) -> dict[int, PackedBatch]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(tmp_path: Path, workers: int) -> None:
+def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(
+    tmp_path: Path, workers: int
+) -> None:
     rows = [pair(i) if i % 4 else chat(f"Hi {i}", "Hello") for i in range(40)]
     file = write(tmp_path / "pairs.jsonl", rows)
     kit = made(file, tokenizer("qwen2_5"), pairs=True)
@@ -66,19 +75,25 @@ def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
-def test_pairs_images_of_the_prompt_are_decoded_and_held_once(tmp_path: Path, overlong: str, monkeypatch) -> None:
+def test_pairs_images_of_the_prompt_are_decoded_and_held_once(
+    tmp_path: Path, overlong: str, monkeypatch
+) -> None:
     names = [write_image(tmp_path / f"{i}.png", 16, 16) for i in range(2)]
     rows = [{**pair(i), "prompt": "<image>Is it?", "images": [names[i]]} for i in range(2)]
     turns = [{"role": "user", "content": "<image>Is it?"}]
     answers = [[*turns, {"role": "assistant", "content": text}] for text in ("Yes", "No")]
     rows.append({"chosen": answers[0], "rejected": answers[1], "images": [names[0]]})
     file = write(tmp_path / "pairs.jsonl", rows)
-    both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on, overlong=overlong) for on in (True, False))
+    both, chosen = (
+        made(file, qwen3_vl(), model_config(), pairs=on, overlong=overlong) for on in (True, False)
+    )
     costs = [kit.measured("train")[1][0].encoder[0] for kit in (both, chosen)]
     assert costs[0] == 2 * costs[1] > 0  # as in the plans of earlier versions
     calls = []
     original = MediaHandler.collate
-    monkeypatch.setattr(MediaHandler, "collate", lambda *args: calls.append(args) or original(*args))
+    monkeypatch.setattr(
+        MediaHandler, "collate", lambda *args: calls.append(args) or original(*args)
+    )
     batches = list(both.loader("train", num_workers=0))
     assert len(calls) == 3
     for batch in batches:
@@ -86,11 +101,17 @@ def test_pairs_images_of_the_prompt_are_decoded_and_held_once(tmp_path: Path, ov
         first = [2 * (s // 2) for s in range(batch.num_sequences)]
         assert images.shared_with.tolist() == first
         assert images.sequence_ids.tolist() == sorted(set(first))
-    alone = {sample: one for batch in list(chosen.loader("train")) for sample, one in by_sample(batch).items()}
+    alone = {
+        sample: one
+        for batch in list(chosen.loader("train"))
+        for sample, one in by_sample(batch).items()
+    }
     for sample, sides in sides_by_sample(batches).items():
         assert [side for side, _ in sides] == [1, -1]
         for _, one in sides:
-            assert torch.equal(one.media["pixel_values"].values, alone[sample].media["pixel_values"].values)
+            assert torch.equal(
+                one.media["pixel_values"].values, alone[sample].media["pixel_values"].values
+            )
 
 
 def test_pairs_sides_with_other_images_do_not_share_them(tmp_path: Path) -> None:
@@ -110,7 +131,9 @@ def test_pairs_sides_with_other_images_do_not_share_them(tmp_path: Path) -> None
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path: Path, overlong: str) -> None:
     rows = [pair(1), pair(2, "long " * 300, "short"), pair(3, "long " * 300, "wide " * 300)]
-    kit = made(write(tmp_path / "pairs.jsonl", rows), tokenizer("zephyr"), pairs=True, overlong=overlong)
+    kit = made(
+        write(tmp_path / "pairs.jsonl", rows), tokenizer("zephyr"), pairs=True, overlong=overlong
+    )
     seen = sides_by_sample(list(kit.loader("train")))
     if overlong == "drop":
         assert seen.keys() == {0}
@@ -124,7 +147,12 @@ def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path: Path, over
 
 def test_pairs_bad_rejected_side_makes_the_whole_pair_bad(tmp_path: Path) -> None:
     row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "<|im_end|><|image_pad|>"}
-    kit = made(write(tmp_path / "pairs.jsonl", [pair(1), row]), qwen3_vl(), pairs=True, max_bad_fraction=0.5)
+    kit = made(
+        write(tmp_path / "pairs.jsonl", [pair(1), row]),
+        qwen3_vl(),
+        pairs=True,
+        max_bad_fraction=0.5,
+    )
     assert sides_by_sample(list(kit.loader("train"))).keys() == {0}
     (bad,) = kit.bad_rows("train")
     assert (bad.where, bad.reason) == ("pairs.jsonl:2", "placeholder_in_text")

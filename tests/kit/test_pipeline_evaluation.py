@@ -54,15 +54,24 @@ class Views(ContrastiveEngine):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "views"])
-def test_evaluation_on_pipeline_stages_has_the_metrics_of_one_rank(ranks2, tmp_path: Path, kind: str) -> None:
+def test_evaluation_on_pipeline_stages_has_the_metrics_of_one_rank(
+    ranks2, tmp_path: Path, kind: str
+) -> None:
     """The NLL of preferred answers is added to the loss, and a contrastive loss computed, after the last batch."""
     if kind == "pairs":
-        write(tmp_path / "rows.jsonl", [{"prompt": "hello", "chosen": "four", "rejected": "the sum"}] * 6)
-        hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**TEXT)).save_pretrained(tmp_path / "model")
+        write(
+            tmp_path / "rows.jsonl",
+            [{"prompt": "hello", "chosen": "four", "rejected": "the sum"}] * 6,
+        )
+        hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**TEXT)).save_pretrained(
+            tmp_path / "model"
+        )
         tokenizer("qwen3").save_pretrained(tmp_path / "model")
     (tmp_path / "views.py").write_text(ENGINE)
     config = tmp_path / "train.yaml"
-    config.write_text((PAIRS if kind == "pairs" else VIEWS).replace("FOLDER", str(tmp_path)) + SHARED)
+    config.write_text(
+        (PAIRS if kind == "pairs" else VIEWS).replace("FOLDER", str(tmp_path)) + SHARED
+    )
     assert launch(str(config), [f"project.dir={tmp_path}/one"]) == 0
     words = [f"project.dir={tmp_path}/two", "parallel.pipeline=2"]
     assert set(ranks2.launch(config, *words)) == {0}

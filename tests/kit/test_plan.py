@@ -37,7 +37,9 @@ def planned(tokens: np.ndarray, budget: int = 8192, packs: int = 8, seed: int = 
 
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
 @pytest.mark.parametrize("rows", [1, 3, 10_000])
-def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(rows: int, budget: int) -> None:
+def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(
+    rows: int, budget: int
+) -> None:
     tokens = lengths(rows)
     plan = planned(tokens, budget)
     packs = [plan.pack(i)[0][:, 1].tolist() for i in range(len(plan))]
@@ -68,13 +70,18 @@ def test_make_plan_packs_of_a_step_are_sorted_by_work() -> None:
     plan = planned(tokens, packs=16)
     encoder = (tokens % 7 == 0) * tokens * 500
     work = np.array(
-        [(tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN)[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan))]
+        [
+            (tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN)[plan.pack(i)[0][:, 1]].sum()
+            for i in range(len(plan))
+        ]
     )
     whole = work[: len(work) // 16 * 16].reshape(-1, 4, 4)  # step, micro-batch, rank
     assert (np.diff(whole.reshape(-1, 16), axis=1) <= 0).all()
     waste = 1 - whole.mean(2).sum() / whole.max(2).sum()
     mixed = np.random.default_rng(0).permutation(work)[: whole.size].reshape(-1, 4)
-    assert waste < 0.6 * (1 - mixed.mean(1).sum() / mixed.max(1).sum())  # 1.8 % and 3.6 % of the time of all ranks
+    assert waste < 0.6 * (
+        1 - mixed.mean(1).sum() / mixed.max(1).sum()
+    )  # 1.8 % and 3.6 % of the time of all ranks
 
 
 def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -82,8 +89,12 @@ def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, rows, p=[0.5, 0.35, 0.1, 0.05])
     several = rng.integers(2, 7, rows) * rng.integers(64, 512, rows)
-    seen = np.choose(kind, [0 * kind, rng.integers(64, 1024, rows), several, rng.integers(1000, 6000, rows)])
-    said = np.exp(rng.normal(np.where(kind == 0, 6, 4.5), np.where(kind == 0, 1, 0.8))).astype(np.int64)
+    seen = np.choose(
+        kind, [0 * kind, rng.integers(64, 1024, rows), several, rng.integers(1000, 6000, rows)]
+    )
+    said = np.exp(rng.normal(np.where(kind == 0, 6, 4.5), np.where(kind == 0, 1, 0.8))).astype(
+        np.int64
+    )
     return np.clip(said, 16, 8192 - seen) + seen, seen * 6144
 
 
@@ -94,7 +105,9 @@ def test_make_plan_one_pack_per_rank_balances_encoder_work() -> None:
     sizes = {"budget": 8192, "packs_per_step": 8}
     plan = make_plan(order, tokens, encoder, **sizes, shuffle=np.random.default_rng(0))
     work = tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN
-    works = np.array([work[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan) // 8 * 8)]).reshape(-1, 8)
+    works = np.array(
+        [work[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan) // 8 * 8)]
+    ).reshape(-1, 8)
     assert plan.fill_ratio >= 0.99
     assert 1 - works.mean(1).sum() / works.max(1).sum() < 0.15
 
@@ -107,9 +120,13 @@ def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media
     tokens = np.clip(rng.normal(np.array([60, 90, 150, 300])[kind], 10), 16, 2000).astype(np.int64)
     encoder = (kind == 2) * media
     order = np.stack([kind, np.arange(len(kind))], 1)
-    plan = make_plan(order, tokens, encoder, budget=2048, packs_per_step=1, shuffle=np.random.default_rng(0))
+    plan = make_plan(
+        order, tokens, encoder, budget=2048, packs_per_step=1, shuffle=np.random.default_rng(0)
+    )
     whole = [i for i in range(len(plan)) if plan.pack(i)[1].sum() > 1024]
-    shares = np.array([np.bincount(plan.pack(i)[0][:, 0], plan.pack(i)[1], minlength=4) for i in whole])
+    shares = np.array(
+        [np.bincount(plan.pack(i)[0][:, 0], plan.pack(i)[1], minlength=4) for i in whole]
+    )
     drawn = np.array_split(rng.permutation(len(kind)), len(plan))
     random = np.array([np.bincount(kind[part], tokens[part], minlength=4) for part in drawn])
     spread, usual = ((one / one.sum(1, keepdims=True)).std(0).mean() for one in (shares, random))
@@ -119,7 +136,20 @@ def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media
 
 # With a kit around it
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
 
 
 def write_texts(file: Path, rows: int, seed: int = 0) -> None:
@@ -141,7 +171,9 @@ def held_out(folder: Path) -> MLLMDataKit:
     return made(write(folder / "a.jsonl", rows), tokenizer("zephyr"))
 
 
-def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_batch(tmp_path: Path) -> None:
+def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_batch(
+    tmp_path: Path,
+) -> None:
     kit = held_out(tmp_path)
     expected = None
     for world, packs, seed in ((1, 1, 0), (2, 8, 0), (3, 3, 5), (4, 32, 0)):
@@ -281,7 +313,9 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     measured.clear()
     assert kit(tmp_path, micro_batch_tokens=256).dataset("train").plan.digest == first.digest
     assert not measured
-    assert kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest  # one process
+    assert (
+        kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest
+    )  # one process
     measured.clear()
     write_texts(tmp_path / "b.jsonl", 61, seed=1)
     kit(tmp_path).dataset("train")
@@ -295,11 +329,20 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def key(name: str = "zephyr", **settings: Any) -> str:
-        given = {"sources": [{"path": str(folder / "a.jsonl")}], "micro_batch_tokens": 256, **settings}
+        given = {
+            "sources": [{"path": str(folder / "a.jsonl")}],
+            "micro_batch_tokens": 256,
+            **settings,
+        }
         return MLLMDataKit(MLLMData.model_validate(given), tokenizer(name)).row_encoder.fingerprint
 
     first = key()
-    for changed in (key("qwen2_5"), key(limits={"max_frames": 3}), key(template={"date": "today"}), key(pairs=True)):
+    for changed in (
+        key("qwen2_5"),
+        key(limits={"max_frames": 3}),
+        key(template={"date": "today"}),
+        key(pairs=True),
+    ):
         assert changed != first
     with monkeypatch.context() as patched:
         patched.setattr(row_encoder, "ENCODER_VERSION", row_encoder.ENCODER_VERSION + 1)
@@ -310,7 +353,12 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
         raise AssertionError("a source file was read")
 
     with monkeypatch.context() as patched:
-        for owner, name in ((inspect, "getsource"), (Path, "read_text"), (Path, "read_bytes"), (builtins, "open")):
+        for owner, name in (
+            (inspect, "getsource"),
+            (Path, "read_text"),
+            (Path, "read_bytes"),
+            (builtins, "open"),
+        ):
             patched.setattr(owner, name, no_source_text)
         assert encoder.fingerprint == first
 
@@ -320,7 +368,10 @@ def test_summary_before_the_first_step_has_steps_tokens_and_packs(folder: Path) 
     loader = made.loader("train")
     batches = list(loader)
     summary = made.summary("train")
-    assert f"{sum(batch.num_tokens for batch in batches):,} tokens in {len(batches)} packs of 256" in summary
+    assert (
+        f"{sum(batch.num_tokens for batch in batches):,} tokens in {len(batches)} packs of 256"
+        in summary
+    )
     assert f"{loader.steps_per_epoch} steps of 4" in summary
     assert "210 rows an epoch (a: 150, b: 60)" in summary
     assert "Bad rows: none" in summary
@@ -342,12 +393,20 @@ def test_mixture_by_repeats_or_weight_gives_the_rows_of_each_source(folder: Path
 def test_pack_loader_sample_ids_name_file_and_line(folder: Path) -> None:
     loader = kit(folder).loader("train", rank=1, world_size=2)
     batch = next(iter(loader))
-    lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequence_fields["sample"].tolist()]
+    lines = [
+        f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}"
+        for s in batch.sequence_fields["sample"].tolist()
+    ]
     assert loader.sample_ids(0, 1) == lines
 
 
-def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_nobody_takes(tmp_path: Path) -> None:
-    kit = made(write(tmp_path / "a.jsonl", [chat(f"Say {i}", "yes " * (i % 7 + 1)) for i in range(40)]), qwen3_vl())
+def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_nobody_takes(
+    tmp_path: Path,
+) -> None:
+    kit = made(
+        write(tmp_path / "a.jsonl", [chat(f"Say {i}", "yes " * (i % 7 + 1)) for i in range(40)]),
+        qwen3_vl(),
+    )
     options: dict[str, Any] = {"global_batch_size": 2, "num_workers": 1}
     expected = [batch.input_ids.tolist() for batch in kit.loader("train", **options)]
     early = kit.loader("train", **options)

@@ -19,10 +19,22 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.plan import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
-GPU_CONFIGS = sorted(file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file))
+GPU_CONFIGS = sorted(
+    file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)
+)
 # A part of Qwen3-30B-A3B: a block has 604 million parameters in its experts.
-EXPERTS = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8}
-EXPERTS |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 8,
+}
+EXPERTS |= {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32000,
+}
 EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8}
 PACKS = "mllm.micro_batch_tokens=4096"
 FIXED = ["mllm.micro_batch_tokens=8192", "model.activation_checkpointing=none"]
@@ -52,7 +64,9 @@ def estimated(words: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda file: f"{file.parts[-3]}/{file.stem}")
-def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None, capsys: Any) -> None:
+def test_shipped_gpu_config_fits_as_its_comment_says(
+    config: Path, models: None, capsys: Any
+) -> None:
     found = re.search(r"^# Fits on \d+ GB: mvp plan CONFIG (.*)$", config.read_text(), re.MULTILINE)
     assert found, f"{config} does not say what it fits on"
     code, facts = estimated([str(config), *shlex.split(found[1])], capsys)
@@ -64,12 +78,21 @@ def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None,
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"], "model.activation_checkpointing=selective"),
-        ([SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"], PACKS),
+        (
+            [SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"],
+            "model.activation_checkpointing=selective",
+        ),
+        (
+            [SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"],
+            PACKS,
+        ),
         (["Qwen/Qwen3-VL-2B-Instruct", "--gpu", "H100", "--tokens", "16384"], "{vision: full}'"),
         (["Qwen/Qwen3-4B", "--gpu", "H100", "--gpus", "2"], "parallel.shard=2"),
         (["Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"], "lora.rank=16 optim.lr=0.0001"),
-        (["experts", "--gpu", "L4", "--gpus", "8", "--tokens", "4096"], "parallel.shard=8 parallel.expert=8"),
+        (
+            ["experts", "--gpu", "L4", "--gpus", "8", "--tokens", "4096"],
+            "parallel.shard=8 parallel.expert=8",
+        ),
     ],
     ids=["checkpointing", "smaller packs", "encoder", "shards", "lora", "experts"],
 )
@@ -89,8 +112,16 @@ def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
         assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
 
 
-def test_plan_with_offload_counts_states_on_the_host_and_their_copies(models: None, capsys: Any) -> None:
-    words = [SFT, "model.path=Qwen/Qwen3-8B", "--gpu", "H100", "model.activation_checkpointing=full"]
+def test_plan_with_offload_counts_states_on_the_host_and_their_copies(
+    models: None, capsys: Any
+) -> None:
+    words = [
+        SFT,
+        "model.path=Qwen/Qwen3-8B",
+        "--gpu",
+        "H100",
+        "model.activation_checkpointing=full",
+    ]
     words.append("mllm.micro_batch_tokens=16384")
     code, without = estimated([*words, "optim.state_dtype=int8"], capsys)
     assert code == EXIT_USER_ERROR  # not even with states in 8 bits
@@ -104,13 +135,21 @@ def test_plan_with_offload_counts_states_on_the_host_and_their_copies(models: No
     assert facts["memory_gib"]["optimizer states"] == 0.75  # three buckets
     copy_s = facts["host_gib"] * 2**30 / 50e9
     assert facts["seconds"]["optimizer"] == pytest.approx(copy_s)
-    assert facts["step_s"] < 1.2 * (facts["step_s"] - 1.12 * copy_s)  # 65,536 tokens: at most a fifth longer
+    assert facts["step_s"] < 1.2 * (
+        facts["step_s"] - 1.12 * copy_s
+    )  # 65,536 tokens: at most a fifth longer
     assert "GiB per GPU, pinned: optimizer states (optim.offload)" in page(facts)
 
 
 def test_plan_advice_on_several_gpus_says_that_times_are_without_communication() -> None:
     option = {"gpus": 8, "words": "parallel.shard=8", "peak_gib": 60.0, "step_s": 1.0, "notes": []}
-    facts: dict[str, Any] = {"config": "it", "gpus": 8, "gpu": "H100", "packs": "full packs", "auto": None}
+    facts: dict[str, Any] = {
+        "config": "it",
+        "gpus": 8,
+        "gpu": "H100",
+        "packs": "full packs",
+        "auto": None,
+    }
     facts |= {"memory_gib": {}, "peak_gib": 90.0, "room_gib": 79.0, "fits": False, "fits_on": []}
     assert "Times are without communication" in page({**facts, "advice": [option]})
     assert "communication" not in page({**facts, "gpus": 1, "advice": [{**option, "gpus": 1}]})
@@ -120,12 +159,16 @@ def test_plan_prints_the_words_to_paste(models: None, capsys: Any) -> None:
     assert main(["plan", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
     text = capsys.readouterr().out
     assert "does NOT fit" in text
-    assert "It fits with these words on the command line:\n\n  lora.rank=16 optim.lr=0.0001\n" in text
+    assert (
+        "It fits with these words on the command line:\n\n  lora.rank=16 optim.lr=0.0001\n" in text
+    )
     assert re.search(r"on 2 GPUs .*:\n\n  parallel.shard=2 .* optim.state_dtype=int8\n", text)
     assert "Without a change it fits on: L40S, " in text
 
 
-def test_plan_of_a_hub_id_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_plan_of_a_hub_id_downloads_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**SHAPES["Qwen/Qwen3-0.6B"]).to_json_string().encode()
@@ -174,7 +217,9 @@ TINY = {
 
 
 @pytest.mark.parametrize("model_type", TINY)
-def test_plan_of_other_families_counts_their_media(model_type: str, tmp_path: Path, capsys: Any) -> None:
+def test_plan_of_other_families_counts_their_media(
+    model_type: str, tmp_path: Path, capsys: Any
+) -> None:
     config_of(model_type).save_pretrained(tmp_path)
     code, facts = estimated([str(tmp_path), "--tokens", "64"], capsys)
     assert code == 0
@@ -182,9 +227,12 @@ def test_plan_of_other_families_counts_their_media(model_type: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("model", "media"), [("Qwen/Qwen3-VL-2B-Instruct", "3 images"), ("Qwen/Qwen2-Audio-7B-Instruct", "4 audio clips")]
+    ("model", "media"),
+    [("Qwen/Qwen3-VL-2B-Instruct", "3 images"), ("Qwen/Qwen2-Audio-7B-Instruct", "4 audio clips")],
 )
-def test_plan_of_a_model_with_encoder_counts_media(model: str, media: str, models: None, capsys: Any) -> None:
+def test_plan_of_a_model_with_encoder_counts_media(
+    model: str, media: str, models: None, capsys: Any
+) -> None:
     words = [model, "--tokens", "4096", "model.freeze=[llm]"]
     _, facts = estimated(words, capsys)
     assert media in facts["packs"]

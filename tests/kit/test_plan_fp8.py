@@ -22,8 +22,18 @@ from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops import fp8
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 96, "hidden_size": 128, "intermediate_size": 384}
-SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+}
+SHAPE |= {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 
 
 def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -> None:
@@ -33,7 +43,9 @@ def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -
     def saved(**how: Any) -> float:
         return BlockCosts(model, PlanSettings(fp8=True, **how)).saved_bytes(batch).text
 
-    less = 28 * 1000 * (2048 - 2048 + 2048 + 6144)  # layers, tokens; attention and its output, MLP and down projection
+    less = (
+        28 * 1000 * (2048 - 2048 + 2048 + 6144)
+    )  # layers, tokens; attention and its output, MLP and down projection
     assert saved() - saved(fp8_weight_gradients=True) == pytest.approx(less)
     assert saved(compile=None) == saved(compile=None, fp8_weight_gradients=True)
     model.requires_grad_(False)
@@ -50,7 +62,10 @@ def test_plan_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard:
 
     def saved_by_fp8(ranks: int) -> float:
         layouts = (PlanSettings(fp8=low, shard=ranks, reshard=reshard) for low in (False, True))
-        bf16, low = (peak_memory(BlockCosts(model, one), [batch], 2)["all-gathered weights"] for one in layouts)
+        bf16, low = (
+            peak_memory(BlockCosts(model, one), [batch], 2)["all-gathered weights"]
+            for one in layouts
+        )
         return bf16 - low
 
     gathered = 2 if reshard else 28  # layers
@@ -73,9 +88,15 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
     """Bytes that the one block saves, apart from parameters."""
     torch._dynamo.reset()
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
-    how: dict[str, Any] = {"compile": "aot_eager", "fp8": True, "fp8_weight_gradients": weight_gradients}
+    how: dict[str, Any] = {
+        "compile": "aot_eager",
+        "fp8": True,
+        "fp8_weight_gradients": weight_gradients,
+    }
     engine = LanguageModelEngine(
-        LanguageModelEngine.build_model(ModelSource(None, SHAPE)), layout, Settings(precision="bf16", **how)
+        LanguageModelEngine.build_model(ModelSource(None, SHAPE)),
+        layout,
+        Settings(precision="bf16", **how),
     )
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     seen = {param.untyped_storage().data_ptr() for param in engine.model.parameters()}
@@ -96,10 +117,14 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
 
 
 @pytest.mark.campaign(only=True)
-def test_plan_of_fp8_weight_gradients_equals_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_fp8_weight_gradients_equals_what_autograd_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fp8, "_matmul_transposed", lambda *both, fast=True: fp8_mm(*both))
     batch = PackedBatch.from_sequences([torch.arange(n) % 96 for n in (1000, 615)])
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+    with patch.multiple(
+        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    ):
         plain, low = (bytes_of_block(batch, weight_gradients) for weight_gradients in (False, True))
     block = LanguageModel.on_meta(None, SHAPE).hf.model.layers[0]
     inputs = 3 * 128 + 384

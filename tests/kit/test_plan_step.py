@@ -73,23 +73,42 @@ LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
         ("text_sft", "mix", "qwen3_1_7b", 2, {"ours": ({}, 15), "ours, fp8": ({"fp8": True}, 15)}),
         ("text_sft", "full", "qwen3_1_7b", 2, {"ours": ({}, 10)}),
         ("text_8b", "mix", "qwen3_8b", 4, {"ours": (LARGE, 20)}),
-        ("vlm_sft", "images", "qwen3_vl_2b", 2, {"ours": ({}, 20), "ours, fp8": ({"fp8": True}, 10)}),
+        (
+            "vlm_sft",
+            "images",
+            "qwen3_vl_2b",
+            2,
+            {"ours": ({}, 20), "ours, fp8": ({"fp8": True}, 10)},
+        ),
     ],
 )
 def test_plan_is_within_ten_percent_of_measurements(
     file: str, mix: str, shape: str, packs: int, sides: dict[str, tuple[dict[str, Any], int]]
 ) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
-    model, pixels, size = LanguageModel.on_meta(None, data.shape(shape)), data.Pixels(), data.PER_STEP[mix]
+    model, pixels, size = (
+        LanguageModel.on_meta(None, data.shape(shape)),
+        data.Pixels(),
+        data.PER_STEP[mix],
+    )
     rows = data.rows(mix, max(steps for _, steps in sides.values()))
-    chosen = [pack for i in range(0, len(rows), size) for pack in data.balanced(rows[i : i + size], packs)]
-    largest = max(chosen, key=lambda some: sum(len(row.ids) + sum(h * w for h, w in row.grids) / 2 for row in some))
+    chosen = [
+        pack for i in range(0, len(rows), size) for pack in data.balanced(rows[i : i + size], packs)
+    ]
+    largest = max(
+        chosen,
+        key=lambda some: sum(len(row.ids) + sum(h * w for h, w in row.grids) / 2 for row in some),
+    )
     heaviest = data.packed(largest, shape, pixels)
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     stride = 8 if mix == "images" else 1  # whose batches take long to make
     for step in range(5, len(chosen) // packs, stride):
-        of_step = [data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]]
-        for batch in of_step:  # measured when the head still computed logits of tokens without a label
+        of_step = [
+            data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]
+        ]
+        for (
+            batch
+        ) in of_step:  # measured when the head still computed logits of tokens without a label
             batch.labels = batch.input_ids.clone()
         for side, (settings, steps) in sides.items():
             if step < steps:
@@ -106,7 +125,9 @@ def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
     model = on_meta("qwen3_1_7b")
     rows = [packed("qwen3_1_7b", size) for size in (12, 1)]
     for batch in rows:
-        one, two = (estimate_step(model, [batch], [batch] * count, PlanSettings()) for count in (1, 2))
+        one, two = (
+            estimate_step(model, [batch], [batch] * count, PlanSettings()) for count in (1, 2)
+        )
         gradients = two["memory_gib"]["gradients"]
         dynamic = sum(two["memory_gib"][kind] for kind in DYNAMIC)
         assert two["peak_gib"] - one["peak_gib"] == pytest.approx(min(gradients, dynamic))
@@ -123,7 +144,9 @@ def test_plan_settings_change_memory_and_time_as_expected() -> None:
 
     base = memory()
     kept = base["activations"]
-    full, some = (memory(activation_checkpointing=mode)["activations"] for mode in ("full", "selective"))
+    full, some = (
+        memory(activation_checkpointing=mode)["activations"] for mode in ("full", "selective")
+    )
     assert full < some < kept
     assert memory(compile={"llm": "inductor"})["activations"] > kept
     assert memory(activation_checkpointing={"vision": "full"})["activations"] < kept
@@ -132,7 +155,12 @@ def test_plan_settings_change_memory_and_time_as_expected() -> None:
     assert shared["weights"] == pytest.approx(base["weights"] / 8)
     gathered = memory(shard=8, reshard=False)["all-gathered weights"]
     everything = sum(param.numel() for param in model.parameters()) * 2 / 2**30  # in bf16
-    assert shared["all-gathered weights"] < everything < gathered < everything + shared["all-gathered weights"]
+    assert (
+        shared["all-gathered weights"]
+        < everything
+        < gathered
+        < everything + shared["all-gathered weights"]
+    )
     assert memory(ulysses=2)["activations"] < kept
     slow = step(gpu="RTX 4090")
     assert slow["step_s"] > 3 * step()["step_s"]
@@ -175,7 +203,9 @@ def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
         kept[mode] = context - ulysses
     config = model.hf.config.get_text_config()
     row = 2 * config.num_key_value_heads * config.head_dim * 2  # keys and values in bf16
-    assert kept["none"] == pytest.approx(config.num_hidden_layers * row * batch.num_tokens * (1 + 1 / 8) / 2**30)
+    assert kept["none"] == pytest.approx(
+        config.num_hidden_layers * row * batch.num_tokens * (1 + 1 / 8) / 2**30
+    )
     assert kept["full"] == 0
 
 
@@ -201,7 +231,9 @@ def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     model: Any = on_meta("qwen3_a3b_6")
     batch = packed("qwen3_a3b_6", 8)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens  # FLOPs of outputs, input gradients
+    stacked = (
+        2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens
+    )  # FLOPs of outputs, input gradients
     saved = {}
     for gpu in ("H200", "L40S"):
         plain, low = (estimated(model, batch, gpu=gpu, fp8=low) for low in (False, True))
@@ -221,15 +253,28 @@ def test_plan_counts_weight_gradients_in_fp8() -> None:
 
 
 def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
-    vision = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    text = {k: v for k, v in data.shape("small").items() if k not in ("model_type", "tie_word_embeddings")}
+    vision = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    text = {
+        k: v
+        for k, v in data.shape("small").items()
+        if k not in ("model_type", "tie_word_embeddings")
+    }
     shape = {"model_type": "llava", "image_token_index": 7}
     shape |= {
         "vision_config": {"model_type": "clip_vision_model", **vision},
         "text_config": {**text, "model_type": "qwen3"},
     }
     ids, pixels = torch.full((600,), 7), torch.zeros(1, 3, 336, 336)
-    media = {"pixel_values": Media(pixels, torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), {})}
+    media = {
+        "pixel_values": Media(
+            pixels, torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), {}
+        )
+    }
     batch = PackedBatch.from_sequences([ids], media=media)
 
     def kept(*frozen: str) -> float:
@@ -237,7 +282,9 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
         freeze(model, frozen)
         return estimated(model, batch)["memory_gib"]["activations"]
 
-    assert kept("llm", "vision") == pytest.approx(kept("vision"))  # the projector trains, through all text layers
+    assert kept("llm", "vision") == pytest.approx(
+        kept("vision")
+    )  # the projector trains, through all text layers
     assert 0 < kept("vision") < kept()
     assert kept("llm", "vision", "projector") == 0
 
@@ -285,7 +332,9 @@ def test_plan_of_attention_of_long_sequences_is_near_its_measurements() -> None:
         "8 x 32k": [2**15] * 8,
     }.items():
         row = next(row for row in measured if (row["mix"], row["rank"]) == (mix, "whole pack"))
-        batch = PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
+        batch = PackedBatch.from_sequences(
+            [torch.zeros(length, dtype=torch.long) for length in lengths]
+        )
         flops = 3 * 4 * 32 * 128 * sum(length * (length + 1) / 2 for length in lengths)
         ms = 1e3 * flops / (attention_efficiency(batch) / REST * peak)
         assert ms * faster == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.05)
@@ -325,7 +374,10 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
     fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
     work = Workload(model, PlanSettings(), batches, gpu_by_name("H200"), 1)
-    peaks = [choose(config, "mllm", fixed, 2, one).peak for one in (work, replace(work, heaviest=batches.heaviest))]
+    peaks = [
+        choose(config, "mllm", fixed, 2, one).peak
+        for one in (work, replace(work, heaviest=batches.heaviest))
+    ]
     encoder = BlockCosts(model, PlanSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
     assert peaks[1] - peaks[0] == pytest.approx((batches.heaviest(size) - 1) * encoder)
     costs[:, 1] = 0
@@ -369,7 +421,9 @@ def test_plan_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  
     for gpus in ("2", "3"):
         assert main(["plan", config, "--gpus", gpus, "data.global_batch_size=4", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out))
-    assert sizes[0]["step_s"] == pytest.approx(sizes[1]["step_s"], rel=0.1)  # one of the three has two packs, too
+    assert sizes[0]["step_s"] == pytest.approx(
+        sizes[1]["step_s"], rel=0.1
+    )  # one of the three has two packs, too
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
 
 

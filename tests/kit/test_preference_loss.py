@@ -52,7 +52,9 @@ def rows() -> list[list[tuple[Tensor, int]]]:
     found = []
     for row in range(7):
         prompt = torch.randint(3, 40, (3 + row % 4,), generator=g)
-        answers = [torch.randint(3, 40, (1 + (3 * row + side) % 5,), generator=g) for side in range(2)]
+        answers = [
+            torch.randint(3, 40, (1 + (3 * row + side) % 5,), generator=g) for side in range(2)
+        ]
         sides = [(torch.cat([prompt, answer]), len(prompt)) for answer in answers]
         found.append(sides[:1] if row == PLAIN else sides)
     return found
@@ -78,10 +80,14 @@ def packed(chosen: list[int], kto: bool = False) -> PackedBatch:
 @cache
 def padded_model(seed: int) -> Any:
     """transformers' own model with the weights that an engine of this seed has."""
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=seed))
+    engine = LanguageModelEngine(
+        LanguageModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=seed)
+    )
     engine.initialize()
     model = hf.Qwen3ForCausalLM._from_config(config_of("qwen3"), attn_implementation="eager")
-    model.load_state_dict({name.removeprefix("hf."): value for name, value in engine.model.state_dict().items()})
+    model.load_state_dict(
+        {name.removeprefix("hf."): value for name, value in engine.model.state_dict().items()}
+    )
     return model.float()
 
 
@@ -90,9 +96,13 @@ def padded_log_probs(model: Any, sequences: list[tuple[Tensor, int]]) -> tuple[T
     longest = max(len(ids) for ids, _ in sequences)
     input_ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in sequences])
     mask = torch.stack([torch.arange(longest) < len(ids) for ids, _ in sequences])
-    log_probs = model(input_ids=input_ids, attention_mask=mask.long()).logits.float().log_softmax(-1)
+    log_probs = (
+        model(input_ids=input_ids, attention_mask=mask.long()).logits.float().log_softmax(-1)
+    )
     found = log_probs[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
-    answer = torch.stack([(torch.arange(1, longest) >= prompt) for _, prompt in sequences]) & mask[:, 1:]
+    answer = (
+        torch.stack([(torch.arange(1, longest) >= prompt) for _, prompt in sequences]) & mask[:, 1:]
+    )
     return (found * answer).sum(1), answer.sum(1)
 
 
@@ -115,9 +125,15 @@ def padded_loss(settings: PreferenceLoss) -> Tensor:
         ratio = (log_probs - ref)[0] - (log_probs - ref)[1]
         match settings.loss:
             case "sigmoid":
-                term = -(1 - eps) * torch.sigmoid(beta * ratio).log() - eps * torch.sigmoid(-beta * ratio).log()
+                term = (
+                    -(1 - eps) * torch.sigmoid(beta * ratio).log()
+                    - eps * torch.sigmoid(-beta * ratio).log()
+                )
             case "robust":
-                right, wrong = -torch.sigmoid(beta * ratio).log(), -torch.sigmoid(-beta * ratio).log()
+                right, wrong = (
+                    -torch.sigmoid(beta * ratio).log(),
+                    -torch.sigmoid(-beta * ratio).log(),
+                )
                 term = ((1 - eps) * right - eps * wrong) / (1 - 2 * eps)
             case "hinge":
                 term = torch.clamp(1 - beta * ratio, min=0)
@@ -142,14 +158,22 @@ def padded_kto(settings: PreferenceLoss) -> Tensor:
         swapped.append((torch.cat([ids[:prompt], other[start:]]), prompt))
     with torch.no_grad():
         ref, _ = padded_log_probs(reference, sequences)
-        kl = (padded_log_probs(policy, swapped)[0] - padded_log_probs(reference, swapped)[0]).mean().clamp(min=0)
+        kl = (
+            (padded_log_probs(policy, swapped)[0] - padded_log_probs(reference, swapped)[0])
+            .mean()
+            .clamp(min=0)
+        )
     log_probs, lengths = padded_log_probs(policy, sequences)
     values = []
     for row, ratio in enumerate(log_probs - ref):
         if row % 2:
-            values.append(settings.desirable_weight * (1 - torch.sigmoid(settings.beta * (ratio - kl))))
+            values.append(
+                settings.desirable_weight * (1 - torch.sigmoid(settings.beta * (ratio - kl)))
+            )
         else:
-            values.append(settings.undesirable_weight * (1 - torch.sigmoid(settings.beta * (kl - ratio))))
+            values.append(
+                settings.undesirable_weight * (1 - torch.sigmoid(settings.beta * (kl - ratio)))
+            )
     nll = -log_probs[1::2].sum() / lengths[1::2].sum()
     return torch.stack(values).mean() + settings.nll_weight * nll
 
@@ -192,12 +216,21 @@ def step(engine: Any, settings: PreferenceLoss, micro_batches: list[PackedBatch]
     layout = engine.layout
     engine.config = SimpleNamespace(preference=settings, mllm=SimpleNamespace(pack_tokens=40))
     engine.preference = PreferenceLossKit(settings)
-    kept, engine.reference = engine.reference, None if settings.loss in ("simpo", "orpo") else engine.reference
-    ctx = StepContext(1, 0, "train", MetricStore(layout.world, layout.is_mp_src_rank), micro_batches)
+    kept, engine.reference = (
+        engine.reference,
+        None if settings.loss in ("simpo", "orpo") else engine.reference,
+    )
+    ctx = StepContext(
+        1, 0, "train", MetricStore(layout.world, layout.is_mp_src_rank), micro_batches
+    )
     engine.terms = engine.step_terms(ctx)
     engine.model_engine.optimizer_zero_grad()
-    totals = engine.model_engine.forward_backward_batch(micro_batches, partial(engine._forward_step, ctx))
-    loss, weight = (sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True))
+    totals = engine.model_engine.forward_backward_batch(
+        micro_batches, partial(engine._forward_step, ctx)
+    )
+    loss, weight = (
+        sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True)
+    )
     grads = {}
     for name, param in engine.model.named_parameters():
         if param.grad is not None:
@@ -229,7 +262,9 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
         model.zero_grad()
         loss = padded_loss(PreferenceLoss(**given))
         loss.backward()
-        found.append((float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()}))
+        found.append(
+            (float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()})
+        )
     return found
 
 
@@ -251,7 +286,9 @@ def test_preference_losses_and_gradients_equal_padded_reference_in_any_split() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes: dict[str, int]) -> None:
+def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(
+    ranks2, sizes: dict[str, int]
+) -> None:
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:]):
         for one, wanted, given in zip(of_rank, expected(), LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, given))
@@ -259,7 +296,9 @@ def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(ran
 
 def test_preference_metrics_are_exact_means_over_pairs() -> None:
     settings = PreferenceLoss(loss="sigmoid", beta=0.3)
-    _, _, metrics = step(engine_on(alone()), settings, [packed([0, 1]), packed([2, PLAIN, 4]), packed([5, 6])])
+    _, _, metrics = step(
+        engine_on(alone()), settings, [packed([0, 1]), packed([2, PLAIN, 4]), packed([5, 6])]
+    )
     scores = []
     with torch.no_grad():
         for row, sides in enumerate(rows()):

@@ -53,18 +53,26 @@ def test_adapters_off_without_adapters_raises() -> None:
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(tmp_path: Path, images: bool) -> None:
+def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(
+    tmp_path: Path, images: bool
+) -> None:
     processor = qwen3_vl() if images else tokenizer("qwen2_5")
     name = write_image(tmp_path / "a.png", 16, 24)
     rows: list[dict[str, Any]] = []
     for i in range(5):
         row = {"prompt": f"What is {i}?", "completion": f"{'it is ' * (i % 3)}{i}.", "label": i % 2}
-        rows.append({**row, "prompt": f"<image>{row['prompt']}", "images": [name]} if images and i % 2 else row)
+        rows.append(
+            {**row, "prompt": f"<image>{row['prompt']}", "images": [name]}
+            if images and i % 2
+            else row
+        )
     swapped = [{**row, "completion": rows[(i + 1) % 5]["completion"]} for i, row in enumerate(rows)]
     config = model_config() if images else None
     loaded = []
     for which, some in (("rows", rows), ("swapped", swapped)):
-        kit = made(write(tmp_path / f"{which}.jsonl", some), processor, config, fields={"label": "int"})
+        kit = made(
+            write(tmp_path / f"{which}.jsonl", some), processor, config, fields={"label": "int"}
+        )
         loaded.append(list(kit.loader("train")))
     parts, count = mismatched_batches(loaded[0], alone(), 256)
     assert count == 5
@@ -81,7 +89,9 @@ def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(t
         assert torch.equal(one.labels, other.labels[:count])
         assert bool((other.labels[count:] == IGNORE).all())
         assert torch.equal(one.position_ids, other.position_ids[..., :count])
-        assert {k: v.values.sum() for k, v in one.media.items()} == {k: v.values.sum() for k, v in other.media.items()}
+        assert {k: v.values.sum() for k, v in one.media.items()} == {
+            k: v.values.sum() for k, v in other.media.items()
+        }
 
 
 def test_mismatched_batches_cut_long_answers_to_the_budget(tmp_path: Path) -> None:
@@ -95,11 +105,17 @@ def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path:
     model: Any = LanguageModel.from_config(config_of("qwen3"))
     encoder = SimpleNamespace(fingerprint="rows", max_tokens=8, overlong="drop")
     data = SimpleNamespace(data_id=str, row_encoder=encoder, cache=tmp_path)
-    settings = [Settings(precision="bf16", **how) for how in ({}, {"fp8": True}, {"quantize": {"llm": "nf4"}})]
+    settings = [
+        Settings(precision="bf16", **how)
+        for how in ({}, {"fp8": True}, {"quantize": {"llm": "nf4"}})
+    ]
     files = set()
     for one in settings:
         engine: Any = SimpleNamespace(
-            config=SimpleNamespace(seed=0), model=model, data=data, model_engine=SimpleNamespace(settings=one)
+            config=SimpleNamespace(seed=0),
+            model=model,
+            data=data,
+            model_engine=SimpleNamespace(settings=one),
         )
         files.add(cache_file(engine, "train"))
     assert len(files) == 3
@@ -132,15 +148,23 @@ loop: {total_steps: 1}
         (["preference.loss=hinge", "preference.label_smoothing=0.1"], "has no label_smoothing"),
         (["preference.reference=adapters_off"], "needs LoRA"),
         (["lora.rank=4", "lora.train=[projector]"], "preference.reference=copy"),
-        (["lora.rank=4", "preference.reference=copy", "model.quantize={llm: nf4}"], "to adapters_off or cached"),
-        (["preference.loss=kto", "preference.reference=cached"], "set reference to copy or adapters_off"),
+        (
+            ["lora.rank=4", "preference.reference=copy", "model.quantize={llm: nf4}"],
+            "to adapters_off or cached",
+        ),
+        (
+            ["preference.loss=kto", "preference.reference=cached"],
+            "set reference to copy or adapters_off",
+        ),
     ],
 )
 def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
     tmp_path: Path, words: list[str], said: str
 ) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text(BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n")
+    file.write_text(
+        BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
+    )
     with pytest.raises(UserError) as error:
         compose(file, words)
     assert said in str(error.value).replace('"', "")
@@ -148,6 +172,11 @@ def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
 
 def test_preference_reference_follows_loss_and_lora(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text(BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n")
-    found = [compose(file, words).config.reference for words in ([], ["lora.rank=4"], ["preference.loss=orpo"])]  # type: ignore[attr-defined]
+    file.write_text(
+        BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
+    )
+    found = [
+        compose(file, words).config.reference
+        for words in ([], ["lora.rank=4"], ["preference.loss=orpo"])
+    ]  # type: ignore[attr-defined]
     assert found == ["copy", "adapters_off", "none"]

@@ -38,7 +38,9 @@ def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_al
     assert processor.apply_chat_template(messages, **template) == "<image><s>Why?\n"
     with pytest.raises(TemplateError, match="one prompt and one answer"):
         processor.apply_chat_template(3 * messages, **template)
-    types = media.token_types(torch.arange(4), torch.tensor([False, True, True, False]))["token_type_ids"]
+    types = media.token_types(torch.arange(4), torch.tensor([False, True, True, False]))[
+        "token_type_ids"
+    ]
     assert types.tolist() == [0, 1, 1, 1]  # the prompt, then the answer
 
 
@@ -57,7 +59,9 @@ def test_processor_call_passes_its_own_options_directly(monkeypatch: pytest.Monk
     siglip.image_seq_length = 4
     MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>")))
     assert any(options.get("return_mm_token_type_ids") is False for options in calls)
-    assert not any("return_mm_token_type_ids" in options.get("text_kwargs", {}) for options in calls)
+    assert not any(
+        "return_mm_token_type_ids" in options.get("text_kwargs", {}) for options in calls
+    )
 
 
 class UnmaskedRunner(ProcessorRunner):
@@ -66,7 +70,10 @@ class UnmaskedRunner(ProcessorRunner):
     def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
         frames = [info.num_samples // 1000 for info, _ in items]
         mask = torch.arange(max(frames) // 4) < torch.tensor(frames)[:, None] // 4
-        outputs = {"input_features": torch.ones(len(items), max(frames), 2), "input_features_mask": mask}
+        outputs = {
+            "input_features": torch.ones(len(items), max(frames), 2),
+            "input_features_mask": mask,
+        }
         return ["<a>" * (count // 4) for count in frames], outputs
 
     call_blank = None
@@ -116,7 +123,9 @@ class EqualTilesRunner(ProcessorRunner):
         counts = [info.height // 8 for info, _ in items]
         if len(set(counts)) > 1:
             raise ValueError("stack expects each tensor to be equal size")
-        return ["<i>" * count for count in counts], {"pixel_values": torch.ones(len(items), counts[0], 3, 4, 4)}
+        return ["<i>" * count for count in counts], {
+            "pixel_values": torch.ones(len(items), counts[0], 3, 4, 4)
+        }
 
     call_blank = None
 
@@ -134,7 +143,11 @@ def test_images_with_different_numbers_of_tiles_are_taken_one_at_a_time() -> Non
 def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None:
     def outputs(tiles: int) -> dict[str, torch.Tensor]:
         mask = torch.ones(1, tiles, 4, 4)
-        return {"pixel_values": torch.ones(1, tiles, 3, 8, 8), "image_sizes": torch.ones(1, 2), "image_mask": mask}
+        return {
+            "pixel_values": torch.ones(1, tiles, 3, 8, 8),
+            "image_sizes": torch.ones(1, 2),
+            "image_mask": mask,
+        }
 
     assert has_mixed_fields(outputs(3))
     assert not has_mixed_fields(outputs(2))  # a size looks like a field of two tiles
@@ -147,12 +160,18 @@ def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None
 @pytest.mark.parametrize("text", ["I and I", "II x", "I", "III<x", "Iy I\nI"])
 def test_expansions_that_depend_on_their_neighbours_are_those_of_the_whole_text(text: str) -> None:
     images = hf.Idefics2ImageProcessor(size={"shortest_edge": 16, "longest_edge": 32})
-    processor = hf.Idefics2Processor(images, tokenizer("<fake_token_around_image>", "<image>"), image_seq_len=2)
+    processor = hf.Idefics2Processor(
+        images, tokenizer("<fake_token_around_image>", "<image>"), image_seq_len=2
+    )
     media = pickle.loads(pickle.dumps(MediaHandler(processor)))  # as workers get it
     count = text.count("I")
     alone = media.expansions([MediaInfo("image", 20, 30)] * count)
     places = [(place, place + 1) for place, letter in enumerate(text) if letter == "I"]
-    found = expand_placeholders(text, places, media.runner.contexts["image"].apply(text, places, alone))[0]
+    found = expand_placeholders(
+        text, places, media.runner.contexts["image"].apply(text, places, alone)
+    )[0]
     pictures = [Image.new("RGB", (20, 30))] * count
-    ids = processor(text=[text.replace("I", "<image>")], images=[pictures], add_special_tokens=False)["input_ids"][0]
+    ids = processor(
+        text=[text.replace("I", "<image>")], images=[pictures], add_special_tokens=False
+    )["input_ids"][0]
     assert processor.tokenizer(found, add_special_tokens=False)["input_ids"] == ids

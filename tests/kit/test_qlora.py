@@ -77,12 +77,16 @@ def log_probs(engine: FSDPEngine) -> Tensor:
 def test_qlora_trains_like_lora_on_the_dequantized_base(base: Path, rounded: Path) -> None:
     engine = engine_of(base, Lora(rank=4), quantize=NF4)
     plain = engine_of(rounded, Lora(rank=4))
-    assert not torch.allclose(log_probs(engine), log_probs(engine_of(base, Lora(rank=4))), atol=1e-3)
+    assert not torch.allclose(
+        log_probs(engine), log_probs(engine_of(base, Lora(rank=4))), atol=1e-3
+    )
     assert torch.allclose(log_probs(engine), log_probs(plain), atol=1e-5)
     before = weights(engine)
     for one in (engine, plain):
         one.optimizer_zero_grad()
-        one.forward_backward_batch([BATCH], lambda b, m=one.model: (m(b, ["loss"])["loss"], b.num_loss_tokens))
+        one.forward_backward_batch(
+            [BATCH], lambda b, m=one.model: (m(b, ["loss"])["loss"], b.num_loss_tokens)
+        )
     expected = {name: param.grad for name, param in plain.model.named_parameters()}
     for name, param in engine.model.named_parameters():
         grad = expected[name]
@@ -90,7 +94,9 @@ def test_qlora_trains_like_lora_on_the_dequantized_base(base: Path, rounded: Pat
         if param.grad is not None and grad is not None:
             assert torch.allclose(param.grad, grad, atol=1e-5), name
     steps(engine, count=3)
-    changed = {name for name, value in weights(engine).items() if not same_bytes(value, before[name])}
+    changed = {
+        name for name, value in weights(engine).items() if not same_bytes(value, before[name])
+    }
     assert changed == {name for name in before if ".lora_" in name}
     # Figures count weights, not the bytes that they are stored in.
     assert [part["parameters"] for part in trained_parts(engine.model)] == [
@@ -112,7 +118,9 @@ def test_qlora_stores_linear_layers_in_4_bits_and_nothing_else(half: Path) -> No
     assert not any("embed" in name or "head" in name for name in layers)
 
 
-def train_on(folder: Path, precision: str, out: Path, sizes: dict[str, int], resume: bool) -> dict[str, Tensor]:
+def train_on(
+    folder: Path, precision: str, out: Path, sizes: dict[str, int], resume: bool
+) -> dict[str, Tensor]:
     """Two steps and a checkpoint, or two steps after that checkpoint."""
     world = World.join("cpu") if sizes else None
     layout = Layout.of(world, parallel(**sizes)) if world else None
@@ -174,11 +182,20 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
     exported = dict(entries(tmp_path / "exported" / "model.safetensors"))
-    for other in (dict(entries(tmp_path / "merged" / "model.safetensors")), dict(engine.get_per_tensor_param())):
+    for other in (
+        dict(entries(tmp_path / "merged" / "model.safetensors")),
+        dict(engine.get_per_tensor_param()),
+    ):
         assert exported.keys() == other.keys()
         assert all(torch.allclose(exported[name], other[name], atol=1e-6) for name in exported)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(rounded), str(tmp_path / "adapter"))
-    for model in (AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), theirs, theirs.merge_and_unload()):
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(rounded), str(tmp_path / "adapter")
+    )
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+        theirs,
+        theirs.merge_and_unload(),
+    ):
         logits = model.eval()(IDS).logits
         picked = logits[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0]
         assert torch.allclose(picked, expected, atol=1e-5)
@@ -197,10 +214,18 @@ def test_qlora_merge_is_close_to_that_of_peft_on_a_bitsandbytes_base(
     steps(engine, count=3)
     engine.export_hf(tmp_path / "exported", torch.float32)
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
-    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).eval()(IDS).logits
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    ours = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+        .eval()(IDS)
+        .logits
+    )
     for is_merged in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=in_4_bits, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=in_4_bits, dtype=torch.float32
+        )
         if is_merged:  # peft would quantize the merged weights again
             model = model.dequantize()
         theirs = PeftModel.from_pretrained(model, str(tmp_path / "adapter")).eval()
@@ -209,13 +234,17 @@ def test_qlora_merge_is_close_to_that_of_peft_on_a_bitsandbytes_base(
         assert torch.allclose(theirs(IDS).logits, ours, atol=bound)
 
 
-def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(tmp_path: Path) -> None:
+def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
+    tmp_path: Path,
+) -> None:
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     config = {"model_type": "qwen3", **SIZES, **changes}
 
     def build(quantize: Any) -> FSDPEngine:
         model = MLLMModelKit(Lora(rank=4)).build(ModelSource(None, config))
-        engine = engine_class("language_model")(model, parallel_alone(), Settings(seed=3, quantize=quantize))
+        engine = engine_class("language_model")(
+            model, parallel_alone(), Settings(seed=3, quantize=quantize)
+        )
         assert isinstance(engine, FSDPEngine)
         engine.initialize(adam, constant)
         return engine
@@ -245,15 +274,23 @@ def test_quantize_is_refused_where_it_cannot_work(base: Path, tmp_path: Path) ->
         with pytest.raises(UserError, match=match):
             engine_of(base, lora, train=False, **settings)
 
-    fails(r"quantized weights cannot be trained, only adapters on them \(QLoRA\). Set lora.rank=16", None, quantize=NF4)
+    fails(
+        r"quantized weights cannot be trained, only adapters on them \(QLoRA\). Set lora.rank=16",
+        None,
+        quantize=NF4,
+    )
     fails("'int3' is no format; known: nf4", Lora(), quantize={"llm": "int3"})
     fails("has no part vision; it has llm", Lora(), quantize={"vision": "nf4"})
     fails("both name llm", Lora(), quantize=NF4, fp8={"llm": True}, precision="bf16")
     narrow = tmp_path / "narrow"
     LanguageModel.from_config(config_of("qwen3")).hf.save_pretrained(narrow)  # type: ignore[operator]
-    with pytest.raises(UserError, match=r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"):
+    with pytest.raises(
+        UserError, match=r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"
+    ):
         engine_of(narrow, Lora(), train=False, quantize=NF4)
     engine_of(base, Lora(rank=4), quantize=NF4).save_checkpoint(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "hf" / "mvp.json").read_text())["quantize"] == NF4
-    with pytest.raises(UserError, match=r"trained with model.quantize=\{llm: nf4\}, and this model has other base"):
+    with pytest.raises(
+        UserError, match=r"trained with model.quantize=\{llm: nf4\}, and this model has other base"
+    ):
         engine_of(base, Lora(rank=4)).load_checkpoint(tmp_path / "saved")

@@ -22,11 +22,16 @@ from mvp_engine.kit.data.encode import row_encoder
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     page = (ROOT / "docs" / "data.md").read_text()
-    for name, code in re.findall(r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL):
+    for name, code in re.findall(
+        r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
     write(tmp_path / "photos.jsonl", with_images(tmp_path, 24))
-    write(tmp_path / "texts.jsonl", [chat(f"Count to {i}", " ".join(map(str, range(i)))) for i in range(1, 20)])
+    write(
+        tmp_path / "texts.jsonl",
+        [chat(f"Count to {i}", " ".join(map(str, range(i)))) for i in range(1, 20)],
+    )
     hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
     qwen3_vl().save_pretrained(tmp_path / "model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -43,10 +48,14 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
     words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
     assert main(["train", *words]) == 0
     lines = records(recipe / "outputs")
-    for line in lines:  # the loss is the mean over all tokens, so it lies between those of the sources
+    for (
+        line
+    ) in lines:  # the loss is the mean over all tokens, so it lies between those of the sources
         parts = [line[key] for key in ("loss_photos", "loss_texts") if line.get(key) is not None]
         assert min(parts) - 1e-4 <= line["loss"] <= max(parts) + 1e-4
-    assert all(any(line.get(key) is not None for line in lines) for key in ("loss_photos", "loss_texts"))
+    assert all(
+        any(line.get(key) is not None for line in lines) for key in ("loss_photos", "loss_texts")
+    )
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
     assert main(["data", "inspect", "chat/configs/train.yaml", "--json"]) == 0
@@ -62,28 +71,48 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
 @pytest.mark.campaign(only=True)
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
     config = recipe / "chat" / "configs" / "train.yaml"
-    text = config.read_text().replace("name: photos", "stream: true").replace("repeats: 2.0", "stream: true")
+    text = (
+        config.read_text()
+        .replace("name: photos", "stream: true")
+        .replace("repeats: 2.0", "stream: true")
+    )
     config.write_text(text + "  stream_window: 2\n")
     words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
     before = {*active_children()}
     assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
     for steps in (1, 3, 4):
-        assert main([*words, "project.dir=stopped", f"loop.total_steps={steps}", "resume=auto"]) == 0
+        assert (
+            main([*words, "project.dir=stopped", f"loop.total_steps={steps}", "resume=auto"]) == 0
+        )
     straight, stopped = (
         [(line["step"], line["epoch"], line["loss"]) for line in records(recipe / name)]
         for name in ("straight", "stopped")
     )
     assert straight == stopped
-    assert {*active_children()} <= before  # the garbage collector would wait five seconds for each worker
+    assert {
+        *active_children()
+    } <= before  # the garbage collector would wait five seconds for each worker
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
-def test_row_encoder_template_without_stop_token_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, warned = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
+def test_row_encoder_template_without_stop_token_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, warned = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
+        list[str](),
+    )
     monkeypatch.setattr(row_encoder.LOGGER, "warning", warned.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
-    settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "global_batch_tokens": 99}
-    for words, warnings in ((tokenizer("zephyr"), 0), (tokenizer("zephyr", chat_template=source), 1)):
+    settings = {
+        "sources": [{"path": f"{tmp_path}/a.jsonl"}],
+        "micro_batch_tokens": 99,
+        "global_batch_tokens": 99,
+    }
+    for words, warnings in (
+        (tokenizer("zephyr"), 0),
+        (tokenizer("zephyr", chat_template=source), 1),
+    ):
         kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
         list(kit.loader("train"))
         assert sum("does not learn to stop" in line for line in warned) == warnings

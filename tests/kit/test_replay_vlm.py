@@ -91,7 +91,9 @@ def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, caps
     planted = {"nan": 3, "huge": 11, "log": 18}
     assert main(["train", config, *(f"faults.{kind}={row}" for kind, row in planted.items())]) == 0
     [run] = list_runs(tmp_path / "outputs")
-    records = [json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()
+    ]
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         capsys.readouterr()
@@ -108,7 +110,9 @@ def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, caps
     assert huge["parameter"] is not None
 
 
-def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config: str, capsys: Any) -> None:
+def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(
+    config: str, capsys: Any
+) -> None:
     assert main(["train", config, "faults.label=5"]) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "rank 0, micro-batch" in text
@@ -120,7 +124,12 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config: st
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
     config: str, tmp_path: Path, capsys: Any
 ) -> None:
-    words = ["optim.lr=50", "optim.warmup_steps=0", "checkpoint.interval=1", "guard.max_consecutive_skips=3"]
+    words = [
+        "optim.lr=50",
+        "optim.warmup_steps=0",
+        "checkpoint.interval=1",
+        "guard.max_consecutive_skips=3",
+    ]
     assert main(["train", config, *words, "loop.epochs=3"]) == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
     [run] = list_runs(tmp_path / "outputs")
@@ -133,7 +142,9 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
     assert all(record["skipped"] == 0 for record in new.records("train"))
 
 
-def test_replay_on_a_stream_names_the_stream_and_the_row(config: str, tmp_path: Path, capsys: Any) -> None:
+def test_replay_on_a_stream_names_the_stream_and_the_row(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
     words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
     assert main(["train", config, *words, "faults.nan=3"]) == 0
     [run] = list_runs(tmp_path / "outputs")

@@ -27,7 +27,11 @@ from mvp_engine.kit import RewardLoss, RewardLossKit
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.model_engine import ModelSource, Settings, ValueModelEngine
 
-LOSSES = [RewardLoss(margin="gap", centring=0.05), RewardLoss(target="gap"), RewardLoss(target="gap", huber=0.2)]
+LOSSES = [
+    RewardLoss(margin="gap", centring=0.05),
+    RewardLoss(target="gap"),
+    RewardLoss(target="gap", huber=0.2),
+]
 
 
 class NoLog(StepContext):
@@ -39,7 +43,9 @@ class NoLog(StepContext):
 
 
 def engine_on(layout: Layout) -> ValueModelEngine:
-    engine = ValueModelEngine(ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5))
+    engine = ValueModelEngine(
+        ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5)
+    )
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
     return engine
 
@@ -57,10 +63,14 @@ def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
         own = [pairs(chosen) for chosen in split[layout.data_rank :: layout.data_size]]
         engine.optimizer_zero_grad()
         totals = engine.forward_backward_batch(own, forward)
-        loss, weight = (sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True))
+        loss, weight = (
+            sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True)
+        )
         same = layout.model_parallel_size
         named = engine.model.named_parameters()
-        grads = {n: full_tensor(p.grad).clone() / weight * same for n, p in named if p.grad is not None}
+        grads = {
+            n: full_tensor(p.grad).clone() / weight * same for n, p in named if p.grad is not None
+        }
         found.append((loss / weight, grads))
     return found
 
@@ -79,7 +89,9 @@ def classifier() -> Any:
     config.num_labels, config.pad_token_id = 1, 0
     model = hf.Qwen3ForSequenceClassification._from_config(config, attn_implementation="eager")
     state = engine_on(alone()).model.state_dict()
-    model.load_state_dict({name.replace("hf.", "model.", 1): value for name, value in state.items()})
+    model.load_state_dict(
+        {name.replace("hf.", "model.", 1): value for name, value in state.items()}
+    )
     return model
 
 
@@ -102,7 +114,10 @@ def padded_loss(settings: RewardLoss) -> Tensor:
             losses += list(error**2)
         elif row != PLAIN:
             chosen, rejected = scores
-            losses.append(-torch.sigmoid(chosen - rejected - 0.1 * row).log() + 0.05 * (chosen + rejected) ** 2)
+            losses.append(
+                -torch.sigmoid(chosen - rejected - 0.1 * row).log()
+                + 0.05 * (chosen + rejected) ** 2
+            )
     return torch.stack(losses).mean()
 
 
@@ -115,7 +130,9 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
         loss = padded_loss(settings)
         loss.backward()
         named = model.named_parameters()
-        grads = {n.replace("model.", "hf.", 1): p.grad.clone() for n, p in named if p.grad is not None}
+        grads = {
+            n.replace("model.", "hf.", 1): p.grad.clone() for n, p in named if p.grad is not None
+        }
         found.append((float(loss.detach()), grads))
     return found
 
@@ -135,7 +152,9 @@ def test_reward_loss_and_gradients_equal_padded_reference_in_any_split() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2}, {"context": 2}], ids=str)
-def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes: dict[str, int]) -> None:
+def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(
+    ranks2, sizes: dict[str, int]
+) -> None:
     for found in ranks2.run(on_ranks, sizes):
         assert_equal(found)
 
@@ -150,7 +169,9 @@ def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path
     with torch.no_grad():
         found = padded_scores(model, list(batch.input_ids.split(batch.lengths.tolist())))
     assert torch.allclose(found, scores, atol=1e-6)
-    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "reward"))), alone())
+    again = ValueModelEngine(
+        ValueModelEngine.build_model(ModelSource(str(tmp_path / "reward"))), alone()
+    )
     again.initialize()
     assert torch.equal(again.model.score.weight, engine.model.score.weight)
 

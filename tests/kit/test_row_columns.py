@@ -20,7 +20,14 @@ def test_read_row_columns_are_renamed_and_dropped_first() -> None:
 
 
 def test_read_row_unused_columns_and_message_keys_are_listed() -> None:
-    row = read_row({"messages": [QUESTION, {**ANSWER, "mood": "good"}], "text": "t", "label": "spam", "url": "u"})
+    row = read_row(
+        {
+            "messages": [QUESTION, {**ANSWER, "mood": "good"}],
+            "text": "t",
+            "label": "spam",
+            "url": "u",
+        }
+    )
     assert row.unused == ("text", "label", "url", "assistant.mood")
     assert read_row({"messages": [QUESTION, ANSWER], "system": "S", "label": True}).unused == ()
 
@@ -58,9 +65,16 @@ def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
     form = RowFormat(fields={"score": "float", "label": "int"}, prompt_only=True)
     row = read_row({"prompt": "Why?", "completion": "So.", "score": "0.5", "label": False}, form)
     assert (row.fields, row.unused) == ({"score": 0.5, "label": 0}, ())
-    answer = read_row({"question": "1+1?", "answer": 2}, RowFormat(fields={"answer": "int"}, prompt_only=True))
+    answer = read_row(
+        {"question": "1+1?", "answer": 2}, RowFormat(fields={"answer": "int"}, prompt_only=True)
+    )
     assert (roles_and_texts(answer.messages), answer.prompt_only) == ([("user", "1+1?")], True)
-    for value, why in ((None, "missing_field"), ("high", "bad_field"), (float("nan"), "bad_field"), ([1], "bad_field")):
+    for value, why in (
+        (None, "missing_field"),
+        ("high", "bad_field"),
+        (float("nan"), "bad_field"),
+        ([1], "bad_field"),
+    ):
         assert reason({"text": "t", "score": value, "label": 1}, form) == why
     assert reason({"text": "t", "score": 1, "label": 0.5}, form) == "bad_field"
 

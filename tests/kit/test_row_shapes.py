@@ -30,7 +30,9 @@ IMAGE = "user: [image]q | assistant: «a»"
 PAIR = [CHAT, "user: q | assistant: «b»"]
 HISTORY = "system: s | user: h | assistant: «r» | user: {} | assistant: «a»"
 CALL = '«<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>»'
-TOOLS = '# Tools\n<tools>\n{"type": "function", "function": {"name": "f", "parameters": {}}}\n</tools>'
+TOOLS = (
+    '# Tools\n<tools>\n{"type": "function", "function": {"name": "f", "parameters": {}}}\n</tools>'
+)
 CALLED = f"user: q | assistant: {CALL} | tool: 1 | assistant: «a»"
 RIGHT: dict[str, str | list[str]] = {
     "trl_vision_blocks": IMAGE,
@@ -80,7 +82,10 @@ NEVER = {
         {"image": None, "picture": "img/a.png"},
         r"id, picture. Rename the column with `columns: \{COLUMN: images\}`",
     ),
-    "openai_b64": ({"images": ["img/a.png"]}, "1 in the image column, but 0 place"),  # the image twice
+    "openai_b64": (
+        {"images": ["img/a.png"]},
+        "1 in the image column, but 0 place",
+    ),  # the image twice
 }
 
 
@@ -99,7 +104,9 @@ def encoders() -> dict[str, RowEncoder]:
     return {name: RowEncoder(model, max_tokens=4000, pairs=True) for name, model in models.items()}
 
 
-def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row: Any, **options: Any) -> list[str]:
+def seen(
+    encoders: dict[str, RowEncoder], name: str, folder: Path, row: Any, **options: Any
+) -> list[str]:
     """What the model sees: roles and texts, those with loss between « and ». Raises BadRow."""
     is_text = name in ("lf_sharegpt_tools", "openai_tool_calls", "reasoning_content")
     encoder = encoders["text" if is_text else "vlm"]
@@ -110,7 +117,9 @@ def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row: Any, **o
         picture = base64.b64encode((folder / "img" / "a.png").read_bytes()).decode()
         file = write(folder / f"{name}.jsonl", [json.dumps(row).replace("BASE64", picture)])
     source = open_source(file)
-    facts = encoded_row(encoder, lambda: source[0], source.where(0), source.root, RowFormat(**options))
+    facts = encoded_row(
+        encoder, lambda: source[0], source.where(0), source.root, RowFormat(**options)
+    )
     if facts["bad"]:
         raise BadRow(**facts["bad"])
     return [_shown(sequence) for sequence in facts["sequences"]]
@@ -124,7 +133,11 @@ def _shown(sequence: dict[str, Any]) -> str:
         else:
             text += f"«{segment['text']}»" if segment["learnt"] else segment["text"]
     default_system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    text = text.replace(default_system, "").replace("<|im_end|>»\n", "» | ").replace("<|im_end|>\n", " | ")
+    text = (
+        text.replace(default_system, "")
+        .replace("<|im_end|>»\n", "» | ")
+        .replace("<|im_end|>\n", " | ")
+    )
     text = text.replace("<think>\n\n</think>\n\n", "").removesuffix(" | ")
     text = text.replace("user\n<tool_response>\n1\n</tool_response>", "tool\n1")
     for role in ("system", "user", "assistant", "tool"):
@@ -168,10 +181,18 @@ def test_row_shape_reasoning_without_a_template_for_it_is_refused(
     row = SHAPES["reasoning_content"]["row"]
     with pytest.raises(BadRow, match="leaves out reasoning_content of message 1"):
         seen(encoders, "reasoning", folder, row)
-    earlier = {"messages": [*row["messages"], {"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}
+    earlier = {
+        "messages": [
+            *row["messages"],
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "b"},
+        ]
+    }
     with pytest.raises(BadRow, match="leaves out reasoning_content of message 1"):
         seen(encoders, "reasoning", folder, earlier)
-    without_loss = CHAT.replace("«", "").replace("»", "")  # the earlier answer, as Qwen3's template writes it
+    without_loss = CHAT.replace("«", "").replace(
+        "»", ""
+    )  # the earlier answer, as Qwen3's template writes it
     assert seen(encoders, "reasoning_content", folder, earlier) == [f"{without_loss} | {PAIR[1]}"]
 
 

@@ -44,20 +44,34 @@ def media_values(row: Row) -> list[Any]:
 EXPECTED_TURNS = [("user", "Why?"), ("assistant", "So.")]
 SAME_ROWS = {
     "messages": {"messages": [QUESTION, ANSWER]},
-    "messages, typed": {"messages": [{**QUESTION, "content": [{"type": "text", "text": "Why?"}]}, ANSWER]},
-    "messages, null fields": {"messages": [{**QUESTION, "tool_calls": None, "name": None}, ANSWER], "images": None},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]},
+    "messages, typed": {
+        "messages": [{**QUESTION, "content": [{"type": "text", "text": "Why?"}]}, ANSWER]
+    },
+    "messages, null fields": {
+        "messages": [{**QUESTION, "tool_calls": None, "name": None}, ANSWER],
+        "images": None,
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    },
     "alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "all of it"},
     "prompt and completion": {"prompt": "Why?", "completion": "So."},
     "prompt and completion, messages": {"prompt": [QUESTION], "completion": [ANSWER]},
     "preference": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-    "preference, messages": {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]},
+    "preference, messages": {
+        "prompt": [QUESTION],
+        "chosen": [ANSWER],
+        "rejected": [{**ANSWER, "content": "No."}],
+    },
     "preference, one message": {
         "conversations": [QUESTION],
         "chosen": ANSWER,
         "rejected": {**ANSWER, "content": "No."},
     },
-    "preference, implicit": {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, {**ANSWER, "content": "No."}]},
+    "preference, implicit": {
+        "chosen": [QUESTION, ANSWER],
+        "rejected": [QUESTION, {**ANSWER, "content": "No."}],
+    },
     "preference, implicit in strings": {"chosen": "Why? So.", "rejected": "Why? No."},
     "preference, prompt twice": {
         "prompt": "Why?",
@@ -86,7 +100,13 @@ def test_read_row_plain_text_keeps_the_text_unchanged() -> None:
 
 def test_read_row_alpaca_history_input_and_system_become_turns() -> None:
     row = read_row(
-        {"instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Ho"]], "system": "Be brief"}
+        {
+            "instruction": "Add",
+            "input": "1 2",
+            "output": "3",
+            "history": [["Hi", "Ho"]],
+            "system": "Be brief",
+        }
     )
     turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "Add\n1 2"), ("assistant", "3")]
     assert roles_and_texts(row.messages) == [("system", "Be brief"), *turns]
@@ -96,13 +116,23 @@ def test_read_row_prompt_has_no_loss_unless_a_message_sets_it() -> None:
     shared = [QUESTION, ANSWER, QUESTION]
     row = read_row({"prompt": shared, "completion": [ANSWER]})
     assert [message.loss for message in row.messages] == [False, False, False, None]
-    row = read_row({"chosen": [*shared, ANSWER], "rejected": [*shared, {**ANSWER, "content": "No."}]})
+    row = read_row(
+        {"chosen": [*shared, ANSWER], "rejected": [*shared, {**ANSWER, "content": "No."}]}
+    )
     assert [message.loss for message in row.messages] == [False, False, False, None]
     assert [message.loss for message in row.rejected] == [False, False, False, None]
     row = read_row({"prompt": [QUESTION, {**ANSWER, "loss": True}], "completion": "So."})
     assert [message.loss for message in row.messages] == [False, True, None]
     row = read_row(
-        {"messages": [QUESTION, {**ANSWER, "loss": False}, {**QUESTION, "loss": True}, {**ANSWER, "weight": 1}, ANSWER]}
+        {
+            "messages": [
+                QUESTION,
+                {**ANSWER, "loss": False},
+                {**QUESTION, "loss": True},
+                {**ANSWER, "weight": 1},
+                ANSWER,
+            ]
+        }
     )
     assert [message.loss for message in row.messages] == [None, False, True, True, None]
 
@@ -114,7 +144,9 @@ def test_read_row_tool_calls_and_results_pass_through_unchanged() -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     row = read_row({"messages": turns, "tools": [tool]})
     assert row.messages[1] == Message("assistant", (), extra={"tool_calls": [call]})
-    assert row.messages[2] == Message("tool", (text_part("2"),), extra={"tool_call_id": "1", "name": "add"})
+    assert row.messages[2] == Message(
+        "tool", (text_part("2"),), extra={"tool_call_id": "1", "name": "add"}
+    )
     assert row.tools == (tool,)
     assert read_row({"messages": turns, "tools": json.dumps([tool])}).tools == (tool,)
     assert read_row({"messages": turns, "tools": ""}).tools == ()
@@ -123,9 +155,19 @@ def test_read_row_tool_calls_and_results_pass_through_unchanged() -> None:
 def test_read_row_sharegpt_calls_and_observations_become_tool_turns() -> None:
     turns = [("system", "S"), ("human", "Q"), ("function_call", '{"name": "f", "arguments": {}}')]
     turns += [("observation", "4"), ("gpt", "A")]
-    row = read_row({"conversations": [{"from": who, "value": what} for who, what in turns], "tools": "[]"})
-    assert [message.role for message in row.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert row.messages[2].extra["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    row = read_row(
+        {"conversations": [{"from": who, "value": what} for who, what in turns], "tools": "[]"}
+    )
+    assert [message.role for message in row.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert row.messages[2].extra["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
     assert not row.messages[2].parts
 
 
@@ -137,15 +179,30 @@ BLOCKS = [
     ),
     ({"type": "text", "value": "t"}, text_part("t")),
     ({"type": "image", "image": "a.png"}, Part("image", "a.png")),
-    ({"type": "image", "path": "a.png", "max_pixels": 9}, Part("image", "a.png", {"max_pixels": 9})),
-    ({"type": "image", "url": "data:image/png;base64,AA"}, Part("image", "data:image/png;base64,AA")),
+    (
+        {"type": "image", "path": "a.png", "max_pixels": 9},
+        Part("image", "a.png", {"max_pixels": 9}),
+    ),
+    (
+        {"type": "image", "url": "data:image/png;base64,AA"},
+        Part("image", "data:image/png;base64,AA"),
+    ),
     ({"type": "image", "base64": "AA"}, Part("image", "data:image/*;base64,AA")),
     ({"type": "image", "bytes": b"x", "path": None}, Part("image", b"x")),
-    ({"type": "image", "image": {"bytes": b"x", "path": None}}, Part("image", {"bytes": b"x", "path": None})),
-    ({"type": "image_url", "image_url": {"url": "u", "detail": "low"}}, Part("image", "u", {"detail": "low"})),
+    (
+        {"type": "image", "image": {"bytes": b"x", "path": None}},
+        Part("image", {"bytes": b"x", "path": None}),
+    ),
+    (
+        {"type": "image_url", "image_url": {"url": "u", "detail": "low"}},
+        Part("image", "u", {"detail": "low"}),
+    ),
     ({"type": "image_url", "image_url": "u"}, Part("image", "u")),
     ({"image": "a.png"}, Part("image", "a.png")),
-    ({"type": "video", "video": ["1.png", b"2"], "fps": 2}, Part("video", ["1.png", b"2"], {"fps": 2})),
+    (
+        {"type": "video", "video": ["1.png", b"2"], "fps": 2},
+        Part("video", ["1.png", b"2"], {"fps": 2}),
+    ),
     ({"type": "video_url", "video_url": {"url": "v"}}, Part("video", "v")),
     ({"type": "audio", "audio": "a.wav"}, Part("audio", "a.wav")),
     (
@@ -159,7 +216,9 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("block", "part"), BLOCKS, ids=lambda value: str(value)[:50])
 def test_read_row_typed_block_in_every_spelling_gives_the_part(block: Any, part: Part) -> None:
-    row = read_row({"messages": [{"role": "user", "content": [block, {"type": "text", "text": "?"}]}, ANSWER]})
+    row = read_row(
+        {"messages": [{"role": "user", "content": [block, {"type": "text", "text": "?"}]}, ANSWER]}
+    )
     assert row.messages[0].parts == (part, text_part("?"))
 
 
@@ -172,13 +231,25 @@ def test_read_row_pil_images_and_arrays_pass_through_unchanged() -> None:
 
 
 def chat(question: Any, answer: Any = "So.", **columns: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **columns}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ],
+        **columns,
+    }
 
 
 def test_read_row_text_with_media_is_a_caption() -> None:
-    for raw in ({"image": b"x", "text": "A cat"}, {"images": [b"x"], "caption": "A cat", "url": "u"}):
+    for raw in (
+        {"image": b"x", "text": "A cat"},
+        {"images": [b"x"], "caption": "A cat", "url": "u"},
+    ):
         row = read_row(raw)
-        assert row.messages == (Message("user", (Part("image", b"x"),)), Message("assistant", (text_part("A cat"),)))
+        assert row.messages == (
+            Message("user", (Part("image", b"x"),)),
+            Message("assistant", (text_part("A cat"),)),
+        )
     assert read_row({"text": "A cat", "image": None}) == Row(text="A cat")
 
 
@@ -216,7 +287,9 @@ def test_read_row_similar_columns_are_named_in_the_error(raw: dict[str, Any], co
         ("audio_filepath", "a.wav", "audio"),
     ],
 )
-def test_read_row_media_in_a_column_that_nothing_reads_is_refused(column: str, value: Any, kind: str) -> None:
+def test_read_row_media_in_a_column_that_nothing_reads_is_refused(
+    column: str, value: Any, kind: str
+) -> None:
     raw = {"question": "Q", "answer": "A", column: value}
     with pytest.raises(BadRow, match=re.escape(f"columns: {{{column}: {kind}}}")):
         read_row(raw)
@@ -276,10 +349,24 @@ def test_read_row_given_format_overrides_detection() -> None:
         (chat("x", tools=[{"x": b"x"}]), "wrong_type"),
         ({"messages": [{**QUESTION, "loss": "yes"}, ANSWER]}, "wrong_type"),
         ({"messages": [{**QUESTION, "weight": 0.5}, ANSWER]}, "wrong_type"),
-        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "wrong_type"),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "wrong_type",
+        ),
         ({"messages": [QUESTION, {"role": "assistant", "tool_calls": "call"}]}, "wrong_type"),
-        ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f()"}]}, "bad_json"),
-        ({"messages": [{"role": "system", "content": "S"}, QUESTION, ANSWER], "system": "S"}, "two_systems"),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "x"},
+                    {"from": "function_call", "value": "f()"},
+                ]
+            },
+            "bad_json",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "S"}, QUESTION, ANSWER], "system": "S"},
+            "two_systems",
+        ),
         ({"text": ""}, "empty"),
         ({"text": 3}, "wrong_type"),
         ({"instruction": "x", "output": ""}, "no_answer"),
@@ -289,7 +376,10 @@ def test_read_row_given_format_overrides_detection() -> None:
         ({"prompt": "x", "chosen": "same", "rejected": "same"}, "equal_pair"),
         ({"prompt": "x", "chosen": "a", "rejected": ""}, "no_answer"),
         ({"chosen": "quite", "rejected": "different"}, "no_prompt"),
-        ({"prompt": "other", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "prompt_mismatch"),
+        (
+            {"prompt": "other", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]},
+            "prompt_mismatch",
+        ),
     ],
 )
 def test_read_row_each_mistake_has_its_reason_code(raw: Any, expected: str) -> None:
@@ -302,22 +392,91 @@ def test_bad_row_names_the_place_and_pickles() -> None:
             {
                 "messages": [
                     QUESTION,
-                    {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text"}]},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text"}],
+                    },
                 ]
             }
         )
     assert str(caught.value) == "wrong_type: messages[1].content[1].text is null, wanted a string"
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.reason, again.detail, str(again)) == (caught.value.reason, caught.value.detail, str(caught.value))
+    assert (again.reason, again.detail, str(again)) == (
+        caught.value.reason,
+        caught.value.detail,
+        str(caught.value),
+    )
 
 
 # Junk made of the keys and values that the reader looks for, so that it passes the first checks.
-WORDS = ["role", "from", "content", "value", "loss", "weight", "type", "text", "image", "images", "videos", "video"]
-WORDS += ["audio", "audios", "path", "url", "bytes", "base64", "data", "image_url", "input_audio", "tool_calls"]
-WORDS += ["function", "name", "arguments", "tools", "system", "history", "caption", "array", "user", "assistant"]
-WORDS += ["function_call", "tool", "<image>", "<video><audio>", "", " ", "\ud83d", "\0", "[]", "{", '{"name": "f"}']
+WORDS = [
+    "role",
+    "from",
+    "content",
+    "value",
+    "loss",
+    "weight",
+    "type",
+    "text",
+    "image",
+    "images",
+    "videos",
+    "video",
+]
+WORDS += [
+    "audio",
+    "audios",
+    "path",
+    "url",
+    "bytes",
+    "base64",
+    "data",
+    "image_url",
+    "input_audio",
+    "tool_calls",
+]
+WORDS += [
+    "function",
+    "name",
+    "arguments",
+    "tools",
+    "system",
+    "history",
+    "caption",
+    "array",
+    "user",
+    "assistant",
+]
+WORDS += [
+    "function_call",
+    "tool",
+    "<image>",
+    "<video><audio>",
+    "",
+    " ",
+    "\ud83d",
+    "\0",
+    "[]",
+    "{",
+    '{"name": "f"}',
+]
 WORDS += [key for keys in FORMATS.values() for key in keys]
-LEAVES = [None, True, False, 0, 1, -1, 1.5, float("nan"), 10**400, b"", b"x", np.zeros(3), np.array("x"), {1}]
+LEAVES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    1.5,
+    float("nan"),
+    10**400,
+    b"",
+    b"x",
+    np.zeros(3),
+    np.array("x"),
+    {1},
+]
 
 
 def junk(rng: random.Random, depth: int) -> Any:
@@ -326,7 +485,10 @@ def junk(rng: random.Random, depth: int) -> Any:
         return rng.choice(LEAVES) if rng.random() < 0.3 else rng.choice(WORDS)
     if kind < 0.65:
         return [junk(rng, depth - 1) for _ in range(rng.randrange(4))]
-    return {rng.choice([*WORDS, *WORDS, *WORDS, 3, None]): junk(rng, depth - 1) for _ in range(rng.randrange(6))}
+    return {
+        rng.choice([*WORDS, *WORDS, *WORDS, 3, None]): junk(rng, depth - 1)
+        for _ in range(rng.randrange(6))
+    }
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
@@ -348,7 +510,10 @@ def test_read_row_mutated_rows_give_a_row_or_a_bad_row() -> None:
     ]
     good += [
         {
-            "messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+            ],
             "tools": [{"a": 1}],
         }
     ]
@@ -378,8 +543,17 @@ def test_read_row_mutated_rows_give_a_row_or_a_bad_row() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from(WORDS),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.sampled_from(WORDS),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=5)
+    ),
     max_leaves=20,
 )
 

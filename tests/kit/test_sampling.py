@@ -48,7 +48,9 @@ def test_gumbel_noise_depends_on_its_key_alone(monkeypatch) -> None:
         assert torch.equal(sample_tokens(logits, keys, 3), (logits + together).argmax(-1))
     assert torch.equal(gumbel_noise(keys, 3, 77), together[:, :77])
     others = [keys_of(8, [5, -1, 2**70], 2), keys_of(7, [6, -2, 2**70 + 1], 2)]
-    all_noise = torch.cat([together, gumbel_noise(keys, 4, 1001), *(gumbel_noise(one, 3, 1001) for one in others)])
+    all_noise = torch.cat(
+        [together, gumbel_noise(keys, 4, 1001), *(gumbel_noise(one, 3, 1001) for one in others)]
+    )
     assert len(all_noise.unique()) > 0.999 * all_noise.numel()
 
 
@@ -68,9 +70,13 @@ def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied: str) -
     probs = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.015, 0.005])
     if varied == "position":
         few = keys_of(0, list(range(100)))
-        noises = torch.cat([gumbel_noise(few, position, len(probs)) for position in range(DRAWS // 100)])
+        noises = torch.cat(
+            [gumbel_noise(few, position, len(probs)) for position in range(DRAWS // 100)]
+        )
     else:
-        seeds = torch.cat([keys_of(seed, [0]) for seed in range(DRAWS)]) if varied == "seed" else None
+        seeds = (
+            torch.cat([keys_of(seed, [0]) for seed in range(DRAWS)]) if varied == "seed" else None
+        )
         others = keys_of(0, list(range(DRAWS))) if varied == "prompt" else keys_of(0, [0], DRAWS)
         noises = gumbel_noise(others if seeds is None else seeds, 0, len(probs))
     drawn = (probs.log() + noises).argmax(-1)
@@ -103,16 +109,25 @@ def with_labels(prompt: PackedBatch, tokens: list[int], token_type: int) -> Pack
 
 
 def trainer_log_probs(
-    engine: LanguageModelEngine, prompts: list[PackedBatch], found: list[Completion], temperature: float
+    engine: LanguageModelEngine,
+    prompts: list[PackedBatch],
+    found: list[Completion],
+    temperature: float,
 ) -> list[list[float]]:
     token_type = engine.model.completion_token_type
-    batch = PackedBatch.concat([with_labels(prompts[one.prompt], one.tokens, token_type) for one in found])
-    log_probs = engine.infer_batch(batch, ["log_probs"], budget=200, temperature=temperature)["log_probs"]
+    batch = PackedBatch.concat(
+        [with_labels(prompts[one.prompt], one.tokens, token_type) for one in found]
+    )
+    log_probs = engine.infer_batch(batch, ["log_probs"], budget=200, temperature=temperature)[
+        "log_probs"
+    ]
     chosen = log_probs[batch.labels != IGNORE]
     return [part.tolist() for part in chosen.split([len(one.tokens) for one in found])]
 
 
-def check_log_probs(engine: LanguageModelEngine, prompts: list[PackedBatch], found: list[Completion]) -> None:
+def check_log_probs(
+    engine: LanguageModelEngine, prompts: list[PackedBatch], found: list[Completion]
+) -> None:
     trained = trainer_log_probs(engine, prompts, found, SAMPLED.temperature)
     for one, log_probs in zip(found, trained, strict=True):
         assert one.log_probs == pytest.approx(log_probs, abs=2e-5)
@@ -120,7 +135,8 @@ def check_log_probs(engine: LanguageModelEngine, prompts: list[PackedBatch], fou
 
 SOME = ["gemma2", "gpt_oss", "gemma3", "paligemma", "qwen2_audio", "qwen2_5_vl"]
 ALL = [
-    pytest.param(name, marks=[] if name in SOME else pytest.mark.campaign(only=True)) for name in [*FAMILIES, *VISION]
+    pytest.param(name, marks=[] if name in SOME else pytest.mark.campaign(only=True))
+    for name in [*FAMILIES, *VISION]
 ]
 
 
@@ -145,7 +161,9 @@ def on_ranks(name: str, sizes: dict[str, int], budget: int | None) -> list[tuple
     mine = [ones[key] for key in keys]
     prompts = PackedBatch.concat(mine) if mine else None
     found = complete(engine, prompts, replace(SAMPLED, budget=budget), [key + 100 for key in keys])
-    if not engine.sharded or layout.data_size == 1:  # `infer_batch` needs a batch on every rank of a sharded model
+    if (
+        not engine.sharded or layout.data_size == 1
+    ):  # `infer_batch` needs a batch on every rank of a sharded model
         check_log_probs(engine, mine, found) if mine else None
     world.close()
     return [(keys[one.prompt], one.tokens) for one in found]
@@ -197,9 +215,13 @@ def test_model_temperature_per_call_equals_plain_pytorch_and_leaves_the_next_cal
     logits[:, model.placeholders] = float("-inf")
     log_p = logits.log_softmax(-1)
     of_labels = log_p.gather(-1, batch.labels.clamp(min=0)[:, None])[:, 0]
-    is_trained = (batch.labels != IGNORE) & ~torch.isin(batch.labels, torch.tensor(model.placeholders))
+    is_trained = (batch.labels != IGNORE) & ~torch.isin(
+        batch.labels, torch.tensor(model.placeholders)
+    )
     assert torch.allclose(found["log_probs"][is_trained], of_labels[is_trained], atol=1e-5)
-    assert torch.allclose(found["entropy"], -log_p.exp().mul(log_p.clamp(min=-1e9)).sum(-1), atol=1e-5)
+    assert torch.allclose(
+        found["entropy"], -log_p.exp().mul(log_p.clamp(min=-1e9)).sum(-1), atol=1e-5
+    )
     assert torch.equal(model(batch, ["log_probs"])["log_probs"], before)
     with pytest.raises(UserError, match="temperature=0"):
         model(batch, ["log_probs"], temperature=0)

@@ -81,7 +81,9 @@ def test_payload_itself_would_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["shared", "rank.00000"])
-def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path: Path, marker: Path, place: str, capsys) -> None:
+def test_checkpoint_with_a_pickle_payload_is_refused(
+    train, tmp_path: Path, marker: Path, place: str, capsys
+) -> None:
     """The checksums are right: whoever made it computed them."""
     assert train("loop.total_steps=3", dir=tmp_path / "runs") == 0
     folder = list_runs(tmp_path / "runs")[0].checkpoint_list()[-1]
@@ -113,7 +115,11 @@ def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path: Path, secre
 @pytest.mark.parametrize("dtype", ["torch.load", "torch.ops", "load", "torch.os"])
 def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path: Path, dtype: str) -> None:
     header = {"x": {"name": "x", "dtype": dtype, "shape": [3], "offset": [0]}}
-    save_file({"x": torch.ones(3)}, tmp_path / "rank_00000.safetensors", {"ranks": "1", "pieces": json.dumps(header)})
+    save_file(
+        {"x": torch.ones(3)},
+        tmp_path / "rank_00000.safetensors",
+        {"ranks": "1", "pieces": json.dumps(header)},
+    )
     with pytest.raises(CorruptCheckpoint, match="cannot be read"):
         checkpoint_format.Reader(tmp_path)
 
@@ -130,7 +136,9 @@ def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path: Path, mar
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"]
+)
 def test_weight_index_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match="a file outside of its folder"):
@@ -150,14 +158,18 @@ def model_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def with_code(folder: Path, config: str, marker: Path, auto_map: dict[str, Any], **settings: Any) -> None:
+def with_code(
+    folder: Path, config: str, marker: Path, auto_map: dict[str, Any], **settings: Any
+) -> None:
     (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
     file = folder / config
     before = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**before, **settings, "auto_map": auto_map}))
 
 
-def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder: Path, marker: Path, monkeypatch) -> None:
+def test_tokenizer_with_code_of_its_own_runs_none_of_it(
+    model_folder: Path, marker: Path, monkeypatch
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda *text: asked.append(str(text)) or "y")
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoProcessor": "evil.Evil"}
@@ -179,14 +191,24 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
     model_folder: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(config_source.LOGGER, "warning", lambda text, file: warned.append(text % file.name))
-    code = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-    config = Qwen3Config(vocab_size=320, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8)
+    monkeypatch.setattr(
+        config_source.LOGGER, "warning", lambda text, file: warned.append(text % file.name)
+    )
+    code = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+    }
+    config = Qwen3Config(
+        vocab_size=320, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
+    )
     Qwen3ForCausalLM(config).save_pretrained(model_folder)
     with_code(model_folder, "config.json", marker, code)
     with_code(model_folder, "tokenizer_config.json", marker, code)
     model = LanguageModelEngine.build_model(ModelSource(str(model_folder)))
-    kit = made(write(tmp_path / "rows.jsonl", [chat("hello", "world")]), load_processor(model_folder))
+    kit = made(
+        write(tmp_path / "rows.jsonl", [chat("hello", "world")]), load_processor(model_folder)
+    )
     assert [text.partition(",")[0] for text in warned] == [
         "config.json names code of its own (auto_map)",
         "tokenizer_config.json names code of its own (auto_map)",
@@ -196,31 +218,45 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
         model.side_files = side_files
         write_side_files(model.export_target(), tmp_path / "out")
         for file in (tmp_path / "out").glob("*.json"):
-            assert not any(key in file.read_text() for key in ("auto_map", "is_local", "local_files_only")), file
+            assert not any(
+                key in file.read_text() for key in ("auto_map", "is_local", "local_files_only")
+            ), file
     assert "evil" not in sys.modules
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello") == tokenizer("zephyr").encode("hello")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello") == tokenizer(
+        "zephyr"
+    ).encode("hello")
 
 
 @pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
-def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder: Path, secret: Path, value: str) -> None:
+def test_tokenizer_config_that_names_a_file_outside_is_refused(
+    model_folder: Path, secret: Path, value: str
+) -> None:
     file = model_folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
     with pytest.raises(UserError, match="is outside of its folder"):
         load_processor(model_folder)
 
 
-def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder: Path, secret: Path) -> None:
+def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(
+    model_folder: Path, secret: Path
+) -> None:
     (model_folder / "chat_template.jinja").unlink(missing_ok=True)
     (model_folder / "chat_template.jinja").symlink_to(secret)
     with pytest.raises(UserError, match="is a link to"):
         load_processor(model_folder)
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    small = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(small)
     target = Target.__new__(Target)
-    for key, value in {"skeleton": skeleton, "side_files": model_folder, "dtype": torch.float32}.items():
+    for key, value in {
+        "skeleton": skeleton,
+        "side_files": model_folder,
+        "dtype": torch.float32,
+    }.items():
         object.__setattr__(target, key, value)
     out = model_folder.parent / "export"
     with pytest.raises(UserError, match="which is not copied"):
@@ -228,7 +264,9 @@ def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model
     assert not any(SECRET in file.read_text() for file in out.rglob("*") if file.is_file())
 
 
-def test_links_of_the_hub_cache_and_to_files_of_the_same_name_are_read(model_folder: Path, tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_and_to_files_of_the_same_name_are_read(
+    model_folder: Path, tmp_path: Path
+) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs = tmp_path / "models--a--b" / "blobs"
     linked = tmp_path / "linked"
@@ -264,8 +302,13 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_chat_template_that_tries_to_escape_does_nothing(tmp_path: Path, marker: Path, template: str) -> None:
-    evil = template.replace("MARKER", str(marker)) + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+def test_chat_template_that_tries_to_escape_does_nothing(
+    tmp_path: Path, marker: Path, template: str
+) -> None:
+    evil = (
+        template.replace("MARKER", str(marker))
+        + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+    )
     file = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
     try:
         kit = made(file, tokenizer("zephyr", chat_template=evil))
@@ -286,7 +329,8 @@ EXPENSIVE = {
     "{{ '%2000000d' % 1 }}": "writes a text that is far longer",
     LOOPS: "loops more than",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": "loops more than",
-    "{{ range(99999) | map('string') | map('indent') | list | length * 99 }}" * 99: "seconds of CPU time",
+    "{{ range(99999) | map('string') | map('indent') | list | length * 99 }}"
+    * 99: "seconds of CPU time",
     "{% if mvp_mark is not defined %}{{ 'a' * 20000000000 }}{% endif %}": "mvp_mark is a name that templates",
 }
 
@@ -297,13 +341,17 @@ def test_chat_template_that_takes_too_much_memory_or_time_is_refused(
 ) -> None:
     monkeypatch.setattr(template_marks, "TRIAL_CPU_SECONDS", 1)
     source = template + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, the most of any child so far
+    before = resource.getrusage(
+        resource.RUSAGE_CHILDREN
+    ).ru_maxrss  # KiB, the most of any child so far
     with pytest.raises(UserError, match=EXPENSIVE[template]):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 2**20)
 
 
-def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = subprocess.run
     programs: list[str] = []
 
@@ -319,14 +367,18 @@ def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(monke
     assert len(programs) == 1
 
 
-def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     turn = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
     repeats = turn.replace("{{ m", "{{ messages[0]['content'] if m['content'] == 'x' }}{{ m")
     squares = "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}" + turn
     messages = 100 * [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     long = [{"role": "user", "content": "z" * 10**5}, *messages]
     with pytest.raises(BadRow, match="writes a text that is far longer than the row"):
-        ChatTemplate(tokenizer("zephyr", chat_template=repeats)).render(read_row({"messages": long}))
+        ChatTemplate(tokenizer("zephyr", chat_template=repeats)).render(
+            read_row({"messages": long})
+        )
     form = ChatTemplate(tokenizer("zephyr", chat_template=squares))
     form.render(read_row({"messages": messages}))
     monkeypatch.setattr(template_renderer, "RowMarks", partial(RowMarks, max_iterations=1000))
@@ -339,7 +391,9 @@ def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatc
 
 HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile://{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile {}\n"
-EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(%pipe%touch {}) (w) file\nshowpage\n%%EOF\n"
+EPS = (
+    "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(%pipe%touch {}) (w) file\nshowpage\n%%EOF\n"
+)
 
 
 def encode_and_load(encoder: Any, source: Any, index: int, format: Any) -> None:
@@ -361,17 +415,32 @@ def reasons(file: Path, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("whose", ["of the Hub", "refused", "local"])
-def test_dataset_row_that_names_files_outside_is_bad(tmp_path: Path, secret: Path, marker: Path, whose: str) -> None:
+def test_dataset_row_that_names_files_outside_is_bad(
+    tmp_path: Path, secret: Path, marker: Path, whose: str
+) -> None:
     """In local files, such paths are read: what is there is decoded as an image, and a private key is none."""
     data = tmp_path / ("datasets--org--name/snapshots/abc" if whose == "of the Hub" else "data")
     data.mkdir(parents=True)
     (data / "link.png").symlink_to(secret)
     os.mkfifo(data / "pipe.png")
-    values = ["../outside/id_rsa", str(secret), f"file://{secret}", "link.png", "../" * 40 + "etc/passwd"]
+    values = [
+        "../outside/id_rsa",
+        str(secret),
+        f"file://{secret}",
+        "link.png",
+        "../" * 40 + "etc/passwd",
+    ]
     values += ["pipe.png", "/dev/zero", "http://127.0.0.1/x.png"]
     rows = [chat([{"type": "image", "image": value}], "Yes.") for value in values]
     expected = {
-        "of the Hub": [*["path_escape"] * 3, "corrupt", "path_escape", "unsupported", "path_escape", "unsupported"],
+        "of the Hub": [
+            *["path_escape"] * 3,
+            "corrupt",
+            "path_escape",
+            "unsupported",
+            "path_escape",
+            "unsupported",
+        ],
         "refused": [*["path_escape"] * 5, "unsupported", "path_escape", "unsupported"],
         "local": [*["corrupt"] * 5, *["unsupported"] * 3],
     }
@@ -384,10 +453,14 @@ def test_image_of_a_local_file_by_absolute_path_is_read(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     name = write_image(tmp_path / "photos" / "a.png", 16, 16)
     rows = [chat("<image>?", "Yes.") | {"image": f"{tmp_path}/photos/{name}"}, chat("Hi", "Ho")]
-    assert "Bad rows: none" in made(write(tmp_path / "data" / "rows.jsonl", rows), qwen3_vl()).summary("train")
+    assert "Bad rows: none" in made(
+        write(tmp_path / "data" / "rows.jsonl", rows), qwen3_vl()
+    ).summary("train")
 
 
-def test_dataset_media_that_name_other_files_or_programs_are_bad(tmp_path: Path, secret: Path, marker: Path) -> None:
+def test_dataset_media_that_name_other_files_or_programs_are_bad(
+    tmp_path: Path, secret: Path, marker: Path
+) -> None:
     """A playlist is no video, and PostScript is no image: its decoder is a program."""
     pytest.importorskip("av")
     (tmp_path / "list.mp4").write_text(HLS.format(secret))
@@ -424,7 +497,11 @@ def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(
 ) -> None:
     file = tmp_path / "shard.tar"
     with tarfile.open(file, "w") as tar:
-        for name, data in (("a.pyd", pickle.dumps(Payload(marker))), ("a.txt", b"fine"), ("a.npy", b"x")):
+        for name, data in (
+            ("a.pyd", pickle.dumps(Payload(marker))),
+            ("a.txt", b"fine"),
+            ("a.npy", b"x"),
+        ):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
@@ -439,7 +516,9 @@ def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(
     assert SECRET not in str(error.value)
 
 
-def test_arrow_file_with_a_pickled_extension_type_runs_nothing(tmp_path: Path, marker: Path) -> None:
+def test_arrow_file_with_a_pickled_extension_type_runs_nothing(
+    tmp_path: Path, marker: Path
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     metadata = {
         b"ARROW:extension:name": b"arrow.py_extension_type",
@@ -447,7 +526,10 @@ def test_arrow_file_with_a_pickled_extension_type_runs_nothing(tmp_path: Path, m
     }
     field = pyarrow.field("text", pyarrow.string(), metadata=metadata)
     table = pyarrow.table([["fine"]], schema=pyarrow.schema([field]))
-    with pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as out, pyarrow.ipc.new_file(out, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as out,
+        pyarrow.ipc.new_file(out, table.schema) as writer,
+    ):
         writer.write_table(table)
     assert open_source(tmp_path / "rows.arrow")[0]["text"] == "fine"
 

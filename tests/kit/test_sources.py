@@ -37,7 +37,9 @@ def jsonl(file: Path, rows: list[Any] = ROWS) -> Path:
 
 def parquet(file: Path) -> Path:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=3, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.Table.from_pylist(ROWS), file, row_group_size=3, compression="none", use_dictionary=False
+    )
     return file
 
 
@@ -92,7 +94,9 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     return make(tmp_path / request.param), where
 
 
-def test_source_every_file_kind_gives_rows_in_any_order_with_their_places(made: tuple[Path, str]) -> None:
+def test_source_every_file_kind_gives_rows_in_any_order_with_their_places(
+    made: tuple[Path, str],
+) -> None:
     path, where = made
     source = open_source(path)
     rows = ROWS * 2 if path.name == "saved" else ROWS
@@ -109,15 +113,21 @@ def test_source_pickles_small_and_reads_in_other_processes(made: tuple[Path, str
     sent = pickle.dumps(source)
     assert len(sent) < 3000
     assert list(pickle.loads(sent)) == list(source)
-    with multiprocessing.get_context("fork").Pool(2) as pool:  # pyarrow and file positions are shared with the parent
+    with multiprocessing.get_context("fork").Pool(
+        2
+    ) as pool:  # pyarrow and file positions are shared with the parent
         assert pool.map(source.__getitem__, range(len(source)), chunksize=1) == list(source)
 
 
-def test_source_fingerprint_follows_the_content_not_the_path(made: tuple[Path, str], tmp_path: Path) -> None:
+def test_source_fingerprint_follows_the_content_not_the_path(
+    made: tuple[Path, str], tmp_path: Path
+) -> None:
     path, _ = made
     before = open_source(path).fingerprint
     moved = tmp_path / "elsewhere" / path.name
-    (shutil.copytree if path.is_dir() else shutil.copy)(path, moved if path.is_dir() else jsonl(moved))
+    (shutil.copytree if path.is_dir() else shutil.copy)(
+        path, moved if path.is_dir() else jsonl(moved)
+    )
     os.utime(moved, (0, 0))
     assert open_source(moved).fingerprint == before
     file = sorted(moved.glob("*.arrow"))[-1] if moved.is_dir() else moved
@@ -130,7 +140,10 @@ def test_source_fingerprint_follows_the_content_not_the_path(made: tuple[Path, s
 def test_open_source_reads_what_datasets_saves(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    rows = {"image": [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}], "text": ["a", "b"]}
+    rows = {
+        "image": [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}],
+        "text": ["a", "b"],
+    }
     data = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
     with pytest.raises(UserError, match=r"both/test, .*both/train"):
@@ -139,7 +152,9 @@ def test_open_source_reads_what_datasets_saves(tmp_path: Path) -> None:
     assert [read_row(row).media()[0].value["path"] for row in source] == [None, "b.png"]
 
 
-def test_json_lines_blank_lines_keep_line_numbers_and_broken_lines_are_bad_rows(tmp_path: Path) -> None:
+def test_json_lines_blank_lines_keep_line_numbers_and_broken_lines_are_bad_rows(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "a.jsonl"
     lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"\r", b"", b'{"text": "b"']
     lines += [b"[1]", b"\xff", b"[" * 99_999, b'{"text": "c"}']
@@ -147,7 +162,9 @@ def test_json_lines_blank_lines_keep_line_numbers_and_broken_lines_are_bad_rows(
     source = open_source(file)
     assert len(source) == 6
     assert (source[0], source[5]) == ({"text": "a"}, {"text": "c"})
-    assert [source.where(index) for index in range(6)] == [f"a.jsonl:{line}" for line in (1, 4, 5, 6, 7, 8)]
+    assert [source.where(index) for index in range(6)] == [
+        f"a.jsonl:{line}" for line in (1, 4, 5, 6, 7, 8)
+    ]
     for index, reason in ((1, "bad_json"), (2, "wrong_type"), (3, "bad_json"), (4, "bad_json")):
         with pytest.raises(BadRow) as caught:
             source[index]
@@ -180,13 +197,22 @@ def test_tar_shard_groups_members_by_name_in_any_order(tmp_path: Path) -> None:
     assert rows[0] == {"text": "A cat", "images": [b"cat"], "cls": b"3"}
     assert rows[1] == {"prompt": "<image><image>?", "completion": "2", "images": [b"x", b"y"]}
     assert rows[2] == {"text": "Far", "audios": [b"w"]}
-    assert [source.where(index) for index in range(3)] == ["a.tar:b/1", "a.tar:b/2", f"a.tar:{long}"]
+    assert [source.where(index) for index in range(3)] == [
+        "a.tar:b/1",
+        "a.tar:b/2",
+        f"a.tar:{long}",
+    ]
     assert [part.value for part in read_row(rows[1]).media()] == [b"x", b"y"]
-    assert [(m.role, m.text) for m in read_row(rows[0]).messages] == [("user", ""), ("assistant", "A cat")]
+    assert [(m.role, m.text) for m in read_row(rows[0]).messages] == [
+        ("user", ""),
+        ("assistant", "A cat"),
+    ]
 
 
 def test_tar_shard_bad_members_are_bad_rows(tmp_path: Path) -> None:
-    source = open_source(tar(tmp_path / "a.tar", {"1.json": b"[]", "2.json": b"{", "3.txt": b"\xff", "4.jpg": b"x"}))
+    source = open_source(
+        tar(tmp_path / "a.tar", {"1.json": b"[]", "2.json": b"{", "3.txt": b"\xff", "4.jpg": b"x"})
+    )
     for index, reason in enumerate(["wrong_type", "bad_json", "bad_text", "unknown_format"]):
         with pytest.raises(BadRow) as caught:
             read_row(source[index])
@@ -194,8 +220,13 @@ def test_tar_shard_bad_members_are_bad_rows(tmp_path: Path) -> None:
 
 
 def test_tar_shard_media_members_replace_the_rows_media_names(tmp_path: Path) -> None:
-    row = {"image": "1.jpg", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A"}]}
-    source = open_source(tar(tmp_path / "a.tar", {"1.json": json.dumps(row).encode(), "1.jpg": b"x"}))
+    row = {
+        "image": "1.jpg",
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A"}],
+    }
+    source = open_source(
+        tar(tmp_path / "a.tar", {"1.json": json.dumps(row).encode(), "1.jpg": b"x"})
+    )
     assert [part.value for part in read_row(source[0]).media()] == [b"x"]
 
 
@@ -207,7 +238,13 @@ def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path: Path) -> None:
         "2.txt": b"A dog",
         "readme.txt": b"no row",
     }
-    files |= {".a.jpg": b"", ".git/1.jpg": b"", "3.mp4": b"v", "notes.md": b"", "4.json": b'{"text": "alone"}'}
+    files |= {
+        ".a.jpg": b"",
+        ".git/1.jpg": b"",
+        "3.mp4": b"v",
+        "notes.md": b"",
+        "4.json": b'{"text": "alone"}',
+    }
     for name, data in files.items():
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).write_bytes(data)
@@ -230,7 +267,10 @@ def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     assert source.where(2) == "a/metadata.jsonl:3"
     with pytest.raises(BadRow, match="bad_media"):
         source[1]
-    assert open_source(tmp_path / "a" / "metadata.jsonl")[0] == {"text": "A dog", "images": ["2.PNG"]}
+    assert open_source(tmp_path / "a" / "metadata.jsonl")[0] == {
+        "text": "A dog",
+        "images": ["2.PNG"],
+    }
     (tmp_path / "a" / "metadata.csv").write_text("file_name,text\n2.PNG,A cow\n")
     assert list(open_source(tmp_path / "a")) == [{"text": "A cow", "images": ["2.PNG"]}]
 
@@ -242,7 +282,10 @@ def test_media_folder_of_texts_is_documents(tmp_path: Path) -> None:
 
 
 def test_open_source_globs_and_lists_are_one_source_with_one_root(tmp_path: Path) -> None:
-    first, second = jsonl(tmp_path / "x" / "b.jsonl", ROWS[:3]), jsonl(tmp_path / "y" / "a.jsonl", ROWS[3:])
+    first, second = (
+        jsonl(tmp_path / "x" / "b.jsonl", ROWS[:3]),
+        jsonl(tmp_path / "y" / "a.jsonl", ROWS[3:]),
+    )
     for path in (
         str(tmp_path / "*" / "*.jsonl"),
         f"{tmp_path}/**/*.jsonl",
@@ -302,10 +345,14 @@ def test_open_source_unusable_file_is_a_user_error_with_its_name(
     assert name in str(caught.value)
 
 
-def test_open_source_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_source_without_pyarrow_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"a\.parquet needs the package pyarrow: pip install 'mvp-engine\[data\]'"):
+    with pytest.raises(
+        UserError, match=r"a\.parquet needs the package pyarrow: pip install 'mvp-engine\[data\]'"
+    ):
         open_source(file)
 
 
@@ -337,7 +384,8 @@ def test_open_source_empty_folder_empty_list_and_duplicates_are_user_errors(tmp_
 def three(tmp_path: Path) -> list[Source]:
     sizes = {"a": 10, "b": 7, "c": 1}
     return [
-        open_source(jsonl(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(size)])) for name, size in sizes.items()
+        open_source(jsonl(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(size)]))
+        for name, size in sizes.items()
     ]
 
 
@@ -350,7 +398,9 @@ def test_mixture_repeats_give_exact_counts(three: list[Source]) -> None:
     assert (mixture.names, mixture.counts, len(mixture)) == (["a", "b", "c"], [10, 14, 3], 27)
     for epoch in range(3):
         seen = counts(mixture.order(5, epoch))
-        assert seen == {(s, r): n for s, size, n in ((0, 10, 1), (1, 7, 2), (2, 1, 3)) for r in range(size)}
+        assert seen == {
+            (s, r): n for s, size, n in ((0, 10, 1), (1, 7, 2), (2, 1, 3)) for r in range(size)
+        }
 
 
 def test_mixture_fractions_rotate_through_the_source_over_epochs(three: list[Source]) -> None:
@@ -384,7 +434,9 @@ def test_mixture_order_depends_on_seed_and_epoch_only(three: list[Source]) -> No
     for other in (Mixture(parts).order(1, 3), Mixture(parts).order(2, 2)):
         assert (other[:, 0] != order[:, 0]).any()
         assert counts(other) == counts(order)
-    assert [source for source, _ in order.tolist()] != sorted(source for source, _ in order.tolist())
+    assert [source for source, _ in order.tolist()] != sorted(
+        source for source, _ in order.tolist()
+    )
     plain = Mixture(parts).order(1, 2, shuffle=False).tolist()
     assert plain == [*([0, n] for n in range(10)), *([1, n % 7] for n in range(14)), *[[2, 0]] * 3]
 
@@ -397,15 +449,24 @@ def test_mixture_invalid_share_is_a_user_error(three: list[Source], share: Any) 
 
 
 def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three: list[Source]) -> None:
-    for parts, by in (([], "repeats"), ([("a", three[0], 1)] * 2, "repeats"), ([("a", three[0], 1)], "size")):
+    for parts, by in (
+        ([], "repeats"),
+        ([("a", three[0], 1)] * 2, "repeats"),
+        ([("a", three[0], 1)], "size"),
+    ):
         with pytest.raises(UserError, match="mixture needs"):
             Mixture(parts, by=by)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(tmp_path: Path, suffix: str) -> None:
+def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(
+    tmp_path: Path, suffix: str
+) -> None:
     good = json.dumps(ROWS[0])
-    twice = ['{"prompt": "a", "completion": "b", "prompt": "c"}', '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}']
+    twice = [
+        '{"prompt": "a", "completion": "b", "prompt": "c"}',
+        '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}',
+    ]
     lines = [twice[0], good, twice[1]]
     file = tmp_path / f"rows.{suffix}"
     file.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
@@ -418,7 +479,9 @@ def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(tmp_p
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
-def test_line_that_must_have_too_much_text_is_bad_before_it_is_parsed(tmp_path: Path, name: str) -> None:
+def test_line_that_must_have_too_much_text_is_bad_before_it_is_parsed(
+    tmp_path: Path, name: str
+) -> None:
     media = json.dumps({"text": "short", "image": "data:image/png;base64," + "A" * 200})
     long = "x" * 200 + "{"  # not JSON
     (tmp_path / name).write_text(f"{long}\n{media}\n")
@@ -433,7 +496,9 @@ def test_row_with_more_text_than_the_limit_is_bad_before_it_is_tokenized() -> No
     pair = {"prompt": "q", "chosen": "a" * 5, "rejected": "b" * 5}
     tools = {"prompt": "q", "completion": "a", "tools": [{"name": "f" * 9}]}
     for row, size in (({"text": "x" * 11}, 11), (pair, 12), (tools, 11)):
-        with pytest.raises(BadRow, match=f"too_long: text of {size} characters; 10 characters are allowed"):
+        with pytest.raises(
+            BadRow, match=f"too_long: text of {size} characters; 10 characters are allowed"
+        ):
             read_row(row, RowFormat(max_text=10))
         read_row(row, RowFormat(max_text=size))
     with pytest.raises(BadRow, match=r"too_long: text of 4,000,001 characters; 4,000,000"):
@@ -454,7 +519,9 @@ def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_p
     assert sizes(folder) == 20
     assert sizes(f"{folder}:test") == 10
     assert sizes(f"{folder}:test", split="eval", name="held_out") == 10
-    with pytest.raises(UserError, match=r"no split eval: name one of its splits, .*set:test, .*set:train"):
+    with pytest.raises(
+        UserError, match=r"no split eval: name one of its splits, .*set:test, .*set:train"
+    ):
         sizes(folder, split="eval")
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: data/test-*}]\n---\n"

@@ -24,14 +24,18 @@ CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
 
 
 def loaders(data: Any, ranks: int, states: list[Any] | None = None) -> list[StreamLoader]:
-    made = [data.stream_loader("train", rank=rank, world_size=ranks, seed=3) for rank in range(ranks)]
+    made = [
+        data.stream_loader("train", rank=rank, world_size=ranks, seed=3) for rank in range(ranks)
+    ]
     for loader in made:
         if states is not None:
             loader.load_rank_states(json.loads(json.dumps(states)))
     return made
 
 
-def test_stream_loader_moved_to_any_ranks_gives_each_row_once(file: Path, campaign_size: Callable[..., int]) -> None:  # noqa: F811
+def test_stream_loader_moved_to_any_ranks_gives_each_row_once(
+    file: Path, campaign_size: Callable[..., int]
+) -> None:  # noqa: F811
     dice = random.Random(campaign_size(1, 2))
     data = kit(file)
     for _ in range(campaign_size(4, 100)):
@@ -79,7 +83,8 @@ def test_stream_loader_state_of_an_earlier_version_continues(file: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "lanes"), [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)]
+    ("before", "after", "lanes"),
+    [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)],
 )
 def test_move_lanes_deals_out_even_shares(before: int, after: int, lanes: list[int]) -> None:
     states = [{"lanes": start_lanes(4, rank, before), "turn": 0} for rank in range(before)]
@@ -101,18 +106,34 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(
     train: Callable[..., int], ranks2: RankPool, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} " + "word " * (i % 30)}) + "\n" for i in range(240)))
-    words = [f"mllm.sources=[{{path: {rows}, stream: true}}]", "mllm.stream_window=2", "mllm.stream_lanes=2"]
-    words += ["loop.epochs=1", "data.num_workers=0", "resume=auto", f"project.dir={tmp_path / 'run'}"]
+    rows.write_text(
+        "".join(json.dumps({"text": f"{i} " + "word " * (i % 30)}) + "\n" for i in range(240))
+    )
+    words = [
+        f"mllm.sources=[{{path: {rows}, stream: true}}]",
+        "mllm.stream_window=2",
+        "mllm.stream_lanes=2",
+    ]
+    words += [
+        "loop.epochs=1",
+        "data.num_workers=0",
+        "resume=auto",
+        f"project.dir={tmp_path / 'run'}",
+    ]
     words += ["optim.schedule=constant"]
     assert ranks2.launch(CONFIG, *words, "fate.stop_step=2") == [EXIT_INTERRUPTED] * 2
     assert train(*words, "fate.stop_step=3", config=CONFIG) == EXIT_INTERRUPTED
     # Two ranks that share their data are one data-parallel rank.
-    assert ranks2.launch(CONFIG, *words, "parallel.ulysses=2", "fate.stop_step=4") == [EXIT_INTERRUPTED] * 2
+    assert (
+        ranks2.launch(CONFIG, *words, "parallel.ulysses=2", "fate.stop_step=4")
+        == [EXIT_INTERRUPTED] * 2
+    )
     assert ranks2.launch(CONFIG, *words) == [0, 0]
     [run] = list_runs(tmp_path / "run")
     seen = Counter[int]()
-    for note in (json.loads(line) for f in run.dir.glob("seen-*") for line in f.read_text().splitlines()):
+    for note in (
+        json.loads(line) for f in run.dir.glob("seen-*") for line in f.read_text().splitlines()
+    ):
         if note["step"] != 4 or note["rank"] == 0:  # with Ulysses both ranks have the rows
             seen.update(row for pack in note["rows"] for row in pack)
     assert seen == Counter(range(240))

@@ -38,7 +38,11 @@ def texts(rows: int = ROWS, seed: int = 0) -> list[dict[str, str]]:
 
 
 def kit(file: Path, **settings: Any) -> Any:
-    given = {"sources": [{"path": str(file), "stream": True}], "stream_window": 4, "stream_lanes": 2}
+    given = {
+        "sources": [{"path": str(file), "stream": True}],
+        "stream_window": 4,
+        "stream_lanes": 2,
+    }
     return made(file, tokenizer("zephyr"), **{**given, **settings})
 
 
@@ -52,13 +56,19 @@ def samples(batches: list[PackedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(file: Path, world: int) -> None:
-    loaders = [kit(file).stream_loader("train", rank=rank, world_size=world) for rank in range(world)]
+def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(
+    file: Path, world: int
+) -> None:
+    loaders = [
+        kit(file).stream_loader("train", rank=rank, world_size=world) for rank in range(world)
+    ]
     every = [list(loader) for loader in loaders]
     assert sorted(samples([batch for batches in every for batch in batches])) == list(range(ROWS))
     assert all(batch.num_tokens <= 256 for batches in every for batch in batches)
     for loader, batches in zip(loaders, every, strict=True):
-        assert loader.fill_ratio == pytest.approx(sum(b.num_tokens for b in batches) / 256 / len(batches))
+        assert loader.fill_ratio == pytest.approx(
+            sum(b.num_tokens for b in batches) / 256 / len(batches)
+        )
 
 
 @pytest.mark.parametrize("limit", [None, 5, 9])
@@ -71,7 +81,10 @@ def test_stream_loader_of_held_out_rows_gives_the_same_packs_on_any_ranks_and_ea
             loader = held.stream_loader("eval", rank=rank, world_size=world, **options)
             if limit is not None:
                 loader.limit_batches(limit)
-            first, again = (sorted(batch.sequence_fields["sample"].tolist() for batch in loader) for _ in range(2))
+            first, again = (
+                sorted(batch.sequence_fields["sample"].tolist() for batch in loader)
+                for _ in range(2)
+            )
             assert first == again
             found += first
         return sorted(found)
@@ -154,7 +167,9 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
         def load(self, sides: Any, root: Any, fields: dict[str, int]) -> Any:
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
             return [
-                PackedBatch.from_sequences([ids], sequence_fields={k: torch.tensor([v]) for k, v in fields.items()})
+                PackedBatch.from_sequences(
+                    [ids], sequence_fields={k: torch.tensor([v]) for k, v in fields.items()}
+                )
             ]
 
     stream = Stream.__new__(Stream)
@@ -171,7 +186,11 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
 @pytest.mark.campaign(only=True)
 def test_stream_loader_realistic_lengths_fills_packs_to_99_percent() -> None:
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
-    sizes = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096).astype(int).tolist()
+    sizes = (
+        np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096)
+        .astype(int)
+        .tolist()
+    )
     loader = lengths_only(sizes, 8192, 64, 4)
     assert sorted(samples(list(loader))) == list(range(20_000))
     assert loader.fill_ratio >= 0.99
@@ -213,7 +232,9 @@ def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"2 of \d+ rows are bad, and 1 are allowed"):
         list(kit(file, max_bad_rows=1).stream_loader("train"))
     shared = kit(file, max_bad_rows=1, stream_lanes=2)
-    first, _, third = (shared.stream_loader(rank=rank, world_size=3, folder=tmp_path / "3") for rank in range(3))
+    first, _, third = (
+        shared.stream_loader(rank=rank, world_size=3, folder=tmp_path / "3") for rank in range(3)
+    )
     list(first)  # it has one of them
     with pytest.raises(UserError, match=r"2 of 60 rows are bad, and 1 are allowed.*bad_rows.jsonl"):
         list(third)
@@ -228,7 +249,11 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     expected = list(kit(plain, stream_lanes=1).stream_loader("train"))
 
     def same(path: str) -> None:
-        got = list(kit(plain, stream_lanes=1, sources=[{"path": path, "stream": True}]).stream_loader("train"))
+        got = list(
+            kit(plain, stream_lanes=1, sources=[{"path": path, "stream": True}]).stream_loader(
+                "train"
+            )
+        )
         assert all(a.equals(b) for a, b in zip(expected, got, strict=True)), path
 
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
@@ -237,7 +262,9 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     (tmp_path / "mine.py").write_text(code)
     same(f"{tmp_path}/mine.py:rows")
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(plain.read_bytes()), daemon=True)
+    writer = threading.Thread(
+        target=lambda: (tmp_path / "pipe").write_bytes(plain.read_bytes()), daemon=True
+    )
     writer.start()
     same(str(tmp_path / "pipe"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes())))
@@ -252,7 +279,9 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
-def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(tmp_path: Path, suffix: str) -> None:
+def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(
+    tmp_path: Path, suffix: str
+) -> None:
     with tarfile.open(tmp_path / f"s.{suffix}", "w:gz" if suffix.endswith("gz") else "w") as tar:
         for i in range(8):
             name = write_image(tmp_path / f"{i}.png", 16 + 8 * (i % 2), 16, i)
@@ -278,7 +307,9 @@ def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path: Pa
     assert order[:40].count(1) == 30
     sources = [{"path": str(path), "stream": True, "weight": w} for path, w in ((a, 1.0), (b, 3.0))]
     mixed = kit(a, sources=sources)
-    found = np.concatenate([batch.sequence_fields["source"].numpy() for batch in mixed.stream_loader("train")])
+    found = np.concatenate(
+        [batch.sequence_fields["source"].numpy() for batch in mixed.stream_loader("train")]
+    )
     assert np.bincount(found).tolist() == [60, 30]
     assert mixed.source_names() == ["a", "b"]
     with pytest.raises(ValueError, match="must be streams, or none"):

@@ -28,10 +28,16 @@ def shard(file: Path, links: dict[str, tuple[bytes, str]]) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("kind", "target"), [(tarfile.LNKTYPE, "a/1.png"), (tarfile.SYMTYPE, "../a/./1.png")])
-def test_tar_shard_linked_member_has_the_content_of_its_target(tmp_path: Path, kind: bytes, target: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "target"), [(tarfile.LNKTYPE, "a/1.png"), (tarfile.SYMTYPE, "../a/./1.png")]
+)
+def test_tar_shard_linked_member_has_the_content_of_its_target(
+    tmp_path: Path, kind: bytes, target: str
+) -> None:
     again = "2.png" if kind == tarfile.SYMTYPE else "a/2.png"  # a link to a link
-    source = open_source(shard(tmp_path / "s.tar", {"./a/2.png": (kind, target), "./a/3.png": (kind, again)}))
+    source = open_source(
+        shard(tmp_path / "s.tar", {"./a/2.png": (kind, target), "./a/3.png": (kind, again)})
+    )
     assert [source[i] for i in range(3)] == [
         {"text": "one", "images": [b"PNG"]},
         {"text": "two", "images": [b"PNG"]},
@@ -47,6 +53,10 @@ def test_tar_shard_link_without_content_is_a_user_error(tmp_path: Path, target: 
 
 
 def test_stream_with_a_linked_member_is_a_user_error(tmp_path: Path) -> None:
-    stream = Stream("s", str(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, "a/1.png")})))
-    with pytest.raises(UserError, match=r"a/2.png is a link, which a stream cannot follow: set stream: false"):
+    stream = Stream(
+        "s", str(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, "a/1.png")}))
+    )
+    with pytest.raises(
+        UserError, match=r"a/2.png is a link, which a stream cannot follow: set stream: false"
+    ):
         list(stream)

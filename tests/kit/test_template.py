@@ -50,7 +50,10 @@ from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
 def test_render_assistant_turns_and_stop_token_carry_loss(name: str) -> None:
     form, stop = template(name), STOPS[name]
     assert texts_with_loss(form, HI, HELLO) == ["Hello  there!" + stop]
-    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == ["Hello  there!" + stop, "Ciao\n\n  now." + stop]
+    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [
+        "Hello  there!" + stop,
+        "Ciao\n\n  now." + stop,
+    ]
     if name not in ("gemma", "by_index"):
         assert texts_with_loss(form, SYSTEM, HI, HELLO) == ["Hello  there!" + stop]
     assert form.render(Row(messages=(HI, HELLO))).stops
@@ -58,14 +61,23 @@ def test_render_assistant_turns_and_stop_token_carry_loss(name: str) -> None:
 
 def test_render_mistral_without_header_and_with_moved_system_prompt() -> None:
     form = template("mistral")
-    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [" Hello  there!</s>", " Ciao\n\n  now.</s>"]
-    assert texts_with_loss(form, SYSTEM, HI, HELLO, BYE, CIAO) == [" Hello  there!</s>", " Ciao\n\n  now.</s>"]
+    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [
+        " Hello  there!</s>",
+        " Ciao\n\n  now.</s>",
+    ]
+    assert texts_with_loss(form, SYSTEM, HI, HELLO, BYE, CIAO) == [
+        " Hello  there!</s>",
+        " Ciao\n\n  now.</s>",
+    ]
     text = form.render(Row(messages=(SYSTEM, HI, HELLO, BYE, CIAO))).text
     assert text.index("Be brief.") > text.index("Hello"), (
         "before the last question: no rendering of a prefix contains it"
     )
     call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'
-    assert texts_with_loss(form, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [call, " Ciao\n\n  now.</s>"]
+    assert texts_with_loss(form, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [
+        call,
+        " Ciao\n\n  now.</s>",
+    ]
 
 
 def test_render_default_system_prompt_is_written_once() -> None:
@@ -80,13 +92,20 @@ def test_render_tool_calls_carry_loss_and_results_do_not() -> None:
     messages = (SYSTEM, HI, CALL, RESULT, RESULT, both, RESULT, CIAO)
     turns = [call + "<|im_end|>", f"Let me see.\n{call}\n{call}<|im_end|>", *end]
     assert texts_with_loss(template("qwen2_5"), *messages, tools=(TOOL,)) == turns
-    assert texts_with_loss(template("qwen3"), *messages[:-1], message("assistant", "4"), tools=(TOOL,)) == [
+    assert texts_with_loss(
+        template("qwen3"), *messages[:-1], message("assistant", "4"), tools=(TOOL,)
+    ) == [
         *turns[:2],
         "4<|im_end|>",
     ]
-    llama = template("llama3")  # writes the first question outside of its loop, and dumps results as JSON
+    llama = template(
+        "llama3"
+    )  # writes the first question outside of its loop, and dumps results as JSON
     call = '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'
-    assert texts_with_loss(llama, SYSTEM, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [call, "Ciao\n\n  now.<|eot_id|>"]
+    assert texts_with_loss(llama, SYSTEM, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [
+        call,
+        "Ciao\n\n  now.<|eot_id|>",
+    ]
     assert texts_with_loss(llama, HI, CALL, message("tool", "a\n5", loss=True), CIAO) == [
         call,
         "a\\n5",  # a quotation mark separates it from the stop token
@@ -113,13 +132,20 @@ def test_render_reasoning_that_the_template_keeps_carries_loss() -> None:
         assert "hm" not in form.render(Row(messages=(HI, turn, BYE, CIAO))).text
     assert texts_with_loss(form, HI, HELLO) == ["Hello  there!<|im_end|>"]
     steps = texts_with_loss(
-        form, HI, message("assistant", tool_calls=CALL.extra["tool_calls"], reasoning_content="use it"), RESULT, apart
+        form,
+        HI,
+        message("assistant", tool_calls=CALL.extra["tool_calls"], reasoning_content="use it"),
+        RESULT,
+        apart,
     )
     assert steps[0].startswith("<think>\nuse it\n</think>\n\n<tool_call>")
     assert steps[1].startswith("<think>\nhm, hm\n</think>")
     # What the generation prompt already contains carries no loss.
     off = template("qwen3", enable_thinking=False)
-    assert texts_with_loss(off, HI, HELLO, BYE, CIAO) == ["Hello  there!<|im_end|>", "Ciao\n\n  now.<|im_end|>"]
+    assert texts_with_loss(off, HI, HELLO, BYE, CIAO) == [
+        "Hello  there!<|im_end|>",
+        "Ciao\n\n  now.<|im_end|>",
+    ]
 
 
 def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block() -> None:
@@ -127,7 +153,9 @@ def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block() -> None
     tag = message("assistant", "<think>\nlong\n</think><b>4</b>")
     assert texts_with_loss(form, HI, tag, BYE, CIAO) == ["Ciao\n\n  now." + stop]
     call = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    runs = texts_with_loss(form, HI, message("assistant", tool_calls=call), RESULT, RESULT, HELLO, BYE, CIAO)
+    runs = texts_with_loss(
+        form, HI, message("assistant", tool_calls=call), RESULT, RESULT, HELLO, BYE, CIAO
+    )
     assert runs[0].startswith("<｜tool▁calls▁begin｜>")  # noqa: RUF001
     assert runs[0].endswith(stop)
     assert runs[1:] == ["Hello  there!" + stop, "Ciao\n\n  now." + stop]
@@ -141,8 +169,12 @@ def test_render_trimmed_contents_carry_loss_without_white_space() -> None:
 
 def test_render_generation_blocks_equal_transformers_assistant_mask() -> None:
     form = template("generation")
-    messages = [{"role": m.role, "content": m.parts[0].value} for m in (SYSTEM, HI, HELLO, BYE, CIAO)]
-    expected = form.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    messages = [
+        {"role": m.role, "content": m.parts[0].value} for m in (SYSTEM, HI, HELLO, BYE, CIAO)
+    ]
+    expected = form.tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
     ids, loss, _ = form.tokenize(form.render(Row(messages=(SYSTEM, HI, HELLO, BYE, CIAO))))
     assert ids == expected["input_ids"]
     assert loss == [bool(flag) for flag in expected["assistant_masks"]]
@@ -161,7 +193,10 @@ def test_render_message_loss_overrides_the_role(name: str) -> None:
     form = template(name)
     stop = STOPS.get(name, "" if name == "mistral" else "<|im_end|>")
     stop = "" if name in ("deepseek_r1", "by_index") else stop  # no stop token after a question
-    question, silent = message("user", " Bye?", loss=True), message("assistant", "Hello  there!", loss=False)
+    question, silent = (
+        message("user", " Bye?", loss=True),
+        message("assistant", "Hello  there!", loss=False),
+    )
     last = texts_with_loss(form, HI, HELLO)[-1].replace("Hello  there!", "Ciao\n\n  now.")
     assert texts_with_loss(form, HI, silent, BYE, CIAO) == [last]
     assert texts_with_loss(form, HI, silent, question, CIAO) == ["Bye?" + stop, last]
@@ -178,18 +213,34 @@ def test_render_message_loss_overrides_the_role(name: str) -> None:
 def test_render_media_are_located_at_the_templates_placeholders(options: dict[str, Any]) -> None:
     form = ChatTemplate(Processor("qwen_vl"), **options)
     shows = message("assistant", "Like ", IMAGE, " this.")
-    row = Row(messages=(message("user", IMAGE, "and", VIDEO, IMAGE, "?"), HELLO, message("user", VIDEO), shows))
+    row = Row(
+        messages=(
+            message("user", IMAGE, "and", VIDEO, IMAGE, "?"),
+            HELLO,
+            message("user", VIDEO),
+            shows,
+        )
+    )
     rendered = form.render(row)
-    assert [(place.index, place.kind) for place in rendered.media] == list(enumerate(p.kind for p in row.media()))
+    assert [(place.index, place.kind) for place in rendered.media] == list(
+        enumerate(p.kind for p in row.media())
+    )
     for place in rendered.media:
         assert rendered.text[slice(*place.span)] == f"<|{place.kind}_pad|>"
-        assert rendered.text[slice(*place.outer)] == f"<|vision_start|><|{place.kind}_pad|><|vision_end|>"
+        assert (
+            rendered.text[slice(*place.outer)]
+            == f"<|vision_start|><|{place.kind}_pad|><|vision_end|>"
+        )
     ids, _, media = form.tokenize(rendered)
     for place, token in zip(rendered.media, media, strict=True):
         assert form.tokenizer.decode(ids[slice(*token.span)]) == rendered.text[slice(*place.span)]
         assert form.tokenizer.decode(ids[slice(*token.outer)]) == rendered.text[slice(*place.outer)]
     label = "Picture 3: " if options else ""
-    assert texts_with_loss(form, *row.messages) == ["Hello  there!<|im_end|>", "Like " + label, " this.<|im_end|>"]
+    assert texts_with_loss(form, *row.messages) == [
+        "Hello  there!<|im_end|>",
+        "Like " + label,
+        " this.<|im_end|>",
+    ]
 
 
 def test_render_placeholder_in_row_text_is_a_bad_row() -> None:
@@ -230,20 +281,28 @@ def test_render_media_without_placeholder_is_a_bad_row() -> None:
     for form in template("qwen2_5"), template("llama3"), ChatTemplate(Processor("qwen_vl")):
         with pytest.raises(BadRow, match="unsupported_media"):
             form.render(shown)
-    with pytest.raises(BadRow, match="unsupported_media"):  # three special tokens: the placeholder is ambiguous
+    with pytest.raises(
+        BadRow, match="unsupported_media"
+    ):  # three special tokens: the placeholder is ambiguous
         template("qwen_vl").render(Row(messages=(message("user", IMAGE), HELLO)))
     named = ChatTemplate(tokenizer("qwen_vl"), placeholders={"image": "<|image_pad|>"})
     assert len(named.render(Row(messages=(message("user", IMAGE, IMAGE), HELLO))).media) == 2
 
 
 def test_render_row_content_left_out_by_the_template_is_a_bad_row() -> None:
-    no_tools, roles = template("phi3"), "{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}"
+    no_tools, roles = (
+        template("phi3"),
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}",
+    )
     for form, row in (
         (no_tools, Row(messages=(HI, HELLO), tools=(TOOL,))),
         (no_tools, Row(messages=(HI, CALL, RESULT, HELLO))),
         (template("gemma"), Row(messages=(SYSTEM, HI, HELLO))),
         (template("gemma"), Row(messages=(HI, HELLO, HELLO))),
-        (template("llama3"), Row(messages=(HI, message("assistant", tool_calls=CALL.extra["tool_calls"] * 2)))),
+        (
+            template("llama3"),
+            Row(messages=(HI, message("assistant", tool_calls=CALL.extra["tool_calls"] * 2))),
+        ),
         (ChatTemplate(tokenizer("zephyr", chat_template=roles)), Row(messages=(SYSTEM, HI, HELLO))),
     ):
         with pytest.raises(BadRow) as bad:
@@ -268,7 +327,9 @@ def test_chat_template_unusable_source_is_a_user_error(source: str) -> None:
 def test_render_ambiguous_spans_are_bad_rows() -> None:
     # The header of answers is not the generation prompt; a text is shown twice; a text decides what is shown.
     other = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{{ 'A:' if add_generation_prompt }}"
-    twice = "{% for m in messages %}{{ m.content }}{{ m.content if m.role == 'user' }}</s>{% endfor %}"
+    twice = (
+        "{% for m in messages %}{{ m.content }}{{ m.content if m.role == 'user' }}</s>{% endfor %}"
+    )
     peeks = "{% for m in messages %}{{ 'yes' if m.content.startswith('B') else 'no' }}{{ m.content }}</s>{% endfor %}"
     drops = "{% for m in messages if m.content != 'x' %}{{ m.content }}</s>{% endfor %}"
     question = message("user", "Bye?", loss=True)
@@ -288,8 +349,12 @@ def test_render_ambiguous_spans_are_bad_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize(("name", "oracle"), [("qwen2_5", chatml), ("phi3", phi), ("llama3", llama)])
-def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(name: str, oracle: Any, data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    ("name", "oracle"), [("qwen2_5", chatml), ("phi3", phi), ("llama3", llama)]
+)
+def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(
+    name: str, oracle: Any, data: st.DataObject
+) -> None:
     text = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
     turn = st.tuples(text, text, st.sampled_from([None, True, False]))
     messages = [message("system", data.draw(text))] if data.draw(st.booleans()) else []
@@ -299,7 +364,9 @@ def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(name: str, ora
     if not any(flags):
         return
     rendered = template(name).render(Row(messages=tuple(messages)))
-    pieces = oracle([(m.role, m.parts[0].value, flag) for m, flag in zip(messages, flags, strict=True)])
+    pieces = oracle(
+        [(m.role, m.parts[0].value, flag) for m, flag in zip(messages, flags, strict=True)]
+    )
     assert rendered.text == "".join(piece for piece, _ in pieces)
     mask = [False] * len(rendered.text)
     for start, end in rendered.loss:
@@ -316,7 +383,9 @@ def test_tokenize_white_space_in_an_answer_carries_loss_with_trimmed_offsets(tri
     assert form.tokenizer.decode(learns) == code + "<|end|>"
 
 
-def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must_start_inside() -> None:
+def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must_start_inside() -> (
+    None
+):
     form = template("phi3")
     text = "<|user|>\n\n hello<|end|>\n"
     ids = form.tokenizer(text).input_ids
@@ -325,8 +394,12 @@ def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must
     for start, first in (8, 1), (9, 1), (10, 2):
         _, loss, _ = form.tokenize(Rendered(text, ((start, text.index("\n", 11)),)))
         assert [i for i, has in enumerate(loss) if has] == list(range(first, len(ids) - 1))
-    greedy = copy.deepcopy(form.tokenizer)  # as in Phi-3's tokenizer: they include the white space after them
-    greedy.add_tokens([AddedToken(token, rstrip=True, special=True) for token in PHI], special_tokens=True)
+    greedy = copy.deepcopy(
+        form.tokenizer
+    )  # as in Phi-3's tokenizer: they include the white space after them
+    greedy.add_tokens(
+        [AddedToken(token, rstrip=True, special=True) for token in PHI], special_tokens=True
+    )
     form = ChatTemplate(greedy)
     ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, message("assistant", "\n\n ok")))))
     assert greedy.decode([id for id, has in zip(ids, loss, strict=True) if has]) == "ok<|end|>"
@@ -348,17 +421,26 @@ def test_tokenize_text_row_carries_loss_everywhere_with_one_bos_and_eos() -> Non
 
 
 def test_tokenize_conversation_has_the_bos_of_its_template_or_processor() -> None:
-    for name, process, count in ("llama3", 0, 1), ("zephyr", 0, 0), ("llama3", 1, 1), ("zephyr", 1, 1):
+    for name, process, count in (
+        ("llama3", 0, 1),
+        ("zephyr", 0, 0),
+        ("llama3", 1, 1),
+        ("zephyr", 1, 1),
+    ):
         made = adds_bos(name)
         form = ChatTemplate(SimpleNamespace(tokenizer=made) if process else made)
         ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, HELLO))))
         assert ids.count(made.bos_token_id) == count
-        assert made.decode([id for id, has in zip(ids, loss, strict=True) if has]).startswith("Hello  there!")
+        assert made.decode([id for id, has in zip(ids, loss, strict=True) if has]).startswith(
+            "Hello  there!"
+        )
     shown = Processor("llava", adds_bos("llava"))
     ids, _, media = ChatTemplate(shown).tokenize(
         ChatTemplate(shown).render(Row(messages=(message("user", IMAGE), HELLO)))
     )
-    assert [ids[0], *ids[slice(*media[0].span)]] == shown.tokenizer.convert_tokens_to_ids(["<s>", "<image>"])
+    assert [ids[0], *ids[slice(*media[0].span)]] == shown.tokenizer.convert_tokens_to_ids(
+        ["<s>", "<image>"]
+    )
 
 
 def test_truncate_never_splits_a_media_span() -> None:
@@ -370,7 +452,14 @@ def test_truncate_never_splits_a_media_span() -> None:
         assert len(kept) == len(mask) <= limit
         assert all(end <= len(kept) or start >= len(kept) for start, end in media)
         assert whole == sum(end <= len(kept) for _, end in media)
-    assert [len(truncate(ids, loss, media, limit)[0]) for limit in (4, 6, 7, 8, 10, 99)] == [3, 6, 6, 8, 9, 12]
+    assert [len(truncate(ids, loss, media, limit)[0]) for limit in (4, 6, 7, 8, 10, 99)] == [
+        3,
+        6,
+        6,
+        8,
+        9,
+        12,
+    ]
     for mask, limit in (loss, 2), ([True] + [False] * 11, 12):  # nothing predicts the first token
         with pytest.raises(BadRow, match="nothing_to_learn"):
             truncate(ids, mask, media, limit)
@@ -388,12 +477,18 @@ def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template() ->
         ChatTemplate(bare).render(Row(messages=(HI, HELLO)))
 
 
-def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_its_tokenizer(tmp_path: Path) -> None:
+def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_its_tokenizer(
+    tmp_path: Path,
+) -> None:
     tokenizer("qwen_vl").save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "processor_class": "Qwen3VLProcessor"}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "processor_class": "Qwen3VLProcessor"})
+    )
     found = load_processor(tmp_path)
     assert found.encode("two words") == tokenizer("qwen_vl").encode("two words")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl", "vision_config": {}})
+    )
     with pytest.raises(UserError, match="has no processor"):  # of a VLM, the processor is missing
         load_processor(tmp_path)

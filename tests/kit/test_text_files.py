@@ -14,14 +14,19 @@ from mvp_engine.kit.data.read.sources import open_source
 
 
 def test_csv_file_rows_keep_line_numbers_and_empty_cells_are_absent(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes('\ufeffprompt,completion,n\r\n"a\r\n,b",c,\r\n\r\nd,e\r\nf,g,1\r\n'.encode())
+    (tmp_path / "a.csv").write_bytes(
+        '\ufeffprompt,completion,n\r\n"a\r\n,b",c,\r\n\r\nd,e\r\nf,g,1\r\n'.encode()
+    )
     source = open_source(tmp_path / "a.csv")
     assert source[0] == {"prompt": "a\r\n,b", "completion": "c", "n": None}
     assert [source.where(i) for i in range(3)] == ["a.csv:2", "a.csv:5", "a.csv:6"]
     with pytest.raises(BadRow, match="2 cells, but the header has 3"):
         source[1]
     (tmp_path / "a.tsv").write_text("text\tn\nx,y\t1\n")
-    assert pickle.loads(pickle.dumps(open_source(tmp_path / "a.tsv")))[0] == {"text": "x,y", "n": "1"}
+    assert pickle.loads(pickle.dumps(open_source(tmp_path / "a.tsv")))[0] == {
+        "text": "x,y",
+        "n": "1",
+    }
 
 
 def test_text_file_gives_one_row_per_line(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ try:
 except BadRow as bad:
     print(bad.reason)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout == "timeout\n"
 
 

@@ -54,7 +54,10 @@ BY_TEXT = """\
 {{- '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "", "parameters": {"type": "object"}},
+}
 
 
 def form_of(source: str, **options: Any) -> ChatTemplate:
@@ -89,7 +92,9 @@ def tool_row(arguments: Any) -> list[dict[str, Any]]:
 # ---- Tool calls -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "deepseek_r1", "by argument", "+", "~"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "llama3", "mistral", "deepseek_r1", "by argument", "+", "~"]
+)
 def test_tool_arguments_as_json_text_are_learnt_like_objects(name: str) -> None:
     sources = {
         "by argument": BY_ARGUMENT,
@@ -99,7 +104,9 @@ def test_tool_arguments_as_json_text_are_learnt_like_objects(name: str) -> None:
     form = form_of(sources[name]) if name in sources else template(name)
     arguments = {"city": "Zürich", "days": [1, None], "it's": "o'clock"}
     from_text = learnt(form, *tool_row(json.dumps(arguments)))
-    assert from_text == learnt(form, *tool_row(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)))
+    assert from_text == learnt(
+        form, *tool_row(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False))
+    )
     assert from_text == learnt(form, *tool_row(arguments))
     in_json = json.dumps(arguments, ensure_ascii=False)
     expected = 'city: "Zürich"\ndays: [1, null]' if name == "by argument" else in_json
@@ -110,7 +117,12 @@ def test_tool_arguments_as_json_text_are_learnt_like_objects(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [("{'city': 'Bern'}", "bad_json"), ('{"city": ', "bad_json"), ('["Bern"]', "wrong_type"), ([1], "wrong_type")],
+    [
+        ("{'city': 'Bern'}", "bad_json"),
+        ('{"city": ', "bad_json"),
+        ('["Bern"]', "wrong_type"),
+        ([1], "wrong_type"),
+    ],
 )
 def test_tool_arguments_that_are_no_object_are_a_bad_row(arguments: Any, reason: str) -> None:
     with pytest.raises(BadRow, match=r"messages\[1\].tool_calls\[0\].arguments") as bad:
@@ -120,11 +132,18 @@ def test_tool_arguments_that_are_no_object_are_a_bad_row(arguments: Any, reason:
 
 def test_tool_calls_empty_list_is_a_turn_without_calls() -> None:
     """Arrow fills the turns without calls with an empty list; some templates ask for the key alone."""
-    assert "tool_calls" not in read_row({"messages": [user(), answer("Cold.", tool_calls=[])]}).messages[1].extra
+    assert (
+        "tool_calls"
+        not in read_row({"messages": [user(), answer("Cold.", tool_calls=[])]}).messages[1].extra
+    )
 
 
 def test_template_that_writes_the_first_of_two_calls_is_a_bad_row() -> None:
-    first = form_of(BY_TEXT.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]").replace("CALL", "'()'"))
+    first = form_of(
+        BY_TEXT.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]").replace(
+            "CALL", "'()'"
+        )
+    )
     with pytest.raises(BadRow, match="leaves out the tool call 'weather'"):
         learnt(first, user(), calls("", count=2), RESULT, answer("Cold."))
 
@@ -162,7 +181,9 @@ def test_turn_without_its_reasoning_carries_no_loss_and_is_counted(name: str) ->
         row = read_row({"messages": [user(), first, user(), answer("Two.", "ah")]})
         rendered = form.render(row)
         (span,) = rendered.loss
-        assert re.fullmatch(r"(<think>)?\n?ah\n</think>\s*Two.<\|im_end\|>", rendered.text[slice(*span)])
+        assert re.fullmatch(
+            r"(<think>)?\n?ah\n</think>\s*Two.<\|im_end\|>", rendered.text[slice(*span)]
+        )
         assert rendered.reasoning_left_out == form.reasoning_left_out(row) == 1
     plain = [user(), answer("One."), user(), answer("Two.")]
     assert form.reasoning_left_out(read_row({"messages": plain})) == 0
@@ -184,11 +205,15 @@ def test_empty_reasoning_block_of_the_template_carries_no_loss(name: str) -> Non
     for nothing in (None, "", " "):
         assert learnt(form, user(), answer("One.", nothing)) == ["One.<|im_end|>"]
     assert "</think>" in form.render(read_row({"messages": [user(), answer("One.")]})).text
-    own = learnt(form, user(), answer("<think>\n\n</think>\n\nOne."))  # the row says that it is to be learnt
+    own = learnt(
+        form, user(), answer("<think>\n\n</think>\n\nOne.")
+    )  # the row says that it is to be learnt
     assert "</think>" in own[0]
 
 
-def test_inspect_counts_turns_without_their_reasoning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_turns_without_their_reasoning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from mvp_engine.cli import main
 
     tokenizer("qwen3").save_pretrained(tmp_path / "model")
@@ -221,9 +246,7 @@ NAMES = sorted(file.stem for file in PUBLISHED.glob("*.jinja"))
 WRITES_CALLS = [name for name in NAMES if "tool_calls" in (PUBLISHED / f"{name}.jinja").read_text()]
 # Its tool calls are text, and it has no place for the declarations of tools.
 WITHOUT_TOOLS = ["deepseekv3"]
-REASONS = (
-    "diffusion_gemma glm4moe gptoss lfm2_2_5 nemotron_3_nano nemotron_3_super nemotron_3_ultra qwen3 qwen3_5_nothink"
-)
+REASONS = "diffusion_gemma glm4moe gptoss lfm2_2_5 nemotron_3_nano nemotron_3_super nemotron_3_ultra qwen3 qwen3_5_nothink"
 REASONS += " qwen3_5_think qwen3_6"
 
 
@@ -256,7 +279,9 @@ def test_published_template_learns_tool_arguments_as_objects(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in REASONS.split() if name in NAMES])
-def test_published_template_learns_reasoning_of_the_last_answer_and_no_turn_that_lost_it(name: str) -> None:
+def test_published_template_learns_reasoning_of_the_last_answer_and_no_turn_that_lost_it(
+    name: str,
+) -> None:
     form = published(name)
     messages = [user("Q1"), answer("One.", "hm"), user("Q2"), answer("Two.", "ah")]
     assert form.reasoning_left_out(read_row({"messages": messages})) == 1

@@ -44,7 +44,9 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def plain_engine(seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings: Any) -> FSDPEngine:
+def plain_engine(
+    seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings: Any
+) -> FSDPEngine:
     model = MLLMModelKit(lora).adapt(Net(seed))
     engine = FSDPEngine(model, layout or alone(), Settings(**settings))
     engine.initialize(adam, constant)
@@ -56,7 +58,10 @@ def step(engine: FSDPEngine) -> None:
 
 
 def tensors(engine: FSDPEngine) -> dict[str, Tensor]:
-    return {name: full_tensor(value.detach()).clone() for name, value in engine.model.state_dict().items()}
+    return {
+        name: full_tensor(value.detach()).clone()
+        for name, value in engine.model.state_dict().items()
+    }
 
 
 def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
@@ -67,18 +72,29 @@ def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
         return tensors(engine)
 
 
-def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2, tmp_path: Path) -> None:
+def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(
+    ranks2, tmp_path: Path
+) -> None:
     start = plain_engine(0, Lora(rank=2))
     assert torch.equal(start.model(X), Net()(X))
     adapted = [name for name, _ in start.model.named_parameters() if "lora_A" in name]
-    assert adapted == ["blocks.0.lora_A.weight", "blocks.1.lora_A.weight"]  # of the blocks, not of the head
+    assert adapted == [
+        "blocks.0.lora_A.weight",
+        "blocks.1.lora_A.weight",
+    ]  # of the blocks, not of the head
     trained = ranks2.run(saved_by_two_shards, str(tmp_path / "saved"))[0]
-    names = {name.removeprefix("model.") for name in Reader(tmp_path / "saved").entries if name.startswith("model.")}
+    names = {
+        name.removeprefix("model.")
+        for name in Reader(tmp_path / "saved").entries
+        if name.startswith("model.")
+    }
     assert names == {n for n in trained if ".lora_" in n or n.startswith("head.")} | {"count"}
     again = plain_engine(0, Lora(rank=2))
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), trained)
-    with pytest.raises(UserError, match=r"leaves out the frozen blocks\.0\.\w+ .*which has other values"):
+    with pytest.raises(
+        UserError, match=r"leaves out the frozen blocks\.0\.\w+ .*which has other values"
+    ):
         plain_engine(1, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
 
 
@@ -95,7 +111,9 @@ def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainable_only", [None, False, True])
-def test_frozen_plain_module_is_saved_whole_unless_trainable_only(trainable_only: bool | None, tmp_path: Path) -> None:
+def test_frozen_plain_module_is_saved_whole_unless_trainable_only(
+    trainable_only: bool | None, tmp_path: Path
+) -> None:
     settings: Any = {"freeze": ("blocks.*",), "trainable_only": trainable_only}
     engine = plain_engine(0, **settings)
     step(engine)
@@ -118,7 +136,9 @@ def test_lora_with_trainable_only_false_saves_the_base_too(tmp_path: Path) -> No
     assert same(tensors(other), tensors(engine))
 
 
-def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its_folder(tmp_path: Path) -> None:
+def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its_folder(
+    tmp_path: Path,
+) -> None:
     folder_of("qwen3", tmp_path / "base")
 
     def built(**settings: Any) -> LanguageModelEngine:

@@ -81,7 +81,9 @@ def test_media_type_is_as_listed_in_every_column(name: str, ranks2: RankPool) ->
         ("vibevoice_asr", "its encoder adds random noise"),
     ],
 )
-def test_media_type_that_cannot_be_trained_is_refused_with_the_reason(name: str, reason: str) -> None:
+def test_media_type_that_cannot_be_trained_is_refused_with_the_reason(
+    name: str, reason: str
+) -> None:
     if transformers.__version__ != LISTED["transformers"]:
         pytest.skip("another version of transformers than that of the matrix")
     trial = try_type(name)

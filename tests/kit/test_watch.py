@@ -38,10 +38,14 @@ def kit(tmp_path: Path) -> Any:
     return made(write(tmp_path / "a.jsonl", rows), tokenizer("zephyr"))
 
 
-def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit: Any, monkeypatch) -> None:
+def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(
+    kit: Any, monkeypatch
+) -> None:
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
-    with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"):
+    with pytest.raises(
+        UserError, match=r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"
+    ):
         list(kit.loader("train", num_workers=2))
 
 
@@ -76,7 +80,9 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
 
 
 def test_watchdog_hanging_worker_raises_with_its_row(kit: Any, monkeypatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # until it is ended
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
+    )  # until it is ended
     broken_at(kit, 7, lambda: time.sleep(600))
     monkeypatch.setattr(MLLMData, "stall_seconds", 1.0)
     with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):

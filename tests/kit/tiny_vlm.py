@@ -43,12 +43,15 @@ def qwen3_vl() -> Any:
     words = tokenizer("qwen_vl")
     videos = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
     template = (FOLDER / "qwen_vl.jinja").read_text()
-    return hf.Qwen3VLProcessor(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, videos, chat_template=template)
+    return hf.Qwen3VLProcessor(
+        hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, videos, chat_template=template
+    )
 
 
 def model_config() -> Any:
     ids: dict[str, Any] = {
-        f"{kind}_token_id": tokenizer("qwen_vl").convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")
+        f"{kind}_token_id": tokenizer("qwen_vl").convert_tokens_to_ids(f"<|{kind}_pad|>")
+        for kind in ("image", "video")
     }
     ids["vision_start_token_id"] = tokenizer("qwen_vl").convert_tokens_to_ids("<|vision_start|>")
     rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
@@ -56,7 +59,12 @@ def model_config() -> Any:
 
 
 def chat(question: Any, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def write_image(file: Path, width: int, height: int, seed: int = 0) -> str:
@@ -66,7 +74,9 @@ def write_image(file: Path, width: int, height: int, seed: int = 0) -> str:
 
 
 def write(file: Path, rows: list[Any]) -> Path:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return file
 
 
@@ -81,7 +91,13 @@ def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLL
 def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
     found = []
     for i in range(rows):
-        names = [write_image(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i) for j in range(i % 3)]
-        question = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": f"How many? {i}"}]
+        names = [
+            write_image(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i)
+            for j in range(i % 3)
+        ]
+        question = [
+            *({"type": "image", "image": name} for name in names),
+            {"type": "text", "text": f"How many? {i}"},
+        ]
         found.append(chat(question, f"{len(names)} pictures."))
     return found

@@ -20,7 +20,10 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 
-WHOLE_FOLDERS = ("qwen2_5_omni", "qwen3_omni_moe")  # their export is tried in tests/kit/speech/speech_sweep.py
+WHOLE_FOLDERS = (
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+)  # their export is tried in tests/kit/speech/speech_sweep.py
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
 
 
@@ -53,7 +56,11 @@ def lora(name: str, rows: Rows) -> bool | str:
     if not any(bool(grad.any()) for key, grad in found[0].items() if key != "log-probs"):
         return "the adapters get no gradients"
     difference = worst_difference(*found)
-    return True if difference <= TOLERANCE else f"adapters: packed rows differ from single ones by {difference:.1e}"
+    return (
+        True
+        if difference <= TOLERANCE
+        else f"adapters: packed rows differ from single ones by {difference:.1e}"
+    )
 
 
 def export(name: str, rows: Rows) -> bool | str:
@@ -67,13 +74,23 @@ def export(name: str, rows: Rows) -> bool | str:
             return str(error)
         read, problems = _read(type(model.hf), folder)
         if problems:
-            model._skeleton(type(model.hf)).to_empty(device="cpu").save_pretrained(Path(parent) / "saved")
+            model._skeleton(type(model.hf)).to_empty(device="cpu").save_pretrained(
+                Path(parent) / "saved"
+            )
             is_own = bool(_read(type(model.hf), Path(parent) / "saved")[1])
-            return CANNOT_READ if is_own else f"transformers reads the exported folder with {problems}"
+            return (
+                CANNOT_READ if is_own else f"transformers reads the exported folder with {problems}"
+            )
         own = torch.cat([model(rows.ones[i], ["log_probs"])["log_probs"] for i in rows.runnable])
-        expected = torch.cat([own_log_probs(read.eval(), rows.ones[i], rows.given[i]) for i in rows.runnable])
+        expected = torch.cat(
+            [own_log_probs(read.eval(), rows.ones[i], rows.given[i]) for i in rows.runnable]
+        )
     difference = float((own - expected).abs().max())
-    return True if difference <= TOLERANCE else f"log-probs of the exported folder differ by {difference:.1e}"
+    return (
+        True
+        if difference <= TOLERANCE
+        else f"log-probs of the exported folder differ by {difference:.1e}"
+    )
 
 
 def _read(model_class: Any, folder: Path) -> tuple[Any, dict[str, list[str]]]:
@@ -92,4 +109,6 @@ def on_two_ranks(name: str, rows: Rows, pool: Any, **sizes: int) -> bool | str:
 
 
 def _on_layout(name: str, batch: bytes, sizes: dict[str, int]) -> dict[str, Tensor] | str:
-    return tensors_or_reason(lambda layout: outputs_and_gradients(build(name), layout, pickle.loads(batch)), sizes)
+    return tensors_or_reason(
+        lambda layout: outputs_and_gradients(build(name), layout, pickle.loads(batch)), sizes
+    )

@@ -39,11 +39,18 @@ EXCEPTIONS: dict[str, Special] = {
         config={
             "text_config": {
                 "rope_parameters": {
-                    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+                    "full_attention": {
+                        "rope_type": "default",
+                        "rope_theta": 1e4,
+                        "mrope_section": [1, 1, 2],
+                    }
                 }
             }
         },
-        places={kind: f"<|VISION_START|><|{kind.upper()}_PAD|><|VISION_END|>" for kind in ("image", "video")},
+        places={
+            kind: f"<|VISION_START|><|{kind.upper()}_PAD|><|VISION_END|>"
+            for kind in ("image", "video")
+        },
         tokens=(),
         aliases={},
     ),
@@ -54,7 +61,9 @@ EXCEPTIONS: dict[str, Special] = {
         options={"patch_size": 4},
         config={
             "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-            "vision_config": {"sam_config": {**SAM, "image_size": 256, "downsample_channels": [24, 32]}},
+            "vision_config": {
+                "sam_config": {**SAM, "image_size": 256, "downsample_channels": [24, 32]}
+            },
         },
     ),
     "unlimited_ocr": Special(
@@ -62,7 +71,8 @@ EXCEPTIONS: dict[str, Special] = {
         config={"vision_config": {"sam_config": {**SAM, "downsample_channels": [24, 32]}}},
     ),
     "deepseek_vl_hybrid": Special(
-        config={"high_res_vision_config": SAM}, images={"high_res_size": {"height": 64, "width": 64}}
+        config={"high_res_vision_config": SAM},
+        images={"high_res_size": {"height": 64, "width": 64}},
     ),
     "diffusion_gemma": Special(
         image_processor="Gemma4ImageProcessor",
@@ -81,16 +91,31 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "ernie4_5_vl_moe": Special(
         videos={"draw_on_frames": False},
-        places={kind: f"<|{kind}_start_token|><|{kind}_token|><|{kind}_end_token|>" for kind in ("image", "video")},
-        config={"text_config": {**MROPE, "moe_intermediate_size": [16, 16], "moe_num_shared_experts": 1}},
+        places={
+            kind: f"<|{kind}_start_token|><|{kind}_token|><|{kind}_end_token|>"
+            for kind in ("image", "video")
+        },
+        config={
+            "text_config": {**MROPE, "moe_intermediate_size": [16, 16], "moe_num_shared_experts": 1}
+        },
     ),
     "exaone4_5": qwen_like(config={}),
     "fast_vlm": Special(
         processor_of="llava",
         needs="timm",
         images={"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
-        options={"patch_size": 32, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
-        config={"vision_config": {"architecture": "test_efficientnet_ln", "hidden_size": 256, "model_args": DROP}},
+        options={
+            "patch_size": 32,
+            "vision_feature_select_strategy": "full",
+            "num_additional_image_tokens": 0,
+        },
+        config={
+            "vision_config": {
+                "architecture": "test_efficientnet_ln",
+                "hidden_size": 256,
+                "model_args": DROP,
+            }
+        },
     ),
     "perception_lm": Special(
         needs="timm",
@@ -102,7 +127,13 @@ EXCEPTIONS: dict[str, Special] = {
             "vision_config": {
                 "architecture": "vit_tiny_patch16_224",
                 "hidden_size": 32,
-                "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": [16, 16], "patch_size": 4},
+                "model_args": {
+                    "embed_dim": 32,
+                    "depth": 2,
+                    "num_heads": 4,
+                    "img_size": [16, 16],
+                    "patch_size": 4,
+                },
             },
         },
     ),
@@ -145,7 +176,11 @@ EXCEPTIONS: dict[str, Special] = {
     "glm4v_moe": glm_like(
         image_processor="Glm4vImageProcessor",
         video_processor="Glm4vVideoProcessor",
-        config={"text_config": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}},
+        config={
+            "text_config": {
+                "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}
+            }
+        },
     ),
     "glm46v": glm_like(),
     "glmga": glm_like(processor_of="glm46v", image_processor="GlmgaImageProcessor"),
@@ -165,10 +200,16 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "got_ocr2": Special(  # its processor fixes the tokens of an image to 256
         images={"size": {"height": 256, "width": 256}},
-        config={"vision_config": {"image_size": 256, "output_channels": 16, "global_attn_indexes": []}},
+        config={
+            "vision_config": {"image_size": 256, "output_channels": 16, "global_attn_indexes": []}
+        },
     ),
     "hunyuan_vl": Special(
-        named={"image_token": "<image>", "image_start_token": "<start>", "image_end_token": "<end>"},
+        named={
+            "image_token": "<image>",
+            "image_start_token": "<start>",
+            "image_end_token": "<end>",
+        },
         places={"image": "<start><image><end>"},
         config={
             "vision_config": {"max_image_size": 64},
@@ -195,18 +236,40 @@ EXCEPTIONS: dict[str, Special] = {
         images={"overlap_margins": [1, 1]},
         config={"adapter_config": {"vision_feature_layer": [1, 0]}},
         aliases={"image_patch": "<im_patch>"},
-        tokens=("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<im_low>"),
+        tokens=(
+            "<im_patch>",
+            "<im_col>",
+            "<im_start>",
+            "<low_res_im_start>",
+            "<im_end>",
+            "<im_low>",
+        ),
     ),
     "step3p7": Special(
-        images={"size": {"height": 64, "width": 64}, "patch_size": 32, "vision_patch_size": 4, "downsampler_stride": 4},
-        config={"text_config": {"sliding_window": 48}, "vision_config": {"image_size": 64, "patch_size": 4}},
+        images={
+            "size": {"height": 64, "width": 64},
+            "patch_size": 32,
+            "vision_patch_size": 4,
+            "downsampler_stride": 4,
+        },
+        config={
+            "text_config": {"sliding_window": 48},
+            "vision_config": {"image_size": 64, "patch_size": 4},
+        },
     ),
     "kimi_k25": Special(config={"text_config": FOUR_HEADS}),
     "lfm2_vl": Special(
-        images={"encoder_patch_size": 4, "tile_size": 32, "max_image_tokens": 16, "min_image_tokens": 4},
+        images={
+            "encoder_patch_size": 4,
+            "tile_size": 32,
+            "max_image_tokens": 16,
+            "min_image_tokens": 4,
+        },
         config={"text_config": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": DROP}},
     ),
-    "llama4": Special(aliases={"image": "<|patch|>"}, config={"vision_config": {"intermediate_size": 128}}),
+    "llama4": Special(
+        aliases={"image": "<|patch|>"}, config={"vision_config": {"intermediate_size": 128}}
+    ),
     "llava_onevision": Special(**SIGLIP),
     "minimax_m3_vl": Special(
         tokens=("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
@@ -232,7 +295,9 @@ EXCEPTIONS: dict[str, Special] = {
     "qwen2_5_omni": omni_like("qwen2_5_omni", {"thinker_config": QWEN2_5_OMNI}),
     "qwen3_omni_moe": omni_like("qwen3_omni_moe", {"thinker_config": QWEN3_OMNI}),
     "qwen3_vl": qwen_like(),
-    "qwen3_vl_moe": qwen_like(image_processor="Qwen2VLImageProcessor", video_processor="Qwen3VLVideoProcessor"),
+    "qwen3_vl_moe": qwen_like(
+        image_processor="Qwen2VLImageProcessor", video_processor="Qwen3VLVideoProcessor"
+    ),
     "qwen3_5": qwen_like(),
     "qwen3_5_moe": qwen_like(),
     "qwen4_exp": qwen_like(),
@@ -258,17 +323,28 @@ EXCEPTIONS: dict[str, Special] = {
             "instructblipvideo": {},
             "evolla": {},
             "nemotron_h_omni": {},
-            "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+            "vision-encoder-decoder": {
+                "encoder": {"model_type": "vit"},
+                "decoder": {"model_type": "gpt2"},
+            },
         }.items()
     },
-    "kyutai_speech_to_text": Special(processor_of="llava", config={"codec_config": {"upsample_groups": 32}}),
+    "kyutai_speech_to_text": Special(
+        processor_of="llava", config={"codec_config": {"upsample_groups": 32}}
+    ),
     "kosmos-2": Special(processor="Kosmos2Processor", image_processor="CLIPImageProcessor"),
-    "kosmos-2.5": Special(processor="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessor"),
+    "kosmos-2.5": Special(
+        processor="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessor"
+    ),
     "muse_glimmer": Special(config={"out_hidden_size": 128}),
     "muse_spark": Special(
         config={
             "out_hidden_size": 128,
-            "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]},
+            "audio_config": {
+                "num_hidden_layers": 4,
+                "hidden_sizes": [16, 16, 16, 16],
+                "depths": [1, 1, 1, 1],
+            },
         }
     ),
     **dict.fromkeys(
@@ -312,7 +388,10 @@ EXCEPTIONS: dict[str, Special] = {
         config={
             "audio_config": {
                 "asr_config": FOUR_HEADS,
-                "diarization_config": {"audio_config": FOUR_HEADS, "head_config": {"audio_hidden_size": 32}},
+                "diarization_config": {
+                    "audio_config": FOUR_HEADS,
+                    "head_config": {"audio_hidden_size": 32},
+                },
             },
             "text_config": {
                 "layers_block_type": ["linear_attention", "full_attention", "moe"],
@@ -329,7 +408,9 @@ EXCEPTIONS: dict[str, Special] = {
         config={f"{kind}_tokenizer_encoder_config": TOKENIZER for kind in ("acoustic", "semantic")},
     ),
     "fun_asr_nano": Special(
-        needs="torchaudio", audio={"feature_size": 8}, config={"adaptor_config": {"intermediate_size": 8}}
+        needs="torchaudio",
+        audio={"feature_size": 8},
+        config={"adaptor_config": {"intermediate_size": 8}},
     ),
     "idefics2": Special(options={"image_seq_len": 3}, images={"do_image_splitting": True}),
     "musicflamingo": Special(feature_extractor="WhisperFeatureExtractor"),

@@ -10,7 +10,9 @@ from typing import Any
 class Special:
     """Exceptions of one type."""
 
-    parts: dict[str, Any] = field(default_factory=dict)  # arguments of the config, before it is made small
+    parts: dict[str, Any] = field(
+        default_factory=dict
+    )  # arguments of the config, before it is made small
     config: dict[str, Any] = field(default_factory=dict)  # changes of the small config
     processor_of: str = ""  # another type with the same processor
     processor: str = ""  # classes that the auto classes do not name
@@ -25,17 +27,23 @@ class Special:
     named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer names
     tokens: tuple[str, ...] = ()  # further special tokens
     aliases: dict[str, str] = field(default_factory=dict)  # config key without _token_id -> token
-    places: dict[str, str] = field(default_factory=dict)  # what the chat template writes for an item
+    places: dict[str, str] = field(
+        default_factory=dict
+    )  # what the chat template writes for an item
     template: str | None = ""  # a chat template; None: there is none
     noise: float = 0.1  # of the random weights
     needs: str = ""  # a package that is no dependency of this one
 
 
 DROP = "drop this key"
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+}
 QWEN = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
 GLM = {kind: f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>" for kind in ("image", "video")}
-GLM_TOKENS = tuple(f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end"))
+GLM_TOKENS = tuple(
+    f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end")
+)
 GLM_ALIASES = {
     f"{kind}_{end}": f"<|{side}_of_{kind}|>"
     for kind in ("image", "video")
@@ -58,11 +66,16 @@ def qwen_like(**changes: Any) -> Special:
 
 def glm_like(**changes: Any) -> Special:
     config = {"text_config": {**MROPE, "partial_rotary_factor": 1.0}}
-    return Special(**{"config": config, "places": GLM, "tokens": GLM_TOKENS, "aliases": GLM_ALIASES, **changes})
+    return Special(
+        **{"config": config, "places": GLM, "tokens": GLM_TOKENS, "aliases": GLM_ALIASES, **changes}
+    )
 
 
 NAMED_VISION = {
-    "places": {kind: f"<|vision_bos_token|><|{kind}_token|><|vision_eos_token|>" for kind in ("image", "video")}
+    "places": {
+        kind: f"<|vision_bos_token|><|{kind}_token|><|vision_eos_token|>"
+        for kind in ("image", "video")
+    }
     | {"audio": "<|audio_bos_token|><|audio_token|><|audio_eos_token|>"},
     "aliases": {
         "vision_start": "<|vision_bos_token|>",
@@ -79,7 +92,10 @@ GEMMA3 = {
 GEMMA4_AUDIO = {f"{name}_token": f"<|{name}_token|>" for name in ("audio", "boa", "eoa")}
 START = {"vision_start_token_id": 3, "vision_end_token_id": 4}
 # Words for the codes of a VQ encoder, as Chameleon's tokenizer names them.
-IMAGE_WORDS = {"<image>": 600, **{f"IMGIMG{chr(ord('A') + code)}Z": 601 + code for code in range(10)}}
+IMAGE_WORDS = {
+    "<image>": 600,
+    **{f"IMGIMG{chr(ord('A') + code)}Z": 601 + code for code in range(10)},
+}
 VQ = {
     "base_channels": 32,
     "channel_multiplier": [1, 1],
@@ -88,7 +104,13 @@ VQ = {
     "num_res_blocks": 1,
     "resolution": 16,
 }
-SAM = {"image_size": 64, "output_channels": 16, "window_size": 4, "global_attn_indexes": [1], "num_pos_feats": 8}
+SAM = {
+    "image_size": 64,
+    "output_channels": 16,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+    "num_pos_feats": 8,
+}
 TOKENIZER = {"num_filters": 4, "downsampling_ratios": [40, 80], "depths": [1, 1, 1]}
 FOUR_HEADS = {"num_key_value_heads": 4}
 OMNI_PATCH = {"patch_size": 14}  # the code of its processor fixes videos to 100,000 pixels
@@ -103,4 +125,10 @@ QWEN3_OMNI = {"text_config": MROPE, "vision_config": {"patch_size": 14}, **START
 
 
 def omni_like(processor_of: str, config: dict[str, Any]) -> Special:
-    return qwen_like(processor_of=processor_of, images=OMNI_PATCH, videos=OMNI_PATCH, config=config, **NAMED_VISION)
+    return qwen_like(
+        processor_of=processor_of,
+        images=OMNI_PATCH,
+        videos=OMNI_PATCH,
+        config=config,
+        **NAMED_VISION,
+    )

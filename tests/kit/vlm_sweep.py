@@ -65,8 +65,14 @@ def types() -> list[str]:
 
     names = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     # Decoder-only models among the encoder-decoders: Audio Flamingo.
-    others = [name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if name in hf.CONFIG_MAPPING]
-    names |= {name for name in others if getattr(hf.CONFIG_MAPPING[name], "is_encoder_decoder", True) is False}
+    others = [
+        name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if name in hf.CONFIG_MAPPING
+    ]
+    names |= {
+        name
+        for name in others
+        if getattr(hf.CONFIG_MAPPING[name], "is_encoder_decoder", True) is False
+    }
     return sorted(names - {"mistral4"})  # listed there, but text only: see tests/hf/model_sweep.py
 
 
@@ -115,7 +121,9 @@ def check_type(config: Any, processor: Any, noise: float) -> Rows:
 def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
     """No weight is zero, and all media change the outputs by far more than the tolerance."""
     with torch.device("meta"):
-        size = sum(param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters())
+        size = sum(
+            param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters()
+        )
     if size > 3_000_000:
         raise NotTinyError(f"{size} parameters")
     torch.manual_seed(0)
@@ -128,12 +136,21 @@ def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
 
 def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
     """Rows with the media that the model takes, from files."""
-    settings: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl")}], "micro_batch_tokens": 32768}
-    settings |= {"global_batch_tokens": 32768, "cache": str(folder / "cache"), "max_bad_fraction": 0.0}
+    settings: dict[str, Any] = {
+        "sources": [{"path": str(folder / "rows.jsonl")}],
+        "micro_batch_tokens": 32768,
+    }
+    settings |= {
+        "global_batch_tokens": 32768,
+        "cache": str(folder / "cache"),
+        "max_bad_fraction": 0.0,
+    }
     (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     kinds = kit.row_encoder.media.kinds
-    rate = kit.row_encoder.media.sampling_rate  # that of the files: the processor's own call does not resample
+    rate = (
+        kit.row_encoder.media.sampling_rate
+    )  # that of the files: the processor's own call does not resample
     if not kinds:
         raise UserError("the data kit finds no media in this processor")
     items: list[list[tuple[str, int]]] = [[]]
@@ -143,7 +160,9 @@ def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
         items.append([(kind, 2) for kind in kinds])
     rows, media = [], []
     for i, of_row in enumerate(items):
-        blocks: list[Any] = [{"type": kind, kind: file_of(folder, kind, n, rate), "fps": 2.0} for kind, n in of_row]
+        blocks: list[Any] = [
+            {"type": kind, kind: file_of(folder, kind, n, rate), "fps": 2.0} for kind, n in of_row
+        ]
         media.append([opened(folder, block["type"], block[block["type"]]) for block in blocks])
         rows.append(_row(blocks, f"What is {i}?", f"It is {i}."))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -168,7 +187,9 @@ def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
         known.append(i)
     ones = [ones[i] for i in known]
     for one, inputs in zip(ones, given, strict=True):
-        assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), "tokens differ from the processor's"
+        assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), (
+            "tokens differ from the processor's"
+        )
     return Rows(kinds, ones, given)
 
 
@@ -178,7 +199,9 @@ def _row_of(row: dict[str, Any], item: int) -> dict[str, Any]:
     return _row([blocks[item]], blocks[-1]["text"], row["messages"][1]["content"])
 
 
-def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any], media: list[Any]) -> bool:
+def _sounds_change(
+    processor: Any, together: dict[str, Any], row: dict[str, Any], media: list[Any]
+) -> bool:
     """Whether the last frames of sounds change with other sounds of the call, as where waveforms are padded.
 
     The data kit calls processors for one sound at a time.
@@ -188,7 +211,11 @@ def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any]
     if "input_features" not in together or len(sounds) < 2:
         return False
     sizes = together["input_features"].shape[1:]
-    masks = [value for name, value in together.items() if name.endswith("_mask") and value.shape[-1] in sizes]
+    masks = [
+        value
+        for name, value in together.items()
+        if name.endswith("_mask") and value.shape[-1] in sizes
+    ]
     if mask is None and masks:
         return False
     for place, item in enumerate(sounds):
@@ -202,12 +229,19 @@ def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any]
 
 
 def _kinds_of_model(
-    model: LanguageModel, kinds: list[str], items: list[list[tuple[str, int]]], ones: list[PackedBatch]
+    model: LanguageModel,
+    kinds: list[str],
+    items: list[list[tuple[str, int]]],
+    ones: list[PackedBatch],
 ) -> tuple[list[str], list[int]]:
     """The kinds of media that pass the preflight, and the rows without others."""
     problems: dict[str, str] = {}
     for kind in kinds:
-        chosen = [one for one, of_row in zip(ones, items, strict=True) if {name for name, _ in of_row} == {kind}]
+        chosen = [
+            one
+            for one, of_row in zip(ones, items, strict=True)
+            if {name for name, _ in of_row} == {kind}
+        ]
         preflight = MediaPreflight(model)
         try:
             preflight.check(preflight.unchecked(chosen), exact=True, reference=True)
@@ -215,13 +249,17 @@ def _kinds_of_model(
             problems[kind] = str(error)
     if len(problems) == len(kinds):
         raise UserError("; ".join(problems.values()))
-    kept = [i for i, of_row in enumerate(items) if not {name for name, _ in of_row} & problems.keys()]
+    kept = [
+        i for i, of_row in enumerate(items) if not {name for name, _ in of_row} & problems.keys()
+    ]
     return [kind for kind in kinds if kind not in problems], kept
 
 
 def _row(blocks: list[Any], question: str, answer: str) -> dict[str, Any]:
     content: Any = [*blocks, {"type": "text", "text": question}] if blocks else question
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    }
 
 
 def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[str, Any]:
@@ -230,14 +268,20 @@ def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[st
     for message in row["messages"]:
         content = message["content"]
         if not isinstance(content, str):
-            content = [block if block["type"] == "text" else {"type": block["type"]} for block in content]
+            content = [
+                block if block["type"] == "text" else {"type": block["type"]} for block in content
+            ]
         shown.append({**message, "content": content})
     if processor.chat_template is None:
         return own_format(processor, shown, media)
-    text = processor.apply_chat_template(shown, chat_template=processor.chat_template, tokenize=False)
+    text = processor.apply_chat_template(
+        shown, chat_template=processor.chat_template, tokenize=False
+    )
     if not media:  # some processors need an image
         return dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
-    outputs = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
+    outputs = processor_outputs(
+        processor, text, [info for info, _ in media], [item for _, item in media]
+    )
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             outputs[name] = value.float()  # some return bf16
@@ -255,9 +299,16 @@ def own_format(processor: Any, shown: list[Any], media: list[Any]) -> dict[str, 
         texts = [f"{tokenizer.bos_token}{content}\n", f"{answer}{tokenizer.eos_token}"]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         types = [0] * len(ids[0]) + [1] * len(ids[1])
-        return {"input_ids": torch.tensor([ids[0] + ids[1]]), "token_type_ids": torch.tensor([types])}
+        return {
+            "input_ids": torch.tensor([ids[0] + ids[1]]),
+            "token_type_ids": torch.tensor([types]),
+        }
     text = processor.image_token * len(media) + content[-1]["text"]
-    found = dict(processor(images=[[item for _, item in media]], text=[text], suffix=[answer], return_tensors="pt"))
+    found = dict(
+        processor(
+            images=[[item for _, item in media]], text=[text], suffix=[answer], return_tensors="pt"
+        )
+    )
     del found["labels"]
     return found
 
@@ -267,7 +318,9 @@ def compare(model: LanguageModel, rows: Rows) -> None:
     ones = rows.ones
     own, own_grads = _transformers(model, rows)
     _assert_close(
-        "packed and alone: log-probs of all", _ours(model, [PackedBatch.concat(ones)])[0], _ours(model, ones)[0]
+        "packed and alone: log-probs of all",
+        _ours(model, [PackedBatch.concat(ones)])[0],
+        _ours(model, ones)[0],
     )
     ones = [ones[i] for i in rows.runnable]
     alone, alone_grads = _ours(model, ones)
@@ -275,11 +328,17 @@ def compare(model: LanguageModel, rows: Rows) -> None:
     _assert_close("packed and alone: log-probs", packed, alone)
     _assert_close("packed and transformers: log-probs", packed, own)
     for name in {*own_grads, *packed_grads, *alone_grads}:
-        zero = torch.zeros(())  # a gradient may be zero up to rounding, such as of keys that are alone
+        zero = torch.zeros(
+            ()
+        )  # a gradient may be zero up to rounding, such as of keys that are alone
         grad = packed_grads.get(name, zero)
         _assert_close(f"packed and alone: gradient of {name}", grad, alone_grads.get(name, zero))
-        _assert_close(f"packed and transformers: gradient of {name}", grad, own_grads.get(name, zero))
-    encoders = [name for name in own_grads if not name.startswith(("model.language_model", "lm_head"))]
+        _assert_close(
+            f"packed and transformers: gradient of {name}", grad, own_grads.get(name, zero)
+        )
+    encoders = [
+        name for name in own_grads if not name.startswith(("model.language_model", "lm_head"))
+    ]
     assert encoders, "no encoder has a gradient"
 
 
@@ -288,7 +347,9 @@ def _assert_close(what: str, computed: torch.Tensor, expected: torch.Tensor) -> 
     assert difference <= TOLERANCE, f"{what} differ by {difference:.1e}"
 
 
-def _ours(model: LanguageModel, batches: list[PackedBatch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _ours(
+    model: LanguageModel, batches: list[PackedBatch]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     found = []
     for batch in batches:

@@ -61,7 +61,9 @@ SIZES: dict[str, int] = {
         ],
         48,
     ),
-    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "share_expert_dim"], 16),
+    **dict.fromkeys(
+        ["moe_intermediate_size", "shared_expert_intermediate_size", "share_expert_dim"], 16
+    ),
     **dict.fromkeys(
         [
             "num_hidden_layers",
@@ -94,9 +96,20 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(["num_key_value_heads", "swa_num_key_value_heads", "resampler_n_heads"], 2),
     **dict.fromkeys(
-        ["head_dim", "swa_head_dim", "global_head_dim", "resampler_head_dim", "query_pre_attn_scalar", "d_kv"], 8
+        [
+            "head_dim",
+            "swa_head_dim",
+            "global_head_dim",
+            "resampler_head_dim",
+            "query_pre_attn_scalar",
+            "d_kv",
+        ],
+        8,
     ),
-    **dict.fromkeys(["kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input", "laurel_rank", "hc_lowrank"], 16),
+    **dict.fromkeys(
+        ["kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input", "laurel_rank", "hc_lowrank"],
+        16,
+    ),
     **dict.fromkeys(["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"], 8),
     "qk_head_dim": 16,
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
@@ -137,7 +150,10 @@ LISTS: dict[str, list[Any]] = {
 }
 ROPE_SECTION = [1, 1, 2]
 # Attributes of any tokenizer; the last two are flags.
-KNOWN_TOKENS = {f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "add_bos", "add_eos")}
+KNOWN_TOKENS = {
+    f"{name}_token"
+    for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "add_bos", "add_eos")
+}
 SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
 
 
@@ -179,7 +195,10 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrunk_rope(values: dict[str, Any]) -> dict[str, Any]:
-    found = {key: _shrunk_rope(value) if isinstance(value, dict) else value for key, value in values.items()}
+    found = {
+        key: _shrunk_rope(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
     if found.get("mrope_section"):
         found["mrope_section"] = ROPE_SECTION
     return found
@@ -214,7 +233,9 @@ def _name_tokens(values: dict[str, Any], processor: Any) -> None:
             continue
         token = named.get(match[1])
         if match[1] in ("bos", "eos", "pad"):
-            values[key] = {"bos": 1, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}[match[1]]
+            values[key] = {"bos": 1, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}[
+                match[1]
+            ]
         elif token in vocab:
             values[key] = vocab[token]
         elif value >= 3:
@@ -250,7 +271,9 @@ def tokenizer_for(source: str, special: Special) -> Any:
     bare.decoder = decoders.ByteLevel()
     # Attributes of a tokenizer that the code reads without a default are named tokens of the real one.
     wanted = set(re.findall(r"tokenizer\.(\w+_token)(?:_id)?\b", source)) - KNOWN_TOKENS
-    optional = set(re.findall(r"(?:hasattr|getattr)\(\s*(?:self\.)?tokenizer, \"(\w+_token)(?:_id)?\"", source))
+    optional = set(
+        re.findall(r"(?:hasattr|getattr)\(\s*(?:self\.)?tokenizer, \"(\w+_token)(?:_id)?\"", source)
+    )
     named = {name: f"<|{name}|>" for name in sorted(wanted - optional)}
     named |= special.named
     named = dict(sorted(named.items()))
@@ -264,7 +287,9 @@ def tokenizer_for(source: str, special: Special) -> Any:
         model_input_names=["input_ids", "attention_mask"],
         extra_special_tokens=named,
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *texts, *special.tokens]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", *texts, *special.tokens]}
+    )
     return tokenizer
 
 
@@ -303,7 +328,9 @@ def tiny_processor(name: str) -> Any:
         token = getattr(processor, f"{kind}_token", None)
         if token is not None:
             places[kind] = special.places.get(kind, str(token))
-    processor.chat_template = None if special.template is None else special.template or chat_template(places)
+    processor.chat_template = (
+        None if special.template is None else special.template or chat_template(places)
+    )
     return processor
 
 
@@ -329,7 +356,9 @@ def _sub_processor(kind: Any, changes: dict[str, Any]) -> Any:
     default = kind()
     options: dict[str, Any] = {}
     if getattr(default, "patch_size", None) is not None:
-        options["patch_size"] = {"height": 4, "width": 4} if not isinstance(default.patch_size, int) else 4
+        options["patch_size"] = (
+            {"height": 4, "width": 4} if not isinstance(default.patch_size, int) else 4
+        )
     if getattr(default, "merge_size", None) is not None:
         options["merge_size"] = 2
     size = getattr(default, "size", None)

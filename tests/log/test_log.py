@@ -26,8 +26,22 @@ from mvp_engine.log.terminal import Terminal, sparkline
 from mvp_engine.runs import Run, list_runs
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-RECORD = {"step": 20, "epoch": 1, "split": "train", "loss": 0.51234, "grad_norm": 1.5, "lr": 1e-3, "skipped": 0}
-PERF = {"step_s": 0.1, "tokens_per_s": 51234.0, "data_wait": 0.013, "memory_gib": 1.25, "eta_s": 3725.0}
+RECORD = {
+    "step": 20,
+    "epoch": 1,
+    "split": "train",
+    "loss": 0.51234,
+    "grad_norm": 1.5,
+    "lr": 1e-3,
+    "skipped": 0,
+}
+PERF = {
+    "step_s": 0.1,
+    "tokens_per_s": 51234.0,
+    "data_wait": 0.013,
+    "memory_gib": 1.25,
+    "eta_s": 3725.0,
+}
 
 
 def test_metric_store_weights_means_and_sums_totals() -> None:
@@ -97,7 +111,9 @@ def test_log_line_contains_the_main_metrics() -> None:
     assert "skipped 2" in format.line({**RECORD, "skipped": 2, "perf": PERF}, None)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")]
+)
 def test_duration_is_formatted_as_clock(seconds: float, text: str) -> None:
     assert format.duration(seconds) == text
 
@@ -110,7 +126,9 @@ def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
     assert plain.getvalue().startswith("train step 20/100")
     assert "\x1b" not in plain.getvalue()
     tty = io.StringIO()
-    terminal = Terminal("run-7", 100, live=True, console=Console(file=tty, width=100, force_terminal=True))
+    terminal = Terminal(
+        "run-7", 100, live=True, console=Console(file=tty, width=100, force_terminal=True)
+    )
     terminal.show({**RECORD, "perf": PERF})
     panel = terminal._panel()
     terminal.close()
@@ -119,7 +137,9 @@ def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
         assert part in drawn.getvalue(), drawn.getvalue()
 
 
-def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_echo(monkeypatch: Any) -> None:
+def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_echo(
+    monkeypatch: Any,
+) -> None:
     """A `^C` that the terminal echoes after a line of full width would wrap, and the panel stay on the screen."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     backend = TerminalBackend()
@@ -132,7 +152,9 @@ def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_ech
         shown.append(out.getvalue())
         assert max(map(len, out.getvalue().splitlines())) <= 76
     backend.close(None)
-    assert ["step 5/100" in shown[0], "step 6/100" in shown[1], "evaluating" in shown[2]] == [True] * 3
+    assert ["step 5/100" in shown[0], "step 6/100" in shown[1], "evaluating" in shown[2]] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize(("interval", "says"), [(10, True), (1, False)])
@@ -144,7 +166,11 @@ def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(
     clock = iter([0.0, 10.0, 70.0, 80.0])
     monkeypatch.setattr("mvp_engine.log.terminal.time.monotonic", lambda: next(clock))
     backend = TerminalBackend()
-    backend.start(RunInfo(Run(Path("run-7")), "tests", "train", {"log": {"interval": interval}}, total_steps=62))
+    backend.start(
+        RunInfo(
+            Run(Path("run-7")), "tests", "train", {"log": {"interval": interval}}, total_steps=62
+        )
+    )
     for step in (1, 2, 3):
         backend.progress(step, "")
     backend.close(None)
@@ -160,7 +186,14 @@ def test_sparkline_of_a_falling_loss_falls() -> None:
 
 
 def test_backends_write_all_files_of_a_run(train, tmp_path: Path, capsys: Any) -> None:
-    assert train("log.backends=[terminal,file,jsonl,tensorboard,plot]", "loop.eval_interval=6", dir=tmp_path) == 0
+    assert (
+        train(
+            "log.backends=[terminal,file,jsonl,tensorboard,plot]",
+            "loop.eval_interval=6",
+            dir=tmp_path,
+        )
+        == 0
+    )
     [run] = list_runs(tmp_path)
     assert (run.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((run.dir / "tensorboard").iterdir())
@@ -170,10 +203,24 @@ def test_backends_write_all_files_of_a_run(train, tmp_path: Path, capsys: Any) -
     assert "INFO train step 12/12" in log
     assert "INFO  eval step 12/12" in log
     first, second = list(run.records("train"))[:2]
-    assert {"step", "epoch", "split", "loss", "grad_norm", "lr", "skipped", "totals", "perf"} <= set(first)
-    assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(second["perf"])
+    assert {
+        "step",
+        "epoch",
+        "split",
+        "loss",
+        "grad_norm",
+        "lr",
+        "skipped",
+        "totals",
+        "perf",
+    } <= set(first)
+    assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(
+        second["perf"]
+    )
     assert first["step"] == 1
-    assert set(second["perf"]) - set(first["perf"]) == {"eta_s"}  # the first step warms up: it predicts nothing
+    assert set(second["perf"]) - set(first["perf"]) == {
+        "eta_s"
+    }  # the first step warms up: it predicts nothing
 
 
 def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> None:
@@ -266,18 +313,31 @@ def board(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("fails", "calls"),
-    [("never", "start " + "metrics " * 4 + "close "), ("start", "start "), ("metrics", "start metrics close ")],
+    [
+        ("never", "start " + "metrics " * 4 + "close "),
+        ("start", "start "),
+        ("metrics", "start metrics close "),
+    ],
 )
 def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
     train, board: Path, tmp_path: Path, fails: str, calls: str
 ) -> None:
     file = tmp_path / "calls"
     entry = f"{{name:'board.py:Board',file:{file},fails:{fails}}}"
-    assert train(f"log.backends=[file,{entry}]", "loop.total_steps=4", config=board, dir=tmp_path / "out") == 0
+    assert (
+        train(
+            f"log.backends=[file,{entry}]", "loop.total_steps=4", config=board, dir=tmp_path / "out"
+        )
+        == 0
+    )
     assert file.read_text() == calls
     text = (list_runs(tmp_path / "out")[0].dir / "log.txt").read_text()
-    warning = f"WARNING the log backend Board is disabled, since its {fails} failed. Training continues."
-    assert (warning in text) == ("OperationalError: database is locked" in text) == (fails != "never")
+    warning = (
+        f"WARNING the log backend Board is disabled, since its {fails} failed. Training continues."
+    )
+    assert (
+        (warning in text) == ("OperationalError: database is locked" in text) == (fails != "never")
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,8 +345,14 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
     [
         ("'board.py:Mute'", "'board.py:Mute' must define metrics(self, record)"),
         ("'board.py:Board'", "missing a required argument: 'file'"),
-        ("{name:'board.py:Board',file:a,colour:red}", "got an unexpected keyword argument 'colour'"),
-        ("{name:jsonl,file:a}", "settings of 'jsonl', which JsonlBackend() takes: got an unexpected keyword"),
+        (
+            "{name:'board.py:Board',file:a,colour:red}",
+            "got an unexpected keyword argument 'colour'",
+        ),
+        (
+            "{name:jsonl,file:a}",
+            "settings of 'jsonl', which JsonlBackend() takes: got an unexpected keyword",
+        ),
         ("{file:a}", "has no name: write {name: wandb, ...}"),
         ("'board.py:Bord'", "'board.py:Bord' is not a subclass of"),
         ("wandb", "names 'wandb', but wandb is not installed: pip install wandb, or leave it out"),
@@ -304,11 +370,15 @@ def test_wrong_backend_is_refused_before_the_run_folder_exists(
 def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
     calls: list[Any] = []
     run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda **k: calls.append("finish")
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda **k: calls.append("finish"),
     )
     fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
-    assert train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path) == 0
+    assert (
+        train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path)
+        == 0
+    )
     assert calls[0]["project"] == "tiny"
     assert calls[0]["entity"] == "team"
     assert [c[0] for c in calls[1:-1]] == [1, 2, 4]
@@ -323,7 +393,9 @@ def test_only_rank_0_writes_files(ranks2, tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)) == 7
 
 
-def test_early_messages_are_printed_at_once_and_written_to_the_log_file(tmp_path: Path, capsys: Any) -> None:
+def test_early_messages_are_printed_at_once_and_written_to_the_log_file(
+    tmp_path: Path, capsys: Any
+) -> None:
     logger, names = logging.getLogger("mvp_engine"), ["terminal", "file"]
     with EarlyMessages(names):
         logger.info("early")

@@ -27,7 +27,9 @@ WAYS: list[dict[str, Any]] = [
 
 def losses_and_norm(head: str, layout: Layout, **how: Any) -> tuple[Tensor, float]:
     # Co-training packs of pi0 need FlexAttention, whose heads have at least 16 values.
-    model = tiny_regressor() if head == "regressor" else tiny_pi0(head_dim=32 if head == "co" else 8)
+    model = (
+        tiny_regressor() if head == "regressor" else tiny_pi0(head_dim=32 if head == "co" else 8)
+    )
     batches = micro_batches(model, head)
     if head == "co":  # rows with actions and rows with text in one pack
         rows = pi0_rows(model)
@@ -56,7 +58,11 @@ def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(
 ) -> None:
     flex_calls = []
     block_mask_of = flex_attention.block_mask_of
-    monkeypatch.setattr(flex_attention, "block_mask_of", lambda *args: flex_calls.append(args) or block_mask_of(*args))
+    monkeypatch.setattr(
+        flex_attention,
+        "block_mask_of",
+        lambda *args: flex_calls.append(args) or block_mask_of(*args),
+    )
     wanted, norm = losses_and_norm(head, PLAIN)
     layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
     found, its_norm = losses_and_norm(head, layout, precision="bf16", **how)
@@ -68,7 +74,9 @@ def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(
 def test_pi0_on_a_gpu_compiles_nothing_after_its_first_packs() -> None:
     """Packs have other numbers of tokens, then of sequences; every layer of a kind shares its graphs."""
     model = tiny_pi0()
-    engine = ActionModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(precision="bf16"))
+    engine = ActionModelEngine(
+        model, Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(precision="bf16")
+    )
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
     rows = pi0_rows(model, draws=1)
 

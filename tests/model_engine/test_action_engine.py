@@ -92,7 +92,11 @@ def same(results: Found, wanted: Found, rank: int, ranks: int) -> None:
         assert torch.equal(params[name], before[name]), name
 
 
-WAYS = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}, {"compile": "aot_eager"}]
+WAYS = [
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {"compile": "aot_eager"},
+]
 BOTH = {"compile": "aot_eager", "activation_checkpointing": "full"}
 
 
@@ -104,7 +108,9 @@ def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, An
     same(found("pi0", PLAIN, **how), expected("pi0"), 0, 1)
 
 
-@pytest.mark.parametrize("how", [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in WAYS], ids=str)
+@pytest.mark.parametrize(
+    "how", [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in WAYS], ids=str
+)
 def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, Any]) -> None:
     same(found("regressor", PLAIN, **how), expected("regressor"), 0, 1)
 
@@ -132,8 +138,15 @@ LONG = [{}, *WAYS, BOTH]
     [
         ({"shard": 2}, ["pi0", "co"], [{"activation_checkpointing": "full"}]),
         ({"replicate": 2}, ["pi0", "co"], [{}]),
-        pytest.param({"shard": 2}, ["pi0", "co", "regressor"], LONG, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"replicate": 2}, ["pi0", "co", "regressor"], LONG, marks=pytest.mark.campaign(only=True)),
+        pytest.param(
+            {"shard": 2}, ["pi0", "co", "regressor"], LONG, marks=pytest.mark.campaign(only=True)
+        ),
+        pytest.param(
+            {"replicate": 2},
+            ["pi0", "co", "regressor"],
+            LONG,
+            marks=pytest.mark.campaign(only=True),
+        ),
     ],
     ids=str,
 )
@@ -155,7 +168,9 @@ def test_action_model_unsupported_layout_is_a_user_error(key: str) -> None:
         "tensor": lambda: adapter.apply_tensor_parallel(None),  # type: ignore[arg-type]
         "pipeline": lambda: adapter.cut_stage(None, None),  # type: ignore[arg-type]
     }
-    with pytest.raises(UserError, match=f"parallel.{key} > 1 does not support model.type=action_model"):
+    with pytest.raises(
+        UserError, match=f"parallel.{key} > 1 does not support model.type=action_model"
+    ):
         calls.get(key, lambda: _sequence_parallel(adapter, key))()
 
 
@@ -193,7 +208,9 @@ def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
     """Replicas are short in `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
     alone = trained(tmp_path / "alone", *words)
     for size in (2, 1)[: campaign_size(1, 2)]:  # shards; replicas
-        together = trained(tmp_path / f"shard_{size}", *words, f"parallel.shard={size}", ranks=ranks2)
+        together = trained(
+            tmp_path / f"shard_{size}", *words, f"parallel.shard={size}", ranks=ranks2
+        )
         for one, other in zip(alone, together, strict=True):
             for key in ("loss", "action_loss", "text_loss", "mean_action"):
                 if key in one:
@@ -201,7 +218,9 @@ def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
 
 
 @pytest.mark.slow
-def test_action_training_exports_what_transformers_loads_with_equal_velocities(tmp_path: Path) -> None:
+def test_action_training_exports_what_transformers_loads_with_equal_velocities(
+    tmp_path: Path,
+) -> None:
     """A folder in, a training, an export: no key is missing or unexpected; 1e-5."""
     from test_action_model import transformers_pi0
     from tiny_pi0 import reference

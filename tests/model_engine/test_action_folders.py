@@ -48,9 +48,14 @@ def renamed(name: str) -> str:
     }
     if name in heads:
         return f"paligemma_with_expert.{heads[name]}.lm_head.weight"
-    for ours, theirs in {"model.vlm.": "paligemma.model.", "model.dit.": "gemma_expert.model."}.items():
+    for ours, theirs in {
+        "model.vlm.": "paligemma.model.",
+        "model.dit.": "gemma_expert.model.",
+    }.items():
         if name.startswith(ours):
-            name = name.replace("vision_tower.", "vision_tower.vision_model.")  # as transformers had it then
+            name = name.replace(
+                "vision_tower.", "vision_tower.vision_model."
+            )  # as transformers had it then
             return f"paligemma_with_expert.{theirs}{name.removeprefix(ours)}"
     return name.removeprefix("embed_action_time.")
 
@@ -61,21 +66,34 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LEROBOT | {"chunk_size": 40}))
     config = read_config(tmp_path, {})
-    assert config.to_dict() | {"dtype": None} == PI0Config(chunk_size=40).to_dict() | {"dtype": None}
-    for change, said in (({"type": "pi05"}, "type=pi05"), ({"action_expert_variant": "gemma_2b"}, "variant=gemma_2b")):
+    assert config.to_dict() | {"dtype": None} == PI0Config(chunk_size=40).to_dict() | {
+        "dtype": None
+    }
+    for change, said in (
+        ({"type": "pi05"}, "type=pi05"),
+        ({"action_expert_variant": "gemma_2b"}, "variant=gemma_2b"),
+    ):
         file.write_text(json.dumps(LEROBOT | change))
-        with pytest.raises(UserError, match=f"a lerobot policy with .*{said}, which transformers does not have: only"):
+        with pytest.raises(
+            UserError,
+            match=f"a lerobot policy with .*{said}, which transformers does not have: only",
+        ):
             read_config(tmp_path, {})
 
 
 # A folder that lerobot saved has its names below `model.`, that of openpi's weights has not.
-@pytest.mark.parametrize(("dtype", "prefix"), [(torch.float32, ""), (torch.float32, "model."), (torch.bfloat16, "")])
+@pytest.mark.parametrize(
+    ("dtype", "prefix"), [(torch.float32, ""), (torch.float32, "model."), (torch.bfloat16, "")]
+)
 def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(
     tmp_path: Path, dtype: torch.dtype, prefix: str
 ) -> None:
     plain = transformers_pi0(tiny_pi0()).to(dtype)
     plain.save_pretrained(tmp_path / "folder")
-    entries = {prefix + renamed(name): value.clone().contiguous() for name, value in plain.state_dict().items()}
+    entries = {
+        prefix + renamed(name): value.clone().contiguous()
+        for name, value in plain.state_dict().items()
+    }
     save_file(entries, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
     engine = ActionModelEngine(ActionModel.on_meta(tmp_path / "folder"), alone(), Settings())
     engine.initialize()
@@ -85,7 +103,9 @@ def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(
     again = ActionModel.on_meta(tmp_path / "export")
     assert again.export_dtype == dtype
     written = load_file(tmp_path / "export" / "model.safetensors")
-    assert sum(value.numel() for value in written.values()) == sum(p.numel() for p in plain.parameters())
+    assert sum(value.numel() for value in written.values()) == sum(
+        p.numel() for p in plain.parameters()
+    )
     assert {value.dtype for value in written.values()} == {dtype}
 
 
@@ -97,14 +117,20 @@ def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path: 
     lora = Lora(rank=2, alpha=4, train=["action"])
     model = MLLMModelKit(lora).build(ModelSource(str(tmp_path / "folder")), "action_model")
     engine = ActionModelEngine(model, alone(), Settings())
-    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2))
+    engine.initialize(
+        lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2)
+    )
     rows = pi0_rows(start)
     for _ in range(2):
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch([PackedBatch.concat(rows)], lambda b: (actions_sum(engine, b), b.num_sequences))
+        engine.forward_backward_batch(
+            [PackedBatch.concat(rows)], lambda b: (actions_sum(engine, b), b.num_sequences)
+        )
         engine.optimizer_step()
     engine.export_hf(tmp_path / "export")
-    loaded = PI0ForConditionalGeneration.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    loaded = PI0ForConditionalGeneration.from_pretrained(
+        tmp_path / "export", attn_implementation="eager"
+    )
     for row in rows:
         assert close(engine.model(row, ["velocity"])["velocity"][0], reference(loaded, row)[0])
 

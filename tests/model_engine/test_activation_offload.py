@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from lazy_streams import use_lazy_streams
+from tiny_engines import engine_of, no_host_sync, scores_of, sgd
 from tiny_models import build_model, packs_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
+from mvp_engine.model_engine import FSDPEngine
 from mvp_engine.model_engine.fsdp import activation_offload, parallelize
 from mvp_engine.model_engine.fsdp.activation_offload import HostInputs
 
@@ -25,7 +25,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -37,13 +37,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks that run twice in a forward, as those of an encoder; `change` is called with the input of each."""
 
-    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS, runs: int = 2) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS, runs: int = 2):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(width, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
         self.runs = runs
-        self.change: Any = None
+        self.change = None
         self.by_name = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Inputs(HostInputs):
 
     made: list[Inputs] = []  # noqa: RUF012
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module):
         super().__init__(model)
         self.made.append(self)
         self.allocated = 0
@@ -83,99 +83,100 @@ class Inputs(HostInputs):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(activation_offload, "SMALL", 64)
     monkeypatch.setattr(parallelize, "HostInputs", Inputs)
     monkeypatch.setattr(Inputs, "made", [])
 
 
-def alone(device: str = "cpu") -> Layout:
-    return Layout(World(0, 1, 0, 1, torch.device(device)))
+def net_engine(mode, net: Net | None = None, device: str = "cpu", **how):
+    layout = Layout(World(0, 1, 0, 1, torch.device(device)))
+    settings = {"kind": FSDPEngine, "activation_checkpointing": mode, **how}
+    return engine_of(net or Net(), layout, lambda model: sgd(model, 1e-3), **settings)
 
 
-def engine_of(model: nn.Module, mode: Any, device: str = "cpu", **how: Any) -> FSDPEngine:
-    engine = FSDPEngine(model, alone(device), Settings(activation_checkpointing=mode, **how))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-3))
-    return engine
+def rows_of(size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def trained(mode: str, rows: list[list[int]], **how: Any) -> list[Tensor]:
+def train(engine, *batches: Tensor):
+    engine.train_batch(list(batches), lambda x: (engine.model(x), len(x)))
+
+
+def trained(mode: str, rows: list[list[int]], **how) -> list[Tensor]:
     """The weights after steps with micro-batches of so many rows."""
-    engine = engine_of(Net(), mode, **how)
+    engine = net_engine(mode, **how)
     for step, sizes in enumerate(rows):
-        g = torch.Generator().manual_seed(step)
-        batches = [torch.randn(size, WIDTH, generator=g) for size in sizes]
-        engine.train_batch(batches, lambda x: (engine.model(x), len(x)))
+        train(engine, *(rows_of(size, step) for size in sizes))
     return [param.detach().clone() for param in engine.model.parameters()]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    return all(map(torch.equal, a, b))
 
 
-def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
     streams = use_lazy_streams(monkeypatch)  # copies run as late as they may
-    freed_early: list[bool] = []
+    freed_early = []
 
-    def free(self: Any) -> None:
+    def free(self):
         copied = self.is_copied
         real_free(self)
         freed_early.append(copied.stream.done < copied.place)
 
     real_free = activation_offload._Input.free_on_device
     monkeypatch.setattr(activation_offload._Input, "free_on_device", free)
+    rows = [[31, 32], [9, 32, 31], [32]]
     gc.disable()  # buffers are free without it
     try:
-        rows = [[31, 32], [9, 32, 31], [32]]
         assert same(trained("full", rows), trained("offload", rows))
     finally:
         gc.enable()
-    _, inputs = Inputs.made
+    inputs = Inputs.made[-1]
     calls = 2 * BLOCKS - 1  # the input of the last block stays
-    assert inputs.taken == 6 * calls
-    assert inputs.allocated == calls
+    assert (inputs.taken, inputs.allocated) == (6 * calls, calls)
     assert inputs.all_are_free
     assert freed_early == [False] * 6 * (calls - 1)
     assert len(streams) == 1
     assert not streams[0].queue  # backward has waited for all
-    assert trained("offload", [[32], [64]])
-    assert Inputs.made[-1].allocated == 2 * calls  # a larger pack takes the place of the smaller one
+    trained("offload", [[32], [64]])  # a larger pack takes the place of the smaller one
+    assert Inputs.made[-1].allocated == 2 * calls
     assert len(Inputs.made[-1].free) == calls
 
 
-def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch):
     class Counted(activation_offload._Input):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args):
             super().__init__(*args)
             alive.add(self)
 
-        def use(self) -> Tensor:
+        def use(self):
             prefetched.append(self.on_device is not None)
             found = super().use()
             count(found)
             return found
 
-    def count(_: Tensor) -> None:
-        on_device = [one for one in alive if one.on_device is not None]
-        held.append(len(on_device))
+    def count(_):
+        held.append(sum(one.on_device is not None for one in alive))
 
-    alive: weakref.WeakSet[Counted] = weakref.WeakSet()
-    held: list[int] = []
-    prefetched: list[bool] = []
+    alive = weakref.WeakSet()
+    held = []
+    prefetched = []
     monkeypatch.setattr(activation_offload, "_Input", Counted)
-    engine = engine_of(Net(), "offload")
-    engine.model.change = count  # type: ignore[assignment]
-    engine.train_batch([torch.ones(32, WIDTH)] * 2, lambda x: (engine.model(x), 1))
+    engine = net_engine("offload")
+    engine.model.change = count
+    train(engine, *[torch.ones(32, WIDTH)] * 2)
     assert max(held) == 2
     assert prefetched == [True] * 4 * BLOCKS
     assert not alive
 
 
-@pytest.mark.parametrize(("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)])
-def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_name: bool) -> None:
-    engine = engine_of(Net(), "offload", compile=backend)
-    inputs: list[StorageWeakRef] = []
-    net: Any = engine.model
+@pytest.mark.parametrize(
+    ("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)]
+)
+def test_offload_after_forward_has_two_inputs_in_memory(backend, by_name):
+    inputs = []
+    net = net_engine("offload", compile=backend).model
     net.by_name = by_name
     net.change = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))
     loss = net(torch.ones(32, WIDTH))
@@ -183,30 +184,28 @@ def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_
     loss.backward()
 
 
-def test_offload_of_compiled_blocks_is_bit_equal_to_full() -> None:
+def test_offload_of_compiled_blocks_is_bit_equal_to_full():
     full = trained("full", [[31, 32], [9]], compile="aot_eager")
     assert same(full, trained("offload", [[31, 32], [9]], compile="aot_eager"))
     assert Inputs.made[1].allocated == 2 * BLOCKS - 1
 
 
-def test_offload_input_passed_by_name_and_evaluation_without_gradients() -> None:
-    engine = engine_of(Net(), "offload")
-    engine.model.by_name = True  # type: ignore[assignment]
+def test_offload_input_passed_by_name_and_evaluation_without_gradients():
+    engine = net_engine("offload")
+    engine.model.by_name = True
     with engine.eval_mode():
         engine.model(torch.ones(32, WIDTH))
     assert not Inputs.made[0].taken
-    engine.train_batch([torch.ones(32, WIDTH)], lambda x: (engine.model(x), 1))
+    train(engine, torch.ones(32, WIDTH))
     assert Inputs.made[0].taken == 2 * BLOCKS - 1
-    engine.train_batch([torch.ones(1, WIDTH)], lambda x: (engine.model(x), 1))  # small inputs stay
+    train(engine, torch.ones(1, WIDTH))  # small inputs stay
     assert Inputs.made[0].taken == 2 * BLOCKS - 1
 
 
 def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
     """Gradients where forwards and backwards are not in turn, as of preference pairs."""
-    engine = engine_of(Net(), mode)
-    net = engine.model
-    g = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(rows, WIDTH, generator=g) for rows in (32, 48, 16))
+    net = net_engine(mode).model
+    a, b, c = rows_of(32), rows_of(48, 1), rows_of(16, 2)
     if loss_of == "sum":
         (net(a) + 2 * net(b)).backward()
     elif loss_of == "each":
@@ -229,8 +228,8 @@ def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("loss_of", ["sum", "each", "twice"])
 def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full(
-    loss_of: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loss_of, monkeypatch
+):
     full = several_forwards("full", loss_of)
     streams = use_lazy_streams(monkeypatch)
     assert same(full, several_forwards("offload", loss_of))
@@ -238,7 +237,7 @@ def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full
     assert not streams[0].queue
 
 
-def test_offload_buffers_are_the_smallest_that_fit() -> None:
+def test_offload_buffers_are_the_smallest_that_fit():
     inputs = Inputs(nn.Module())
     device = torch.device("cpu")
     buffers = {size: inputs.take(size, device) for size in (3072, 1024, 2048)}
@@ -248,34 +247,36 @@ def test_offload_buffers_are_the_smallest_that_fit() -> None:
     assert inputs.host_bytes == 6144
 
 
-def test_offload_without_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_without_host_memory_is_an_error(monkeypatch):
+    on_meta = lambda shape, *_: torch.empty(shape, device="meta")  # noqa: E731
     monkeypatch.setattr(activation_offload, "available_host_memory", lambda: 5 * 2**30)
-    monkeypatch.setattr(activation_offload, "pinned_zeros", lambda shape, *_: torch.empty(shape, device="meta"))
+    monkeypatch.setattr(activation_offload, "pinned_zeros", on_meta)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    device = torch.device("cuda")
     inputs = HostInputs(nn.Module())
-    assert len(inputs.take(2**30, torch.device("cuda"))) == 2**30
-    with pytest.raises(UserError, match=r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"):
-        inputs.take(2**31, torch.device("cuda"))
+    assert len(inputs.take(2**30, device)) == 2**30
+    message = r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"
+    with pytest.raises(UserError, match=message):
+        inputs.take(2**31, device)
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch):
     expected = trained("full", [[32]])
     streams = use_lazy_streams(monkeypatch)
-    engine = engine_of(Net(), "offload")
-    net: Any = engine.model
-    calls = [0]
+    engine = net_engine("offload")
+    net = engine.model
+    batch = rows_of(32)
+    calls = 0
 
-    def fail(x: Tensor) -> None:
-        calls[0] += 1
-        if calls[0] == 4:
+    def fail(x):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
             raise KeyboardInterrupt
 
-    g = torch.Generator().manual_seed(0)
-    batch = torch.randn(32, WIDTH, generator=g)
-    net.change = fail
     for interrupt in (fail, lambda x: x.register_hook(fail)):  # in forward, in backward
         net.change = interrupt
-        calls[0] = 0
+        calls = 0
         with pytest.raises(KeyboardInterrupt):
             engine.forward_backward_batch([batch], lambda x: (net(x), len(x)))
         engine.optimizer_zero_grad()
@@ -283,16 +284,16 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
         assert Inputs.made[-1].all_are_free
         assert not streams[0].queue  # copies were waited for before their memory was freed
     net.change = None
-    engine.train_batch([batch], lambda x: (net(x), len(x)))
+    train(engine, batch)
     assert same(expected, [param.detach() for param in net.parameters()])
     assert Inputs.made[-1].allocated == 2 * BLOCKS - 1
 
 
-def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[Any] = []
+def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch):
+    copies = []
     real = activation_offload._Input.copy_to_device
 
-    def copy(self: Any) -> None:
+    def copy(self):
         copies.extend([self] * (self.on_device is None))
         real(self)
 
@@ -309,7 +310,7 @@ def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypat
     assert len(copies) == 2 + 3  # that of the last block never left
 
 
-def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> None:
+def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart():
     """As of blocks with a text and an image stream, which are slices of one tensor."""
     weight = torch.ones(WIDTH, requires_grad=True)
     block = lambda x, y: (x * y * weight).clone()  # noqa: E731
@@ -324,29 +325,22 @@ def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> 
     assert same(*found)
 
 
-def test_offload_input_changed_in_place_raises() -> None:
-    engine = engine_of(Net(), "offload")
-    engine.model.change = lambda x: x.detach().add_(1)  # type: ignore[assignment]
-    with pytest.raises(UserError, match="input of a block was changed in place after the block had read it"):
-        engine.train_batch([torch.ones(32, WIDTH)], lambda x: (engine.model(x), 1))
+def test_offload_input_changed_in_place_raises():
+    engine = net_engine("offload")
+    engine.model.change = lambda x: x.detach().add_(1)
+    message = "input of a block was changed in place after the block had read it"
+    with pytest.raises(UserError, match=message):
+        train(engine, torch.ones(32, WIDTH))
 
 
-def test_activation_checkpointing_of_unknown_mode_is_an_error() -> None:
-    for wrong in ("offloaded", {"llm": "offloaded"}):
-        with pytest.raises(UserError, match="'offloaded' is none of none, selective, attention, full, offload"):
-            Settings(activation_checkpointing=wrong)
-
-
-def test_offload_of_parts_is_bit_equal_to_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_of_parts_is_bit_equal_to_full(monkeypatch):
     use_lazy_streams(monkeypatch)
     found = []
     for mode in ("full", {"vision": "offload", "llm": "offload"}):
         model = build_model(LanguageModel, "qwen3_vl")
-        packs = packs_of(model, "qwen3_vl", [[2, 1], [1, 0, 1]], [(7, 3, 11), (5, 9)])
-        engine = LanguageModelEngine(model, alone(), Settings(activation_checkpointing=mode))
-        engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
-        loss = lambda batch: (-engine.model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens)  # noqa: E731, B023
-        engine.forward_backward_batch(packs, loss)
+        packs = packs_of(model, "qwen3_vl", [[2, 1], [1, 0, 1]], [])
+        engine = engine_of(model, activation_checkpointing=mode)
+        engine.forward_backward_batch(packs, scores_of(engine, entropy=0.0))
         found.append([param.grad for param in engine.model.parameters() if param.grad is not None])
     assert same(*found)
     assert Inputs.made[1].taken > 4
@@ -358,33 +352,32 @@ def test_offload_of_parts_is_bit_equal_to_full(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_offload_on_gpu_is_bit_equal_to_full_with_less_memory_and_no_host_sync(
-    backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    backend, monkeypatch
+):
     monkeypatch.setattr(activation_offload, "SMALL", 2**20)
     blocks, rows, width = 12, 16384, 1024
     size = 4 * rows * width
-    peaks: list[int] = []
-    results: list[list[Tensor]] = []
+    peaks = []
+    results = []
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(rows, width, generator=g).pin_memory() for _ in range(2)]
     for mode in ("full", "offload"):
         before = torch.cuda.memory_allocated()
-        engine = engine_of(Net(width, blocks, runs=1), mode, "cuda", compile=backend)
+        engine = net_engine(mode, Net(width, blocks, runs=1), "cuda", compile=backend)
         loss = lambda x, net=engine.model: (net(x), x.numel())  # noqa: E731
         for _ in range(3):  # allocate and compile
             engine.train_batch(batches, loss)
         engine.optimizer_zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync():
             engine.forward_backward_batch(batches, loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         params = list(engine.model.parameters())
-        results.append([one for param in params for one in (param.detach().cpu(), param.grad.cpu())])
+        results.append(
+            [one for param in params for one in (param.detach().cpu(), param.grad.cpu())]
+        )
         del engine, loss, params
         gc.collect()
     assert all(one.isfinite().all() for one in results[0])

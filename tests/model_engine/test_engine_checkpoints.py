@@ -11,40 +11,42 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, run_process
-from families import overrides_of, parallel
-from folders import alone, entries, same, without_checksums
+from families import overrides_of
+from folders import entries, same, without_checksums
 from test_api import adam, constant
+from tiny_engines import ALONE, LM, counting, engine_of, scores_of
 
 from mvp_engine.cli import main
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed import Layout
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
     ModelEngine,
     ModelSource,
-    Settings,
     register,
 )
 from mvp_engine.model_engine.registry import _REGISTRY
 
-LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
-BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
+BATCH = counting(9, 4, start=3)
 
 
-def language_model(seed: int, layout: Layout | None = None, train: bool = True) -> LanguageModelEngine:
+def language_model(seed: int, layout: Layout = ALONE, train: bool = True) -> LanguageModelEngine:
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-    engine = LanguageModelEngine(model, layout or alone(), Settings(seed=seed))
-    engine.initialize(*((adam, constant) if train else ()))
-    return engine
+    return engine_of(model, layout, adam if train else None, seed=seed)
 
 
-def step(engine: ModelEngine) -> None:
-    engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens))
+def step(engine: ModelEngine):
+    engine.train_batch([BATCH], scores_of(engine, entropy=0.0))
 
 
-def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path: Path, monkeypatch) -> None:
+def assert_loads(path: Path, state: dict[str, Any]):
+    engine = language_model(2, train=False)
+    engine.load_checkpoint(path)
+    assert same(engine.model.state_dict(), state)
+
+
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path, monkeypatch):
     engine = language_model(1)
     monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
@@ -63,7 +65,7 @@ def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_pat
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
 
 
-def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -71,20 +73,18 @@ def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkey
     monkeypatch.setattr(engine, "describe", lambda folder: 1 / 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         engine.save_checkpoint(tmp_path / "saved")
-    again = language_model(2, train=False)
-    again.load_checkpoint(tmp_path / "saved")
-    assert same(again.model.state_dict(), before)
+    assert_loads(tmp_path / "saved", before)
 
 
 @pytest.mark.parametrize("then", ["load", "save", "merge"])
-def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path: Path, monkeypatch, then: str) -> None:
+def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path, monkeypatch, then):
     """Whatever the last thing was that happened, there is a whole one under its name for the next who looks."""
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     step(engine)
-    real: Any = os.replace
+    real = os.replace
 
-    def killed(source: Path, target: Path) -> None:
+    def killed(source, target):
         if Path(target) == tmp_path / "saved":
             raise KeyboardInterrupt
         real(source, target)
@@ -100,17 +100,15 @@ def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path: Pat
             engine.save_checkpoint(tmp_path / "saved")
     if then == "merge":
         assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
-    again = language_model(2, train=False)
-    again.load_checkpoint(tmp_path / "saved")
-    assert same(again.model.state_dict(), engine.model.state_dict())
+    assert_loads(tmp_path / "saved", engine.model.state_dict())
 
 
-def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path, monkeypatch):
     engine, real = language_model(1, train=False), shutil.rmtree
     engine.save_checkpoint(tmp_path / "saved")
-    seen: list[bool] = []
+    seen = []
 
-    def rmtree(path: Path, **options: Any) -> None:
+    def rmtree(path, **options):
         if Path(path).exists():
             seen.append((tmp_path / "saved" / "meta.json").is_file())
         real(path, **options)
@@ -120,101 +118,108 @@ def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, mo
     assert seen == [True]
 
 
-def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path: Path) -> None:
+def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"checkpoint .*file/saved cannot be written: .*Not a directory"):
+    message = r"checkpoint .*file/saved cannot be written: .*Not a directory"
+    with pytest.raises(UserError, match=message):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
-def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
+def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path, capsys):
     engine = language_model(1)
-    engine.save_checkpoint(tmp_path / "saved")
-    meta = json.loads((tmp_path / "saved" / "meta.json").read_text())
-    assert meta["world_size"] == 1
-    assert meta["torch"] == torch.__version__
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
-    merged = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
-    merged.initialize()
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    engine.save_checkpoint(saved)
+    meta = json.loads((saved / "meta.json").read_text())
+    assert (meta["world_size"], meta["torch"]) == (1, torch.__version__)
+    assert main(["merge", str(saved), str(out)]) == 0
+    merged = engine_of(LanguageModelEngine.build_model(ModelSource(str(out))), optimizer=None)
     assert same(merged.model.state_dict(), engine.model.state_dict())
-    words = [f"resume={tmp_path / 'saved'}", "lm.family=qwen3"]
+    words = [f"resume={saved}", "lm.family=qwen3"]
     assert train("workflow=evaluate", *words, config=LM, dir=tmp_path / "runs") == 0
     assert train(*words, config=LM, dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is of a model engine, not of a training" in capsys.readouterr().err
 
 
-def test_engine_without_an_optimizer_saves_and_loads(ranks2, tmp_path: Path) -> None:
+def log_probs(engine: ModelEngine) -> torch.Tensor:
+    return engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
+
+
+def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path):
     engine = language_model(1, train=False)
     engine.save_checkpoint(tmp_path / "weights")
-    for found in ranks2.run(reshard, tmp_path / "weights", tmp_path / "two"):
-        assert torch.allclose(found, engine.infer_batch(BATCH, ["log_probs"])["log_probs"], atol=1e-6)
-    back = language_model(3, train=False)
-    back.load_checkpoint(tmp_path / "two")
-    assert same(back.model.state_dict(), engine.model.state_dict())
-    with pytest.raises(UserError, match="holds weights only, since it was saved without an optimizer"):
+    for found in on_ranks({"shard": 2}, reshard, tmp_path / "weights", tmp_path / "two"):
+        assert torch.allclose(found, log_probs(engine), atol=1e-6)
+    assert_loads(tmp_path / "two", engine.model.state_dict())
+    message = "holds weights only, since it was saved without an optimizer"
+    with pytest.raises(UserError, match=message):
         language_model(4).load_checkpoint(tmp_path / "weights")
 
 
-def reshard(path: Path, out: Path) -> torch.Tensor:
-    world = World.join("cpu")
-    engine = language_model(2, Layout.of(world, parallel(shard=2)), train=False)
+def reshard(layout: Layout, path: Path, out: Path) -> torch.Tensor:
+    engine = language_model(2, layout, train=False)
     engine.load_checkpoint(path)
     engine.save_checkpoint(out)
     engine.save_checkpoint(out)  # replaced by all ranks together
-    log_probs = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
-    world.close()
-    return log_probs
+    return log_probs(engine)
 
 
-def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(tmp_path: Path) -> None:
-    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-    engine = LanguageModelEngine(model, alone(), Settings(seed=1))
-    engine.initialize(adam)
-    expected = language_model(1)
-    for each in (engine, expected):
+def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(
+    tmp_path,
+):
+    engine = language_model(1)
+    scheduled = LanguageModelEngine(language_model(1, train=False).model, ALONE)
+    scheduled.initialize(adam, constant)
+    for each in (engine, scheduled):
         step(each)
         step(each)
-    assert same(engine.model.state_dict(), expected.model.state_dict())
+    assert same(engine.model.state_dict(), scheduled.model.state_dict())
     engine.save_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved")
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     with pytest.raises(UserError, match=r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
-        LanguageModelEngine(model, alone()).initialize(scheduler=constant)
+        LanguageModelEngine(model, ALONE).initialize(scheduler=constant)
 
 
-def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, capsys) -> None:
-    engine = language_model(1)
-    engine.save_checkpoint(tmp_path / "saved")
-    without_checksums(tmp_path / "saved")
+def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    language_model(1).save_checkpoint(saved)
+    without_checksums(saved)
 
-    def refused(*words: str) -> str:
-        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out"), *words]) == EXIT_USER_ERROR
-        assert not (tmp_path / "out").exists()
+    def refused(*words):
+        assert main(["merge", str(saved), str(out), *words]) == EXIT_USER_ERROR
+        assert not out.exists()
         return capsys.readouterr().err
 
-    config, about = (tmp_path / "saved" / "hf" / name for name in ("config.json", "mvp.json"))
+    config, about = (saved / "hf" / name for name in ("config.json", "mvp.json"))
     good = json.loads(config.read_text())
-    config.write_text(json.dumps(good | {"intermediate_size": 64}))
-    assert "gate_proj.weight has the shape (48, 32) there and (64, 32) in this model" in refused()
-    config.write_text(json.dumps(good | {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}))
-    assert "it also has model.hf.model.layers.1." in refused()
-    config.write_text('{"model_type": "qw')
-    assert "config.json cannot be read" in refused()
+    fewer = {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}
+    for text, message in (
+        (json.dumps(good | {"intermediate_size": 64}), "the shape (48, 32) there and (64, 32) in"),
+        (json.dumps(good | fewer), "it also has model.hf.model.layers.1."),
+        ('{"model_type": "qw', "config.json cannot be read"),
+    ):
+        config.write_text(text)
+        assert message in refused()
     config.write_text(json.dumps(good))
     for text in ('{"model_type"', "[]", '{"model_type": "language_model", "dtype": "float31"}'):
         about.write_text(text)
         assert "mvp.json is damaged" in refused()
     about.write_text('{"model_type": "mine", "dtype": "float32", "engine": "/nowhere/engine.py"}')
-    assert "there is no file /nowhere/engine.py. Name the file or module that registers it" in refused()
+    message = "there is no file /nowhere/engine.py. Name the file or module that registers it"
+    assert message in refused()
     assert "which json does not register" in refused("--engine", "json")
     about.unlink()
     assert "has no hf/mvp.json" in refused()
 
 
+@pytest.mark.slow
 def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
-    train, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    train, tmp_path, monkeypatch, capsys
+):
     """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
-    registry = {key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")}
+    registry = {
+        key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")
+    }
     monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", registry)
     page = (ROOT / "docs" / "model_engine.md").read_text().split("## Adding a model type\n")[1]
     folder = tmp_path / "tagger"
@@ -227,7 +232,10 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
     code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)
     assert code == 0, said
-    assert [name for name, _ in entries(tmp_path / "out" / "heads.safetensors")] == ["classes.bias", "classes.weight"]
+    assert [name for name, _ in entries(tmp_path / "out" / "heads.safetensors")] == [
+        "classes.bias",
+        "classes.weight",
+    ]
     del registry["token_classifier", "fsdp"]  # as in another process
     folder.rename(tmp_path / "moved")
     words[-1] = str(tmp_path / "again")
@@ -252,13 +260,13 @@ class Tagger(Engine):
 """
 
 
-def test_register_of_an_incomplete_model_engine_is_refused() -> None:
+def test_register_of_an_incomplete_model_engine_is_refused():
     class Half(ModelEngine):
-        def settle(self) -> None:
+        def settle(self):
             pass
 
     with pytest.raises(TypeError, match=r"\(mine, fsdp\): .*Half lacks collect, describe"):
         register("mine", "fsdp")(Half)
-    for thing in (torch.nn.Linear, FSDPEngine(torch.nn.Linear(2, 2), alone()), print):
+    for thing in (torch.nn.Linear, FSDPEngine(torch.nn.Linear(2, 2), ALONE), print):
         with pytest.raises(TypeError, match="is no class that derives from ModelEngine"):
-            register("mine", "fsdp")(thing)  # type: ignore[arg-type]
+            register("mine", "fsdp")(thing)

@@ -6,25 +6,35 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import overrides_of, parallel
-from test_packed_layouts import batch
+from tiny_engines import (
+    ALONE,
+    CAMPAIGN,
+    Tensors,
+    adamw,
+    assert_close,
+    assert_equal,
+    engine_of,
+    packed,
+    train,
+    weights,
+    whole_state,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import dim_slices, full_tensor
+from mvp_engine.distributed.dtensor import dim_slices
 from mvp_engine.distributed.fsdp import apply_fsdp, even_placement
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 # The sizes of the published models.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mixtral": {"model_type": "mixtral"},
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -62,7 +72,7 @@ def fake_world(size: int) -> Iterator[World]:
 def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
     """Parameters that each rank of a mesh of one dimension holds."""
     totals = [0] * ranks
-    known: dict[Any, list[int]] = {}
+    known = {}
     for param in model.parameters():
         assert isinstance(param, DTensor)
         key = (param.shape, param.placements)
@@ -76,7 +86,8 @@ def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
 def held(param: DTensor, rank: int, ranks: int) -> int:
     lengths = []
     for dim, size in enumerate(param.shape):
-        lengths.append(sum(one.length for one in dim_slices(size, dim, param.placements, (ranks,), (rank,))))
+        slices = dim_slices(size, dim, param.placements, (ranks,), (rank,))
+        lengths.append(sum(one.length for one in slices))
     return math.prod(lengths)
 
 
@@ -85,10 +96,10 @@ def held(param: DTensor, rank: int, ranks: int) -> int:
     [
         ("mixtral", 16),
         ("gpt_oss", 64),
-        pytest.param("qwen3_235b", 1024, marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3_235b", 1024, marks=CAMPAIGN),
     ],
 )
-def test_fsdp_shards_of_published_moe_models_are_even(name: str, ranks: int) -> None:
+def test_fsdp_shards_of_published_moe_models_are_even(name, ranks):
     with fake_world(ranks) as world:
         model = LanguageModel.on_meta(None, MODELS[name])
         layout = Layout.of(world, parallel(shard=ranks))
@@ -110,59 +121,47 @@ def test_fsdp_shards_of_published_moe_models_are_even(name: str, ranks: int) -> 
         ((8, 16), 16, 0),  # a matrix
     ],
 )
-def test_even_placement_of_shape_is_dimension(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+def test_even_placement_of_shape_is_dimension(shape, ranks, dim):
     assert even_placement(nn.Parameter(torch.empty(shape, device="meta")), ranks).dim == dim
 
 
-def saved_on_ranks(folder: str) -> list[str]:
-    """Save two tiny models with fewer experts than ranks, after a step; returns what is sharded by dimension 1."""
-    world = World.join("cpu")
-    inner = []
-    for family in ("qwen3_moe", "gpt_oss"):
-        engine = stepped_engine(family, Layout.of(world, parallel(shard=world.size)))
-        engine.save_checkpoint(Path(folder) / family)
-        for name, param in engine.model.named_parameters():
-            if isinstance(param, DTensor) and any(one.is_shard(1) for one in param.placements):
-                inner.append(name)
-    world.close()
-    return inner
+FEW = {"num_experts": 2, "num_local_experts": 2}  # fewer than ranks
 
 
-def stepped_engine(family: str, layout: Layout) -> LanguageModelEngine:
-    shape = {**overrides_of(family), "num_experts": 2, "num_local_experts": 2}
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, shape), layout, Settings(seed=5))
-    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
-    rows = batch().split(14).parts[:1]
-    engine.train_batch(rows, lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens))
+def stepped(layout: Layout, family: str):
+    engine = engine_of({**overrides_of(family), **FEW}, layout, adamw, seed=5)
+    train(engine, packed(7, 3))
     return engine
 
 
-@pytest.mark.campaign(only=True)
-def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(ranks4, tmp_path: Path) -> None:
-    inner = ranks4.run(saved_on_ranks, str(tmp_path))[0]
-    assert sum(name.endswith("gate_up_proj") for name in inner) == 4
-    for family in ("qwen3_moe", "gpt_oss"):
-        alone = stepped_engine(family, Layout(World.join("cpu")))
-        expected = {name: param.detach().clone() for name, param in alone.model.named_parameters()}
-        alone.load_checkpoint(tmp_path / family)
-        for name, param in alone.model.named_parameters():
-            assert torch.allclose(param, expected[name], rtol=1e-5, atol=1e-6), name
-        alone.save_checkpoint(tmp_path / "again")
-        results = ranks4.run(differences, family, str(tmp_path / "again"), str(tmp_path / family))
-        assert results == [[]] * 4
+def saved_on_ranks(layout: Layout, family: str, folder: Path) -> list[str]:
+    """Save a tiny model after a step; returns what is sharded by dimension 1."""
+    engine = stepped(layout, family)
+    engine.save_checkpoint(folder)
+    named = engine.model.named_parameters()
+    sharded = [(name, param) for name, param in named if isinstance(param, DTensor)]
+    return [name for name, param in sharded if any(one.is_shard(1) for one in param.placements)]
 
 
-def differences(family: str, one: str, two: str) -> list[str]:
-    """Names of tensors in which two checkpoints differ by any bit, read by these ranks."""
-    world = World.join("cpu")
-    engine = stepped_engine(family, Layout.of(world, parallel(shard=world.size)))
+@CAMPAIGN
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(on_ranks, family, tmp_path):
+    inner = on_ranks({"shard": 4}, saved_on_ranks, family, tmp_path / "saved")[0]
+    assert sum(name.endswith("gate_up_proj") for name in inner) == 2
+    alone = stepped(ALONE, family)
+    expected = weights(alone.model)
+    alone.load_checkpoint(tmp_path / "saved")
+    assert_close(weights(alone.model), expected, floor=0.1)
+    alone.save_checkpoint(tmp_path / "again")
+    for saved, again in on_ranks({"shard": 4}, loaded, family, tmp_path):
+        assert_equal(saved, again)
+
+
+def loaded(layout: Layout, family: str, folder: Path) -> list[Tensors]:
+    """The weights and states of both checkpoints, read by these ranks."""
+    engine = stepped(layout, family)
     states = []
-    for folder in (one, two):
-        engine.load_checkpoint(folder)
-        states.append({})
-        for name, param in engine.model.named_parameters():
-            states[-1][name] = full_tensor(param.detach()).clone()
-            for key, value in engine.optimizer.state[param].items():
-                states[-1][f"{name}.{key}"] = full_tensor(value).clone()
-    world.close()
-    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    for name in ("saved", "again"):
+        engine.load_checkpoint(folder / name)
+        states.append(whole_state(engine))
+    return states

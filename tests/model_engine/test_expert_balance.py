@@ -2,196 +2,196 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
-from families import overrides_of, parallel
-from ranks import RankPool
-from test_expert_parallel import MORE, assert_close, media_rows, micro_batches
+from conftest import read_metrics
+from test_expert_parallel import all_batches, media_rows, micro_batches, shape_of
+from tiny_engines import (
+    ALONE,
+    CAMPAIGN,
+    LM,
+    Tensors,
+    assert_close,
+    assert_equal,
+    assert_metrics,
+    engine_of,
+    loss_of,
+    packed,
+    sgd,
+    weights,
+)
+from tiny_engines import gradients as gradients_of
+from tiny_engines import train as train_step
 from tiny_models import build_model
-from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts.expert_balance import _RouterLoss
-from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine import LanguageModelEngine
 
 BALANCES = {
     "qwen3_moe": Experts(balance="loss", weight=3.0, z=0.1),
     "glm4_moe": Experts(balance="bias", rate=0.01, z=0.1),
 }
-State = dict[str, Tensor]
-LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 
 
-def engine_of(family: str, layout: Layout, experts: Experts, lr: float = 1e-2, **how: Any) -> LanguageModelEngine:
-    shape = {**overrides_of(family), **MORE.get(family, {}), **how.pop("shape", {})}
-    settings = Settings(seed=5, experts=experts, **how)
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, shape), layout, settings)
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr))
-    return engine
+def balanced(
+    family: str, layout: Layout = ALONE, lr: float = 1e-2, shape=None, **how
+) -> LanguageModelEngine:
+    config = {**shape_of(family), **(shape or {})}
+    settings = {"seed": 5, "experts": BALANCES.get(family), **how}
+    return engine_of(config, layout, lambda model: sgd(model, lr), **settings)
+
+
+def balance_of(engine: LanguageModelEngine):
+    return engine.adapter.expert_balance
 
 
 def step(engine: LanguageModelEngine, rows: list[PackedBatch]) -> dict[str, float]:
-    def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return engine.model(micro_batch, ["loss"])["loss"], micro_batch.num_loss_tokens
-
-    numbers = engine.train_batch(rows, loss)
-    return {name: float(value) for name, value in numbers.metrics.items()}
+    metrics = train_step(engine, *rows).metrics
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def weights_of(engine: LanguageModelEngine) -> State:
-    found = {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}
-    return found | {name: value.clone() for name, value in engine.model.named_buffers() if "bias" in name}
+def state_of(engine: LanguageModelEngine) -> Tensors:
+    """Weights, and the biases of routers."""
+    biases = {name: value for name, value in engine.model.named_buffers() if "bias" in name}
+    return weights(engine.model) | {name: value.clone() for name, value in biases.items()}
 
 
-def trained(engine: LanguageModelEngine, ranks: list[int]) -> tuple[State, list[Any]]:
-    """The weights after three steps on the data of these data-parallel ranks; counts of experts, and the gradients of
-    router losses alone."""
-    rows = [one for rank in ranks for one in micro_batches(rank)]
-    balance: Any = engine.adapter.expert_balance
+def router_gradients(engine: LanguageModelEngine, rows: list[PackedBatch]) -> Tensors:
+    """Of balance and z-loss alone."""
+    loss = loss_of(engine)
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(rows, lambda batch: (0.0 * loss(batch)[0], 1.0))
+    return gradients_of(engine.model)
+
+
+def trained(engine: LanguageModelEngine, rows: list[PackedBatch]) -> tuple[Tensors, Any, Tensors]:
+    """The weights after three steps, the counts of experts, and the gradients of router losses alone."""
+    balance = balance_of(engine)
     start = balance.state()
     balance.load_state({"counts": [[9.0, 2.0, 3.0, 4.0]] * len(balance.sizes), "weight": 10.0})
-    router_grads = gradient(engine, rows)
+    router_grads = router_gradients(engine, rows)
     balance.load_state(start)
     for _ in range(3):
         step(engine, rows)
         with engine.eval_mode():  # an evaluation does not count
-            list(engine.infer_micro_batches(rows, lambda one: engine.model(one, ["loss"])))
-    return weights_of(engine), [balance.state(), router_grads]
+            list(engine.infer_micro_batches(rows, loss_of(engine)))
+    return state_of(engine), balance.state(), router_grads
 
 
-def on_layout(sizes: dict[str, int], families: list[str], how: dict[str, Any]) -> dict[str, tuple[State, list[Any]]]:
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes))
-    found = {}
-    for family in families:
-        found[family] = trained(engine_of(family, layout, BALANCES[family], **how), [layout.data_rank])
-    world.close()
-    return found
+def trained_families(layout: Layout, how: dict[str, Any]) -> dict[str, Any]:
+    rows = micro_batches(layout.data_rank)
+    return {family: trained(balanced(family, layout, **how), rows) for family in BALANCES}
 
 
-def alone(family: str, **how: Any) -> LanguageModelEngine:
-    return engine_of(family, Layout(World.join("cpu")), BALANCES[family], **how)
+EXPERT = {"shard": 2, "expert": 2}
+LONG = [
+    ({"shard": 2}, {}),
+    ({"replicate": 2}, {}),
+    ({"ulysses": 2}, {"activation_checkpointing": "selective"}),
+    ({"tensor": 2}, {}),
+    ({"context": 2}, {}),
+    ({"pipeline": 2, **EXPERT}, {}),
+    (EXPERT, {"compile": "aot_eager"}),
+    ({"shard": 4, "expert": 2}, {}),
+    ({"shard": 2, "ulysses": 2, "expert": 4}, {}),
+]
 
 
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [
-        pytest.param({"shard": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"replicate": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        ({"shard": 2, "expert": 2}, {"activation_checkpointing": "full"}),
-        pytest.param({"ulysses": 2}, {"activation_checkpointing": "selective"}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"tensor": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"context": 2}, {}, marks=pytest.mark.campaign(only=True)),
+        pytest.param(EXPERT, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ({"pipeline": 2}, {}),
-        pytest.param({"pipeline": 2, "shard": 2, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"shard": 2, "expert": 2}, {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"shard": 4, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        pytest.param({"shard": 2, "ulysses": 2, "expert": 4}, {}, marks=pytest.mark.campaign(only=True)),
+        *(pytest.param(*one, marks=CAMPAIGN) for one in LONG),
     ],
     ids=str,
 )
-def test_balanced_steps_on_layout_equal_those_of_one_rank(request, sizes: dict[str, int], how: dict[str, Any]) -> None:
-    ranks = math.prod(size for name, size in sizes.items() if name != "expert")
-    pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
-    data = list(range(sizes.get("replicate", 1) * sizes.get("shard", 1)))
-    families = list(BALANCES)
-    results = pool.run(on_layout, sizes, families, how)
-    for family in families:
-        wanted, counts = trained(alone(family), data)
-        for found in results:
-            assert found[family][1][0] == counts[0]  # exactly
-            held = found[family][0]  # of a pipeline stage, a part
-            assert_close(held, {name: wanted[name] for name in held}, family)
-            of_routers = found[family][1][1]
-            most = 2e-6 if "tensor" in sizes else 1e-6  # norms of heads, under tensor parallel
-            assert_close(of_routers, {name: counts[1][name] for name in of_routers}, family, most)
-        assert set().union(*(found[family][0] for found in results)) == wanted.keys()
-
-
-def gradient(engine: LanguageModelEngine, rows: list[PackedBatch]) -> State:
-    engine.optimizer_zero_grad()
-    engine.forward_backward_batch(rows, lambda one: (0.0 * engine.model(one, ["loss"])["loss"], 1.0))
-    return {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+def test_balanced_steps_on_layout_equal_those_of_one_rank(on_ranks, sizes, how):
+    data_size = sizes.get("replicate", 1) * sizes.get("shard", 1)
+    most = 2e-6 if "tensor" in sizes else 1e-6  # norms of heads, under tensor parallel
+    results = on_ranks(sizes, trained_families, how)
+    for family in BALANCES:
+        state, counts, router_grads = trained(balanced(family), all_batches(data_size))
+        for result in results:
+            held, its_counts, its_grads = result[family]  # of a pipeline stage, a part
+            assert its_counts == counts  # exactly
+            assert_close(held, {name: state[name] for name in held}, floor=1e-3, what=family)
+            of_held = {name: router_grads[name] for name in its_grads}
+            assert_close(its_grads, of_held, most, floor=1e-3, what=family)
+        assert set().union(*(result[family][0] for result in results)) == state.keys()
 
 
 @pytest.mark.parametrize("how", [{}, {"activation_checkpointing": "full"}], ids=str)
-def test_router_losses_alone_do_not_depend_on_the_split(how: dict[str, Any]) -> None:
-    """To 1e-6, with a loss of 0: what is left is the gradient of balance and z-loss."""
-    sequences = [torch.randint(99, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 3, 11, 2, 9)]
-    whole = PackedBatch.from_sequences(sequences)
+def test_router_losses_alone_do_not_depend_on_the_split(how):
+    whole = packed(7, 3, 11, 2, 9)
     results = []
     for rows in ([whole], whole.split(11).parts, whole.split(20).parts[::-1]):
-        engine = alone("qwen3_moe", lr=0.0, **how)
+        engine = balanced("qwen3_moe", lr=0.0, **how)
         step(engine, rows)
-        results.append(gradient(engine, rows))
+        results.append(router_gradients(engine, rows))
     assert max(float(grad.abs().max()) for grad in results[0].values()) > 1e-2
     for other in results[1:]:
-        for name, grad in results[0].items():
-            error = float((other[name] - grad).abs().max()) / max(1e-3, float(grad.abs().max()))
-            assert error < 1e-6, (name, error)
+        assert_close(other, results[0], 1e-6, floor=1e-3)
 
 
-def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers() -> None:
+def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers():
     """transformers' loss sums its shares to K, and has one loss for all layers: one layer here."""
-    shape = {"shape": {"num_hidden_layers": 1}}
     experts = Experts(balance="loss", weight=0.5)
-    engine = engine_of("mixtral", Layout(World.join("cpu")), experts, lr=0.0, **shape)
-    [row] = micro_batches(3)
+    engine = balanced("mixtral", lr=0.0, shape={"num_hidden_layers": 1}, experts=experts)
+    row = micro_batches(3)[0]
     step(engine, [row])
-    found = gradient(engine, [row])["hf.model.layers.0.mlp.gate.weight"] / row.num_loss_tokens
-    logits: list[Tensor] = []
+    grads = router_gradients(engine, [row])
+    found = grads["hf.model.layers.0.mlp.gate.weight"] / row.num_loss_tokens
+    logits = []
     router = engine.model.get_submodule("hf.model.layers.0.mlp.gate")
     handle = router.register_forward_hook(lambda _, args, out: logits.append(out[0]))
     engine.model(row, ["loss"])
     handle.remove()
-    loss: Any = load_balancing_loss_func((logits[0],), num_experts=4, top_k=2)
-    [wanted] = torch.autograd.grad(0.5 * loss / 2, [router.weight])  # type: ignore[list-item]
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-8)
+    loss = load_balancing_loss_func((logits[0],), num_experts=4, top_k=2)
+    (expected,) = torch.autograd.grad(0.5 * loss / 2, [router.weight])
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-8)
 
 
-def test_router_loss_gradient_is_that_of_autograd() -> None:
+def test_router_loss_gradient_is_that_of_autograd():
     logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     coefficients, z = torch.rand(4, dtype=torch.float64), torch.tensor(0.3)
     is_real = torch.tensor([True, True, False, True, True, False])
     scores = logits.softmax(-1).topk(2).values
-    _RouterLoss.apply(scores, logits, coefficients, z, is_real, torch.tensor(8.0)).sum().mul(0.0).backward()
+    _RouterLoss.apply(scores, logits, coefficients, z, is_real, torch.tensor(8.0)).sum().mul(
+        0.0
+    ).backward()
     other = logits.detach().requires_grad_()
     of_token = (other.softmax(-1) * coefficients).sum(-1) + 0.3 * other.logsumexp(-1).square()
     (8.0 * of_token[is_real].sum()).backward()
     torch.testing.assert_close(logits.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_balanced_run_resumed_from_checkpoint_is_bit_equal(tmp_path: Path) -> None:
-    for family in BALANCES:
-        engine = alone(family)
-        rows = micro_batches(2)
-        step(engine, rows)
-        engine.save_checkpoint(tmp_path / family)
-        step(engine, rows)
-        again = alone(family)
-        again.load_checkpoint(tmp_path / family)
-        step(again, rows)
-        wanted = weights_of(engine)
-        assert all(torch.equal(value, wanted[name]) for name, value in weights_of(again).items())
-        other = alone(family)
-        other.load_checkpoint(tmp_path / family)
-        other.adapter.expert_balance.load_state(
-            {"counts": [[1.0] * 4] * len(other.adapter.expert_balance.sizes), "weight": 1.0}
-        )  # type: ignore[union-attr]
-        step(other, rows)
-        changed = not all(torch.equal(value, wanted[name]) for name, value in weights_of(other).items())
-        assert changed  # so the counts matter
+@pytest.mark.parametrize("family", BALANCES)
+def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family, tmp_path):
+    engine = balanced(family)
+    rows = micro_batches(2)
+    step(engine, rows)
+    engine.save_checkpoint(tmp_path)
+    step(engine, rows)
+    again, other = balanced(family), balanced(family)
+    again.load_checkpoint(tmp_path)
+    step(again, rows)
+    expected = state_of(engine)
+    assert_equal(state_of(again), expected)
+    other.load_checkpoint(tmp_path)
+    counts = [[1.0] * 4] * len(balance_of(other).sizes)
+    balance_of(other).load_state({"counts": counts, "weight": 1.0})
+    step(other, rows)
+    changed = state_of(other)
+    assert not all(torch.equal(value, expected[name]) for name, value in changed.items())
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(tmp_path: Path) -> No
 )
 @pytest.mark.campaign
 def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
-    campaign_size, family: str, experts: Experts, lr: float, start: float
-) -> None:
+    campaign_size, family, experts, lr, start
+):
     """With random tokens, 1,024 a step: chance alone gives the busiest of 8 experts 1.15 times the mean."""
     steps = campaign_size(20, 200)
     number = {"gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}[family]
@@ -213,85 +213,72 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     if family == "glm4_moe":
         shape["first_k_dense_replace"] = 0
     if steps < 200:  # as fast as 200 steps, without their end
-        experts = experts.model_copy(update={"weight": 2 * experts.weight, "rate": 10 * experts.rate})
-    engine = engine_of(family, Layout(World.join("cpu")), experts, lr=lr, shape=shape)
+        faster = {"weight": 2 * experts.weight, "rate": 10 * experts.rate}
+        experts = experts.model_copy(update=faster)
+    engine = balanced(family, lr=lr, shape=shape, experts=experts)
     for name, value in [*engine.model.named_parameters(), *engine.model.named_buffers()]:
         if name.endswith(("router.bias", "e_score_correction_bias")):
             value.data[0] = start
-    g = torch.Generator().manual_seed(0)
     loads = []
-    for _ in range(steps):
-        rows = [PackedBatch.from_sequences([torch.randint(997, (64,), generator=g) for _ in range(16)])]
+    for seed in range(steps):
+        rows = [packed(*[64] * 16, seed=seed, vocab=997)]
         loads.append(step(engine, rows)["expert_load_max"])
     assert loads[0] > 6.0
     last = loads[-steps // 4 :]
     assert sum(last) / len(last) <= (1.3 if steps == 200 else 3.0), loads[:: steps // 10]
 
 
-# ---- Dummies ----------------------------------------------------------------------------------------------------
-
-
-def media_counts(sizes: dict[str, int] | None) -> Any:
-    """Counts after two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
-    world = World.join("cpu")
-    layout = Layout(world) if sizes is None else Layout.of(world, parallel(**sizes))
+def counts_and_weights(layout: Layout) -> tuple[Any, Tensors]:
+    """After two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
     model = build_model(LanguageModel, "qwen3_vl_moe")
-    ranks = range(2) if sizes is None else [layout.data_rank]
-    rows = [one for rank in ranks for one in media_rows(model, rank)]
-    engine = LanguageModelEngine(model, layout, Settings(experts=Experts(balance="loss", weight=1.0)))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-2))
+    rows = media_rows(model, layout)
+    experts = Experts(balance="loss", weight=1.0)
+    engine = engine_of(model, layout, lambda model: sgd(model, 1e-2), experts=experts)
     for _ in range(2):
         step(engine, rows)
-    found = engine.adapter.expert_balance.state(), weights_of(engine)  # type: ignore[union-attr]
-    world.close()
-    return found
+    return balance_of(engine).state(), state_of(engine)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
         {"shard": 2},
-        pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=pytest.mark.campaign(only=True)),
+        pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=CAMPAIGN),
     ],
     ids=str,
 )
-def test_dummy_sequences_are_not_counted(request, sizes: dict[str, int]) -> None:
-    counts, weights = media_counts(None)
-    pool: RankPool = request.getfixturevalue(f"ranks{2 * sizes.get('ulysses', 1)}")
-    for found in pool.run(media_counts, sizes):
-        assert found[0] == counts
-        assert_close(found[1], weights, "qwen3_vl_moe")
+def test_dummy_sequences_are_not_counted(on_ranks, sizes):
+    counts, expected = counts_and_weights(ALONE)
+    for its_counts, found in on_ranks(sizes, counts_and_weights):
+        assert its_counts == counts
+        assert_close(found, expected, floor=1e-3)
 
 
-# ---- Errors -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("family", "balance", "message"),
+    [
+        ("qwen3_moe", "bias", "experts.balance=bias: the routers of qwen3_moe choose by their sc"),
+        ("qwen3", "loss", "experts: qwen3 has no experts to balance"),
+    ],
+)
+def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
+    with pytest.raises(UserError, match=message):
+        balanced(family, experts=Experts(balance=balance))
 
 
-def test_bias_of_a_router_without_one_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"experts\.balance=bias: the routers of qwen3_moe choose by their scores alone"
-    ):
-        engine_of("qwen3_moe", Layout(World.join("cpu")), Experts(balance="bias"))
-
-
-def test_balance_of_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="experts: qwen3 has no experts to balance"):
-        engine_of("qwen3", Layout(World.join("cpu")), Experts(balance="loss"))
-
-
-# ---- A training -------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
-    train, ranks2: RankPool, tmp_path: Path
-) -> None:
-    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.weight=1.0", "optim.schedule=constant"]
-    words += ["data.micro_batch_size=2"]
+    train, ranks2, tmp_path
+):
+    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.weight=1.0"]
+    words += ["optim.schedule=constant", "data.micro_batch_size=2"]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "one") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'two'}", "parallel.shard=2", "parallel.expert=2"]
+    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'two'}"]
+    cut += ["parallel.shard=2", "parallel.expert=2"]
     for steps in (2, 4):
         assert ranks2.launch(LM, *cut, f"loop.total_steps={steps}") == [0, 0]
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     for name in ("expert_load", "expert_load_max"):
         assert [record[name] for record in one] == [record[name] for record in two]
         assert min(record[name] for record in one) >= 1.0
-    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in two], rel=1e-5)
+    assert_metrics(two, one, loss=1e-5)

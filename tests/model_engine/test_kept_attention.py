@@ -7,13 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiny_engines import Tensors, assert_equal, engine_of, fresh_graphs, train
+from tiny_engines import gradients as gradients_of
 from tiny_models import build_model, packs_of
 from torch import Tensor
 
-from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.fsdp import parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
@@ -30,7 +29,9 @@ def scores(q_HTd: Tensor, k_HTd: Tensor, cu_seqlens: Tensor, scale: float) -> Te
 
 # An operator as those of GPUs: it returns the log-sum-exp, too, and backward needs both.
 @torch.library.custom_op("mvp_tests::ragged_attention", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     CALLS.append("forward")
     scores_HTT = scores(q, k, cu_seqlens, scale)
     stats_HT1 = scores_HTT.logsumexp(-1, keepdim=True)
@@ -39,7 +40,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) ->
 
 @torch.library.custom_op("mvp_tests::ragged_attention_backward", mutates_args=())
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens: Tensor, scale: float
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     CALLS.append("backward")
     weights_HTT = (scores(q, k, cu_seqlens, scale) - stats).exp()
@@ -53,16 +61,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tupl
 
 
 @attend_backward.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]):
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
     ctx.scale = inputs[4]
 
 
-def backward(ctx: Any, d_out: Tensor, d_stats: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx, d_out: Tensor, d_stats: Tensor) -> tuple[Tensor | None, ...]:
     return *attend_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale), None, None
 
 
@@ -75,44 +83,46 @@ def kernel(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tenso
     return attend(q_HTd.contiguous(), k_HTd, v_HTd, spec.cu_seqlens, scale)[0]
 
 
-def gradients(mode: Any, precision: str = "fp32", backend: str | None = None, name: str = "qwen3") -> dict[str, Tensor]:
+one_operator = patch.multiple(
+    attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel
+)
+
+
+def gradients(mode, name: str = "qwen3", **how) -> Tensors:
     """Of one step on one pack; `CALLS` are those of this step, without their compilation."""
     model = build_model(LanguageModel, name)
     (batch,) = packs_of(model, name, [[2, 1]], [(7, 3, 11)])
-    settings = Settings(precision=precision, activation_checkpointing=mode, compile=backend)
-    engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
-    torch._dynamo.reset()
-    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel):
+    engine = engine_of(model, activation_checkpointing=mode, **how)
+    fresh_graphs()
+    with one_operator:
         CALLS.clear()
-        engine.train_batch([batch], lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens))
-    return {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
+        train(engine, batch)
+    return gradients_of(engine.model)
 
 
-def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
+@pytest.mark.slow
+def test_attention_mode_computes_attention_once_with_equal_gradients():
     expected = gradients("none")
     layers = CALLS.count("forward")
     assert layers > 1
     assert CALLS.count("backward") == layers
-    ways: list[tuple[Any, str | None, int]] = [
+    ways = [
         ("full", None, 2),
         ("attention", None, 1),
         ({"llm": "attention"}, None, 1),
         ("attention", "aot_eager", 1),
     ]
     for mode, backend, forwards in ways:
-        found = gradients(mode, backend=backend)
+        assert_equal(gradients(mode, compile=backend), expected)
         assert CALLS.count("forward") == forwards * layers, (mode, backend)
         assert CALLS.count("backward") == layers
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), (mode, backend)
 
 
-def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> None:
+def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch):
     """A policy that kept nothing would count as `full`; one that kept GEMMs, as `selective`."""
     kept = list[str]()
 
-    def policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+    def policy(kinds, ctx, op, *args, **more):
         found = real_policy(kinds, ctx, op, *args, **more)
         if found == parallelize.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
             kept.append(str(op))
@@ -120,43 +130,21 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
 
     real_policy = parallelize._policy
     monkeypatch.setattr(parallelize, "_policy", policy)
-    gradients("attention", "bf16")
+    gradients("attention", precision="bf16")
     assert kept == ["mvp_tests.ragged_attention.default"] * CALLS.count("forward")
 
 
-def test_attention_mode_that_keeps_nothing_warns_once(monkeypatch) -> None:
+def test_attention_mode_that_keeps_nothing_warns_once(logged):
     """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
-    said = list[str]()
-    monkeypatch.setattr(parallelize.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    texts = logged(parallelize)
     parallelize._warn_of_attention.cache_clear()
     for name in ("qwen3", "gemma2"):
-        gradients("attention", name=name)
-    assert len(said) == 1  # for all blocks
-    assert "Gemma2DecoderLayer keeps nothing with model.activation_checkpointing=attention, as with full" in said[0]
+        gradients("attention", name)
+    mode = "model.activation_checkpointing=attention"
+    (text,) = texts  # for all blocks
+    assert f"Gemma2DecoderLayer keeps nothing with {mode}, as with full" in text
 
 
-def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_time() -> None:
-    """As an encoder's on images and on videos. Autocast would reuse weights that the first run cast."""
-    found = list[list[Tensor]]()
-    for mode in ("none", "selective"):
-        torch.manual_seed(0)
-        block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-        x = torch.randn(16, 8, requires_grad=True)
-        if mode != "none":
-            parallelize.checkpoint_block(block, mode, None)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = block(block(x)).square().sum()
-        loss.backward()
-        found.append([x.grad, *(param.grad for param in block.parameters())])
-    # Without the cache, the gradients of both casts are added in float32.
-    assert all(torch.allclose(one, other, rtol=2e-2, atol=2e-2) for one, other in zip(*found, strict=True))
-
-
-def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:
+def test_policies_have_their_own_graphs_in_the_compile_cache():
     names = ("_selective_contexts", "_attention_contexts", "_compiled_attention_contexts")
     assert len({getattr(parallelize, name).cache_hash for name in names}) == 3
-
-
-def test_unknown_mode_lists_attention() -> None:
-    with pytest.raises(UserError, match="is none of none, selective, attention, full, offload"):
-        Settings(activation_checkpointing={"llm": "attentions"})

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
 from families import parallel
 from mixer_families import MIXERS, VISION_MIXERS, mixer_config, mixer_model
-from torch.optim.lr_scheduler import LambdaLR
+from tiny_engines import ALONE, CAMPAIGN, Tensors, assert_close, engine_of, packed
+from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine import LanguageModelEngine, Settings
 
-QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
+# By a kernel's function, by a convolution alone, by sequence
+QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]
 OTHERS = [name for name in [*MIXERS, *VISION_MIXERS] if name not in QUICK]
-HOW: dict[str, dict[str, Any]] = {
+HOW = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "compiled": {"compile": "aot_eager"},
@@ -35,29 +33,24 @@ def batches(name: str, model: LanguageModel) -> list[PackedBatch]:
         tiny_models.VISION.setdefault(name, ("", {}, "patches frame"))
         ones = tiny_models.samples(model, name)
         return [PackedBatch.concat(ones), PackedBatch.concat(ones[::-1])]
-    g = torch.Generator().manual_seed(3)
-    return [
-        PackedBatch.from_sequences([torch.randint(3, 99, (n,), generator=g) for n in lengths])
-        for lengths in ((7, 3, 11, 2), (2, 9, 12))
-    ]
+    return [packed(7, 3, 11, 2), packed(2, 9, 12, seed=4)]
 
 
-def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
+def gradients(name: str, layout: Layout, **how) -> Tensors:
     """Of both batches. Both forwards come before the backwards, so that a forward which is repeated comes late.
 
     Not if compiled: torch may compile a block again for the second, and repeat the first with that.
     """
     model = mixer_model(name)
     given = batches(name, model)
-    engine = LanguageModelEngine(model, layout, Settings(seed=5, **how))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine = engine_of(model, layout, seed=5, **how)
     engine.model.eval()
 
-    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(batch):
         log_probs = engine.model(batch, ["log_probs"])["log_probs"]
         return (torch.linspace(0.5, 1.5, len(log_probs)) * log_probs).sum(), batch.num_loss_tokens
 
-    def loss_of_both(_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of_both(_):
         (first, count), (second, _) = map(loss, given)
         return first + second, count
 
@@ -66,14 +59,7 @@ def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
         engine.forward_backward_batch(given, loss)
     else:
         engine.forward_backward_batch(given[:1], loss_of_both)
-    grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
-    return {key: full_tensor(grad).clone() / layout.data_size for key, grad in grads.items()}
-
-
-def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert (found[key] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1.0), key
+    return gradients_of(engine.model, layout.data_size)
 
 
 def has_plan(name: str) -> bool:
@@ -82,47 +68,40 @@ def has_plan(name: str) -> bool:
     return any("layers" in key for key in plan)
 
 
-def on_two_ranks(names: list[str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
-    world = World.join("cpu")
-    found = {}
+def on_every_layout(first: Layout, names: list[str]) -> list[tuple[str, Tensors]]:
+    found = []
     for kind in ("shard", "ulysses", "context", "tensor"):
-        layout = Layout.of(world, parallel(**{kind: 2}))
+        layout = Layout.of(first.world, parallel(**{kind: 2}))
         chosen = [name for name in names if kind != "tensor" or has_plan(name)]
-        found[kind] = {name: gradients(name, layout) for name in chosen}
+        found += [(name, gradients(name, layout)) for name in chosen]
     with pytest.raises(UserError, match="mamba has no tensor-parallel plan in transformers"):
         gradients("mamba", layout)
-    world.close()
     return found
 
 
-def check_two_ranks(ranks: Any, names: list[str]) -> None:
-    expected = {name: gradients(name, Layout(World.join("cpu"))) for name in names}
-    for found in ranks.run(on_two_ranks, names):
-        for of_layout in found.values():
-            for name, grads in of_layout.items():
-                check(grads, expected[name])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=CAMPAIGN)], ids=len)
+def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(
+    on_ranks, names
+):
+    expected = {name: gradients(name, ALONE) for name in names}
+    for found in on_ranks({"shard": 2}, on_every_layout, names):
+        for name, grads in found:
+            assert_close(grads, expected[name], what=name)
 
 
-def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
-    check_two_ranks(ranks2, QUICK)
-
-
-@pytest.mark.campaign(only=True)
-def test_all_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
-    check_two_ranks(ranks2, OTHERS)
-
-
+QUICK_CASES = [
+    ("qwen3_5_text", "full"),
+    ("qwen3_5_text", "selective"),
+    ("mamba", "full"),
+]
+SLOW = [pytest.param("mamba2", "compiled", marks=pytest.mark.slow)]
 CASES = [(name, how) for name in [*MIXERS, *VISION_MIXERS] for how in HOW]
-QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba", "full"), ("mamba2", "compiled")]
+KNOWN = [*QUICK_CASES, ("mamba2", "compiled")]
+LONG = [pytest.param(*case, marks=CAMPAIGN) for case in CASES if case not in KNOWN]
 
 
-def marks(case: tuple[str, str]) -> list[Any]:
-    found: list[Any] = [] if case in QUICK_CASES else [pytest.mark.campaign(only=True)]
-    return found
-
-
-@pytest.mark.parametrize(("name", "how"), [pytest.param(*case, marks=marks(case)) for case in CASES])
-def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name: str, how: str) -> None:
-    layout = Layout(World.join("cpu"))
+@pytest.mark.parametrize(("name", "how"), [*QUICK_CASES, *SLOW, *LONG])
+def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name, how):
     torch._dynamo.reset()
-    check(gradients(name, layout, **HOW[how]), gradients(name, layout))
+    assert_close(gradients(name, ALONE, **HOW[how]), gradients(name, ALONE))

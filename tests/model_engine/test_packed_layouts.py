@@ -6,165 +6,137 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
-from families import overrides_of, parallel
+from conftest import read_metrics
+from families import overrides_of
+from tiny_engines import (
+    ALONE,
+    CAMPAIGN,
+    LM,
+    Tensors,
+    assert_close,
+    assert_metrics,
+    engine_of,
+    packed,
+    scores_of,
+)
+from tiny_engines import gradients as gradients_of
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.ulysses import check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
 from mvp_engine.launch import launch
-from mvp_engine.model_engine import LanguageModelEngine, Settings
-
-LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]
 WITH_PLAN = ["qwen3", "gemma2", "qwen3_moe", "phi3", "olmo2", "starcoder2"]  # of tensor parallel
+SLOW = [pytest.mark.slow]
+LONG = [pytest.mark.slow, CAMPAIGN]  # each of these layouts has a neighbour that the suite runs
 
-# (ranks, shard, ulysses, tensor): families. The remaining ranks are replicas. Each way to split alone has all
-# families; the combinations on four ranks have two each, which differ most in what that layout splits.
-LAYOUTS = {
-    (2, 2, 1, 1): FAMILIES,
-    (2, 1, 2, 1): FAMILIES,
-    (2, 1, 1, 2): WITH_PLAN,
-    (4, 2, 1, 1): ["qwen3", "gpt_oss"],
-    (4, 2, 2, 1): ["qwen3", "qwen3_moe"],
-    (4, 1, 4, 1): ["gpt_oss", "gemma2"],
-    (4, 1, 2, 1): ["gemma2", "qwen3"],
-    (4, 2, 1, 2): ["qwen3", "qwen3_moe"],
-    (4, 1, 2, 2): ["qwen3", "gemma2"],
-    (4, 1, 1, 2): ["qwen3_moe", "gemma2"],
-}
-MIXED = [(2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 2)]  # each kind, shards with each
-
-
-IN_CAMPAIGN = {
-    (4, 2, 1, 1),
-    (4, 2, 2, 1),
-    (4, 1, 4, 1),
-    (4, 1, 2, 1),
-    (4, 1, 1, 2),
-    (4, 1, 2, 2),
-}  # each has a neighbour that is not
-
-
-def marked(layouts: Iterable[tuple[int, ...]], in_campaign: set[tuple[int, ...]] = IN_CAMPAIGN) -> list[Any]:
-    """Those on four ranks are marked `slow`, and some of them run in a campaign only."""
-    found = []
-    for layout in layouts:
-        marks = [pytest.mark.slow] if layout[0] == 4 else []
-        marks += [pytest.mark.campaign(only=True)] if layout in in_campaign else []
-        found.append(pytest.param(*layout, marks=marks))
-    return found
+# Each way to split alone has all families; the combinations on four ranks have two each, which differ most in what
+# that layout splits.
+LAYOUTS = [
+    ({"shard": 2}, FAMILIES),
+    ({"ulysses": 2}, FAMILIES),
+    ({"tensor": 2}, ["qwen3"]),
+    pytest.param({"tensor": 2}, WITH_PLAN[1:], marks=SLOW),
+    pytest.param({"shard": 2, "tensor": 2}, ["qwen3", "qwen3_moe"], marks=SLOW),
+    pytest.param({"shard": 2, "replicate": 2}, ["qwen3", "gpt_oss"], marks=LONG),
+    pytest.param({"shard": 2, "ulysses": 2}, ["qwen3", "qwen3_moe"], marks=LONG),
+    pytest.param({"ulysses": 4}, ["gpt_oss", "gemma2"], marks=LONG),
+    pytest.param({"ulysses": 2, "replicate": 2}, ["gemma2", "qwen3"], marks=LONG),
+    pytest.param({"ulysses": 2, "tensor": 2}, ["qwen3", "gemma2"], marks=LONG),
+    pytest.param({"tensor": 2, "replicate": 2}, ["qwen3_moe", "gemma2"], marks=LONG),
+]
 
 
 def batch() -> PackedBatch:
-    g = torch.Generator().manual_seed(3)
-    return PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in (7, 3, 11, 2)])
+    return packed(7, 3, 11, 2)
 
 
-def gradients(family: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
+def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
     """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
-    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine = engine_of(config, layout, seed=5, **how)
     engine.model.eval()  # some have dropout
-
-    def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        out = engine.model(micro_batch, ["log_probs", "entropy"])
-        return out["log_probs"].sum() - 0.1 * out["entropy"].sum(), micro_batch.num_loss_tokens
-
     engine.optimizer_zero_grad()
-    halves = batch().split(14).parts
-    for half in halves:  # two calls add up to one step
-        engine.forward_backward_batch([half], loss)
-    grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
-    return {name: full_tensor(grad) / layout.data_size for name, grad in grads.items()}
+    for half in batch().split(14).parts:  # two calls add up to one step
+        engine.forward_backward_batch([half], scores_of(engine))
+    return gradients_of(engine.model, layout.data_size)
 
 
-def on_layout(shard: int, sequence: int, tensor: int, families: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(shard=shard, ulysses=sequence, tensor=tensor))
-    result = {family: gradients(family, layout) for family in families}
-    world.close()
-    return result
+def of_families(layout: Layout, families: list[str]) -> dict[str, Tensors]:
+    return {family: gradients(family, layout) for family in families}
 
 
 @functools.cache
-def expected(family: str) -> dict[str, torch.Tensor]:
-    return gradients(family, Layout(World.join("cpu")))
+def expected(family: str) -> Tensors:
+    return gradients(family, ALONE)
+
+
+@pytest.mark.parametrize(("sizes", "families"), LAYOUTS, ids=str)
+def test_every_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
+    for result in on_ranks(sizes, of_families, families):
+        for family in families:
+            assert_close(result[family], expected(family), what=family)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory):
     """What one rank made of five steps."""
     folder = tmp_path_factory.mktemp("one")
-    assert launch(str(LM), ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]) == 0
+    words = ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]
+    assert launch(str(LM), words) == 0
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(LAYOUTS))
-def test_every_layout_gives_the_gradients_of_one_rank(
-    request, ranks: int, shard: int, sequence: int, tensor: int
-) -> None:
-    families = LAYOUTS[ranks, shard, sequence, tensor]
-    results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
-    for family in families:
-        for result in results:
-            assert result[family].keys() == expected(family).keys()
-            for name, grad in expected(family).items():
-                assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
-
-
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(MIXED, IN_CAMPAIGN | {(4, 2, 1, 2)}))
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ["parallel.ulysses=2"]),
+        pytest.param(4, ["parallel.shard=2", "parallel.ulysses=2"], marks=LONG),
+        pytest.param(4, ["parallel.shard=2", "parallel.tensor=2"], marks=LONG),
+    ],
+    ids=str,
+)
 def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
-    request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
-) -> None:
+    request, one, tmp_path, ranks, layout
+):
     pool = request.getfixturevalue(f"ranks{ranks}")
-    layout = [f"parallel.shard={shard}", f"parallel.ulysses={sequence}", f"parallel.tensor={tensor}"]
     words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert pool.launch(LM, *words, *layout) == [0] * ranks
     for split in ("train", "eval"):
-        alone, many = read_metrics(one, split), read_metrics(tmp_path, split)
-        assert [r["loss"] for r in alone] == pytest.approx([r["loss"] for r in many], rel=1e-5)
-        assert [r.get("totals") for r in alone] == [r.get("totals") for r in many]  # counted once
+        assert_metrics(read_metrics(tmp_path, split), read_metrics(one, split), loss=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
+    "word",
     [
-        ["parallel.shard=2"],
-        pytest.param(["parallel.tensor=2"], marks=pytest.mark.campaign(only=True)),
-        pytest.param(["parallel.ulysses=2"], marks=pytest.mark.campaign(only=True)),
+        "parallel.shard=2",
+        pytest.param("parallel.tensor=2", marks=CAMPAIGN),
+        pytest.param("parallel.ulysses=2", marks=CAMPAIGN),
     ],
-    ids=str,
 )
-def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
+def test_bf16_on_every_layout_is_close_to_fp32(one, ranks2, tmp_path, word):
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
-    words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    words = [word, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
-    alone, two = read_metrics(one), read_metrics(tmp_path)
-    assert [r["loss"] for r in alone] == pytest.approx([r["loss"] for r in two], rel=2e-2)
-    assert [r["grad_norm"] for r in alone] == pytest.approx([r["grad_norm"] for r in two], rel=1e-1)
+    assert_metrics(read_metrics(tmp_path), read_metrics(one), loss=2e-2, grad_norm=1e-1)
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
-    train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
-) -> None:
+    train, ranks2, ranks4, tmp_path, campaign_size
+):
     steps = campaign_size(6, 8)
-    words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
+    # Of a constant schedule, so that a shorter run is the same run, cut.
+    words = ["data.micro_batch_size=2", "optim.schedule=constant"]
     assert train(*words, f"loop.total_steps={steps}", config=LM, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     both = ["parallel.shard=2", "parallel.ulysses=2"]
@@ -174,39 +146,43 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
     if steps > 6:
         words = ["parallel.shard=4", "data.micro_batch_size=1"]
         assert ranks4.launch(LM, *cut, *words, f"loop.total_steps={steps}") == [0] * 4
-    one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
-    assert [r["step"] for r in many] == list(range(1, steps + 1))
-    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
+    assert_metrics(read_metrics(tmp_path / "cut"), read_metrics(tmp_path / "straight"), loss=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
-def test_ulysses_with_heads_that_do_not_divide_is_refused(heads: int, kv_heads: int, ranks: int) -> None:
-    with pytest.raises(UserError, match=f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
+def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
+    message = f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
+    with pytest.raises(UserError, match=message):
         check_heads(heads, kv_heads, ranks)
 
 
+def log_probs_on_layouts(layout: Layout) -> list[torch.Tensor]:
+    from families import parallel
+
+    shape = overrides_of("qwen3")
+    both = {"shard": 2, "tensor": 2}
+    layouts = [layout, *(Layout.of(layout.world, parallel(**one)) for one in (SPLIT, both))]
+    engines = [engine_of(shape, each, optimizer=None, seed=5) for each in layouts]
+    return [
+        engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"]
+        for engine in engines
+        for _ in range(2)
+    ]
+
+
+SPLIT = {"shard": 2, "ulysses": 2}
+
+
 @pytest.mark.slow
-def test_two_engines_with_different_layouts_in_one_process_give_equal_outputs(ranks4) -> None:
-    for answer in ranks4.run(two_layouts):
-        assert answer["same"]
+def test_engines_with_different_layouts_in_one_process_give_equal_outputs(on_ranks):
+    for outs in on_ranks({"shard": 4}, log_probs_on_layouts):
+        assert all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)
 
 
-def two_layouts() -> dict[str, Any]:
-    world = World.join("cpu")
-    both = []
-    for sizes in ({"shard": 4}, {"shard": 2, "ulysses": 2}, {"tensor": 2, "shard": 2}):
-        model = LanguageModel.on_meta(None, overrides_of("qwen3"))
-        both.append(LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(seed=5)))
-        both[-1].initialize()
-    outs = [engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"] for engine in both for _ in range(2)]
-    world.close()
-    return {"same": all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)}
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes):
     """Threads of a gloo group wake up a hundred times a second, for nothing."""
-    assert ranks2.run(left_behind, *sizes) == [([], [])] * 2
+    assert ranks2.run(left_behind, sizes) == [([], [])] * 2
 
 
 def gloo_threads() -> set[str]:
@@ -219,14 +195,21 @@ def gloo_threads() -> set[str]:
     return found
 
 
-def left_behind(*sizes: int) -> tuple[list[str], list[tuple[int, ...]]]:
+def parameters() -> list[nn.Parameter]:
+    return [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
+
+
+def left_behind(sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
     """By this world; what tests before it left in the process is theirs."""
-    threads, before = gloo_threads(), [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
-    on_layout(*sizes, ["qwen3"])
+    from families import on_layout
+
+    threads = gloo_threads()
+    before = parameters()
+    on_layout(sizes, of_families, ["qwen3"])
     gc.collect()
     known = {id(value) for value in before}
     deadline = time.monotonic() + 20
     while gloo_threads() - threads and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
-    after = [value for value in gc.get_objects() if isinstance(value, nn.Parameter) and id(value) not in known]
-    return sorted(gloo_threads() - threads), [tuple(value.shape) for value in after]
+    shapes = [tuple(value.shape) for value in parameters() if id(value) not in known]
+    return sorted(gloo_threads() - threads), shapes

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import probe_once
 import pytest
 import torch
 import torch.distributed as dist
 from families import overrides_of, parallel
-from ranks import RankPool
+from tiny_engines import CAMPAIGN, adamw, counting, engine_of, loss_of
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
-from mvp_engine.distributed import Layout, World
-from mvp_engine.hf import LanguageModel
+from mvp_engine.distributed import Layout
 from mvp_engine.kit.plan.record import Collective, CollectiveRecorder, find_differences
 from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
-from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine import LanguageModelEngine
 
-LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+LAYOUTS = [
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
-    ("qwen3", {"shard": 2}, {"precision": "bf16", "fp8": True}),
+    ("qwen3", {"shard": 2, "replicate": 2}, {"precision": "bf16", "fp8": True}),
 ]
-MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+MORE_LAYOUTS = [
     ("qwen3", {"ulysses": 2, "shard": 2}, {}),
     ("qwen3", {"pipeline": 2, "shard": 2}, {}),
     ("qwen3", {"pipeline": 2, "tensor": 2}, {}),
@@ -31,46 +30,37 @@ MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"context": 2, "shard": 2}, {}),
     ("qwen3_moe", {"expert": 2, "shard": 4}, {}),
     ("qwen3_moe", {"expert": 2, "pipeline": 2, "shard": 2}, {"activation_checkpointing": "full"}),
-    ("qwen3", {}, {}),
+    ("qwen3", {"replicate": 4}, {}),
     ("qwen3", {"shard": 4}, {}),
-    ("qwen3_moe", {"shard": 2}, {}),
+    ("qwen3_moe", {"shard": 2, "replicate": 2}, {}),
     ("qwen3", {"tensor": 2, "shard": 2}, {}),
     ("gpt_oss", {"ulysses": 4}, {}),
     ("gpt_oss", {"shard": 4}, {"activation_checkpointing": "selective"}),
 ]
 
 
-def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]) -> Any:
+def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]):
     settings = {name: value for name, value in how.items() if name != "model"}
-    model = LanguageModel.on_meta(None, {**overrides_of(family), **how.get("model", {})})
-    engine = kind(model, layout, Settings(seed=5, **settings))
-    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
-    return engine
+    shape = {**overrides_of(family), **how.get("model", {})}
+    return engine_of(shape, layout, adamw, kind, seed=5, **settings)
 
 
-def train_step(engine: Any) -> None:
+def train_step(engine):
     """One step of two micro-batches, with an odd number of tokens."""
-    batch = PackedBatch.from_sequences([torch.arange(n) % 50 for n in (7, 3, 11)])
     plan = StepPlan(((frozenset(),) * 2,) * engine.layout.data_size)
-
-    def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return engine.model(micro_batch, ["loss"])["loss"], micro_batch.num_loss_tokens
-
-    engine.train_batch([batch, batch], loss, plan)
+    engine.train_batch([counting(7, 3, 11, modulus=50)] * 2, loss_of(engine), plan)
 
 
 Facts = tuple[dict[str, int], list[Collective]]
 
 
-def on_real_rank(family: str, sizes: dict[str, int], how: dict[str, Any]) -> Facts:
-    world = World.join("cpu")
-    engine = build(LanguageModelEngine, Layout.of(world, parallel(**sizes)), family, how)
+def on_real_rank(layout: Layout, family: str, how: dict[str, Any]) -> Facts:
+    probe_once.forget()  # stages exchange the dtype of activations in the probe, not in the step
+    engine = build(LanguageModelEngine, layout, family, how)
     balance_routing(engine.model)
     with CollectiveRecorder() as recorder:
         train_step(engine)
-    facts = held_bytes(engine), recorder.calls
-    world.close()
-    return facts
+    return held_bytes(engine), recorder.calls
 
 
 def on_fake_rank(
@@ -93,15 +83,15 @@ def on_fake_rank(
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("family", "sizes", "how"),
-    [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.campaign(only=True)) for one in MORE_LAYOUTS)],
+    [*LAYOUTS, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE_LAYOUTS)],
 )
 def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
-    ranks4: RankPool, campaign_size, family: str, sizes: dict[str, int], how: dict[str, Any]
-) -> None:
+    on_ranks, campaign_size, family, sizes, how
+):
     """The first and the last rank are simulated; in a campaign, all four."""
-    real = ranks4.run(on_real_rank, family, sizes, how)
+    real = on_ranks(sizes, on_real_rank, family, how)
     codes = dict[int, int]()
-    planned: dict[int, list[Collective]] = {}
+    planned = {}
     for rank in range(0, 4, campaign_size(3, 1)):
         planned_bytes, planned[rank] = on_fake_rank(rank, family, sizes, how, codes=codes)
         held, calls = real[rank]
@@ -111,14 +101,15 @@ def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
     assert find_differences(planned) == []
 
 
-@pytest.mark.parametrize("fault", [pytest.param("skipped", marks=pytest.mark.campaign(only=True)), "other size"])
-def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [pytest.param("skipped", marks=CAMPAIGN), "other size"])
+def test_plan_with_faulty_rank_names_rank_and_call(fault):
     """A forward hook with a collective of its own, which rank 2 skips, or calls with another size."""
 
-    def faulty_step(engine: Any) -> None:
+    def faulty_step(engine):
         is_odd = engine.world.rank == 2
 
-        def reduce_something(*_: Any) -> None:
+        def reduce_something(*_):
             if not (is_odd and fault == "skipped"):
                 dist.all_reduce(torch.zeros(5 if is_odd else 3))
 
@@ -130,7 +121,8 @@ def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
     calls = {rank: on_fake_rank(rank, "qwen3", sizes, {}, faulty_step)[1] for rank in (0, 1, 2)}
     (difference,) = find_differences(calls)
     assert difference.rank == 2
-    assert str(difference.expected).startswith("all-reduce of 12 bytes of float32 over ranks 0, 1, 2, 3")
+    expected = "all-reduce of 12 bytes of float32 over ranks 0, 1, 2, 3"
+    assert str(difference.expected).startswith(expected)
     assert difference.expected.where.startswith("test_plan_ranks.py:")
     if fault == "skipped":
         assert difference.call != difference.expected

@@ -8,15 +8,22 @@ from mvp_engine.model_engine.fsdp.lockstep import Scheduled
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
-def test_prefetcher_copies_one_micro_batch_ahead_in_order() -> None:
-    events: list[str] = []
+def test_prefetcher_copies_one_micro_batch_ahead_in_order():
+    events = []
 
-    def move(batch: str) -> str:
+    def move(batch):
         events.append(f"moved {batch}")
         return batch.upper()
 
     scheduled = [Scheduled("a", False), Scheduled("b", True), Scheduled("c", False)]
     for batch, is_dummy in DevicePrefetcher(torch.device("cpu"), move)(scheduled):
         events.append(f"used {batch} {is_dummy}")
-    assert events == ["moved a", "moved b", "used A False", "moved c", "used B True", "used C False"]
+    assert events == [
+        "moved a",
+        "moved b",
+        "used A False",
+        "moved c",
+        "used B True",
+        "used C False",
+    ]
     assert list(DevicePrefetcher(torch.device("cpu"), move)([])) == []

@@ -51,12 +51,14 @@ def train(parts: list[PackedBatch]) -> Trained:
         total += loss_sum.detach()
         outputs.append(out["log_probs"].detach())
     weight = max(1, sum(int(part.num_loss_tokens) for part in parts))
-    gradients = {n: p.grad / weight for n, p in language_model.named_parameters() if p.grad is not None}
+    gradients = {
+        n: p.grad / weight for n, p in language_model.named_parameters() if p.grad is not None
+    }
     assert len(gradients) == len(list(language_model.parameters()))
     return total / weight, gradients, outputs
 
 
-def same(one: Trained, other: Trained) -> None:
+def same(one: Trained, other: Trained):
     """Differences are measured against the largest entry of each gradient: small ones count as much as big ones.
 
     Some gradients are nothing but rounding (a query that sees only itself), so the largest of all sets a floor.
@@ -70,7 +72,7 @@ def same(one: Trained, other: Trained) -> None:
 
 @given(batches(), st.data())
 @MANY
-def test_split_budget_and_order_change_neither_loss_nor_gradients(batch: PackedBatch, data: st.DataObject) -> None:
+def test_split_budget_and_order_change_neither_loss_nor_gradients(batch, data):
     order = data.draw(st.permutations(range(batch.num_sequences)))
     budget = data.draw(st.integers(batch.max_seqlen, batch.num_tokens))
     shuffled = batch.select(order)
@@ -84,16 +86,17 @@ def test_split_budget_and_order_change_neither_loss_nor_gradients(batch: PackedB
 
 @given(batches(), st.data())
 @MANY
-def test_concatenated_selections_give_the_gradients_of_the_batch(batch: PackedBatch, data: st.DataObject) -> None:
+def test_concatenated_selections_give_the_gradients_of_the_batch(batch, data):
     order = data.draw(st.permutations(range(batch.num_sequences)))
     cut = data.draw(st.integers(0, batch.num_sequences))
     pieces = [batch.select(piece) for piece in (order[:cut], order[cut:]) if piece]
     same(train([batch]), train([PackedBatch.concat(pieces)]))
 
 
-def test_comparison_with_one_misplaced_token_fails() -> None:
+def test_comparison_with_one_misplaced_token_fails():
     batch = PackedBatch.from_sequences(
-        [torch.arange(5), torch.arange(9)], token_fields={"advantages": [torch.ones(5), torch.ones(9)]}
+        [torch.arange(5), torch.arange(9)],
+        token_fields={"advantages": [torch.ones(5), torch.ones(9)]},
     )
     moved = batch.select([0, 1])
     moved.position_ids[9] += 1

@@ -20,12 +20,14 @@ def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def one_by_one(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = torch.stack([(rows @ head.T).log_softmax(-1) for rows, head in zip(hidden, weight, strict=True)])
+    log_p = torch.stack(
+        [(rows @ head.T).log_softmax(-1) for rows, head in zip(hidden, weight, strict=True)]
+    )
     picked = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return torch.where(labels == IGNORE, 0.0, picked), -(log_p.exp() * log_p).sum(-1)
 
 
-def compare(device: str, chunk: int | None, tolerance: float) -> None:
+def compare(device: str, chunk: int | None, tolerance: float):
     found = []
     for compute in (lambda *given: batched_log_probs(*given, chunk=chunk), one_by_one):
         hidden, weight, labels = inputs(device)
@@ -38,11 +40,11 @@ def compare(device: str, chunk: int | None, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_batched_log_probs_equal_heads_one_by_one_with_gradients(chunk: int | None) -> None:
+def test_batched_log_probs_equal_heads_one_by_one_with_gradients(chunk):
     compare("cpu", chunk, 1e-5)
 
 
 @pytest.mark.gpu
-def test_batched_log_probs_in_bf16_on_a_gpu_equal_heads_one_by_one() -> None:
+def test_batched_log_probs_in_bf16_on_a_gpu_equal_heads_one_by_one():
     with torch.autocast("cuda", torch.bfloat16):
         compare("cuda", 4, 5e-2)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engines import no_host_sync
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +28,7 @@ def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def images(tokens: int, window: int | None, device: str = "cpu") -> Any:
+def images(tokens: int, window: int | None, device: str = "cpu"):
     """Blocks of 40 tokens in every 100 that attend to each other; the end of a sequence cuts some of them."""
     from transformers import masking_utils as masks
 
@@ -50,7 +52,7 @@ def spec_of(options: dict[str, Any], lengths: list[int], device: str = "cpu") ->
     )
 
 
-MASKS: list[dict[str, Any]] = [
+MASKS = [
     {"causal": True},
     {"causal": False},
     {"causal": True, "window": 130},
@@ -61,33 +63,42 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options: dict[str, Any]) -> None:
-    """Values are one-hot, so the reference's output names each visible pair of tokens."""
+def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, options):
     monkeypatch.setattr(flex_attention, "_PAIRS_PER_CHUNK", 1 << 18)  # several chunks of rows
     lengths = [5, 1, 300, 128, 150, 0, 37]
     tokens, spec = sum(lengths), spec_of(options, lengths)
-    zeros = torch.zeros(1, tokens, 16)
-    plain = reference_attention(zeros, zeros, torch.eye(tokens)[None], spec)
-    visible_PP = torch.zeros(1024, 1024, dtype=torch.bool)
-    visible_PP[:tokens, :tokens] = plain[0] > 0
     mask = block_mask_of(spec, tokens)
-    index = torch.arange(1024)
-    assert torch.equal(mask.mask_mod(0, 0, index[:, None], index[None, :]), visible_PP)  # type: ignore[arg-type]
-    blocks = visible_PP.view(8, 128, 8, 128)
-    assert torch.equal(mask.to_dense()[0, 0] > 0, blocks.any(3).any(1))
+    blocks = blocks_of(mask, spec, tokens, tokens)
     rows = zip(mask.full_kv_indices[0, 0], mask.full_kv_num_blocks[0, 0], strict=True)
     full = [set(row[:n].tolist()) for row, n in rows]
     assert full == [set(row.nonzero()[:, 0].tolist()) for row in blocks.all(3).all(1)]
 
 
-OPTIONS: list[dict[str, Any]] = [
+def blocks_of(mask, spec: AttnSpec, queries: int, keys: int) -> Tensor:
+    """The pairs that the reference sees, in blocks of 128, after a comparison with those of the mask.
+
+    Values are one-hot, so the reference's output names each visible pair of tokens.
+    """
+    zeros = torch.zeros(1, keys, 16)
+    plain = reference_attention(zeros[:, :queries], zeros, torch.eye(keys)[None], spec)
+    rows, columns = mask.seq_lengths
+    visible = torch.zeros(rows, columns, dtype=torch.bool)
+    visible[:queries, :keys] = plain[0] > 0
+    pairs = mask.mask_mod(0, 0, torch.arange(rows)[:, None], torch.arange(columns))
+    assert torch.equal(pairs, visible)
+    blocks = visible.view(rows // 128, 128, columns // 128, 128)
+    assert torch.equal(mask.to_dense()[0, 0] > 0, blocks.any(3).any(1))
+    return blocks
+
+
+OPTIONS = [
     {"causal": False, "window": 50, "softcap": 3.0, "scale": 0.3},
     {"causal": True, "images": True, "sinks": True},
 ]
 
 
 def both(
-    attend: Any, options: dict[str, Any], lengths: list[int], tensors: list[Tensor], weight: Tensor
+    attend, options, lengths: list[int], tensors: list[Tensor], weight: Tensor
 ) -> list[list[Tensor]]:
     """Outputs and gradients of q, k, v (and sinks): of `attend`, and of the reference in float32."""
     found = []
@@ -102,55 +113,62 @@ def both(
     return found
 
 
-def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(monkeypatch) -> None:
+@pytest.mark.slow
+def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer(
+    monkeypatch,
+):
     """torch has no gradients of FlexAttention on CPUs, but its own dense formulas for them, which the patch allows."""
-    graphs: list[Any] = []
-
-    def counted(graph: Any, examples: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, examples)
-
+    counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    compiled = torch.compile(flex_attention._attend, dynamic=False, fullgraph=True, backend=counted)
+    compiled = torch.compile(flex_attention._attend, dynamic=False, fullgraph=True, backend=counter)
     monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
     for lengths in ([5, 1, 300, 17], [60, 128, 9], [900, 124]):  # the last pack needs no padding
         g = torch.Generator().manual_seed(len(lengths))
-        shapes = [(sum(lengths), 2, 8), (sum(lengths), 1, 8), (sum(lengths), 1, 8)]
-        tensors = [torch.randn(shape, generator=g).transpose(0, 1) for shape in shapes]  # the layout of layers
-        tensors.append(torch.randn(2, generator=g))
-        weight = torch.randn(2, sum(lengths), 8, generator=g)
+        tokens = sum(lengths)
+        layers = [torch.randn(tokens, heads, 8, generator=g) for heads in (2, 1, 1)]
+        tensors = [*(x.transpose(0, 1) for x in layers), torch.randn(2, generator=g)]
+        weight = torch.randn(2, tokens, 8, generator=g)
         for options in OPTIONS:
-            mine, plain = both(flex_attention.flex_varlen_attention, options, lengths, tensors, weight)
-            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, plain, strict=True)), options
-    assert len(graphs) == len(OPTIONS)  # whatever the lengths
+            results = both(flex_attention.flex_varlen_attention, options, lengths, tensors, weight)
+            for ours, theirs in zip(*results, strict=True):
+                assert torch.allclose(ours, theirs, atol=1e-5), options
+    assert counter.frame_count == len(OPTIONS)  # whatever the lengths
 
 
-def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch) -> None:
-    built, build = [], flex_attention._block_mask
-    monkeypatch.setattr(flex_attention, "_block_mask", lambda *args: (built.append(1), build(*args))[1])
+def sees(mask, query: int, key: int) -> bool:
+    return bool(mask.mask_mod(0, 0, torch.tensor(query), torch.tensor(key)))
+
+
+def test_block_mask_is_built_once_per_pack_and_freed_with_it(monkeypatch):
+    built = []
+    build = flex_attention._block_mask
+    counted = lambda *args: (built.append(1), build(*args))[1]  # noqa: E731
+    monkeypatch.setattr(flex_attention, "_block_mask", counted)
     gc.collect()
     before = len(flex_attention._BLOCK_MASKS)
     cu_seqlens, mask_function = cu_seqlens_of([4, 6]), images(10, None)
     spec = AttnSpec(cu_seqlens, 6)
     first = block_mask_of(spec, 10)
     assert block_mask_of(AttnSpec(cu_seqlens, 6), 10) is first
-    specs = [replace(spec, window=3), replace(spec, causal=False), replace(spec, mask_function=mask_function)]
-    specs.append(replace(spec, mask_function=images(10, None)))
+    specs = [
+        replace(spec, window=3),
+        replace(spec, causal=False),
+        replace(spec, mask_function=mask_function),
+        replace(spec, mask_function=images(10, None)),
+    ]
     assert len({id(block_mask_of(one, 10)) for one in specs}) == 4
     assert len(built) == 5
     cu_seqlens[1] = 5  # another pack in the same memory
-    assert bool(first.mask_mod(0, 0, torch.tensor(4), torch.tensor(4)))  # type: ignore[arg-type]
-    changed = block_mask_of(spec, 10).mask_mod
-    assert not bool(first.mask_mod(0, 0, torch.tensor(4), torch.tensor(3)))  # type: ignore[arg-type]
-    assert bool(changed(0, 0, torch.tensor(4), torch.tensor(3)))  # type: ignore[arg-type]
+    changed = block_mask_of(spec, 10)
+    assert sees(first, 4, 4)
+    assert not sees(first, 4, 3)
+    assert sees(changed, 4, 3)
     del cu_seqlens, mask_function, spec, specs
     gc.collect()
     assert len(flex_attention._BLOCK_MASKS) == before
 
 
-def test_block_mask_built_in_inference_mode_is_usable_in_training() -> None:
+def test_block_mask_built_in_inference_mode_is_usable_in_training():
     spec = AttnSpec(cu_seqlens_of([4, 6]), 6)
     with torch.inference_mode():
         mask = block_mask_of(spec, 10)
@@ -159,21 +177,27 @@ def test_block_mask_built_in_inference_mode_is_usable_in_training() -> None:
     assert not mask.kv_indices.is_inference()
 
 
-def layer(way: str = "plain") -> Any:
+def layer(way: str = "plain"):
     """What a model's layer calls, with the signature of a kernel."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
-        tokens = q.shape[1]
-        mask = None if spec.mask_function is None else Overlay(spec.mask_function, (1, 1, tokens, tokens))
-        named: dict[str, Any] = {"scaling": spec.scale, "is_causal": spec.causal, "softcap": spec.softcap}
-        named |= {"s_aux": spec.sinks, "sliding_window": spec.window}
-        named |= boundaries(spec.cu_seqlens, max(LENGTHS))
+    def attend(q, k, v, spec):
+        size = (1, 1, q.shape[1], q.shape[1])
+        mask = None if spec.mask_function is None else Overlay(spec.mask_function, size)
+        named = {
+            "scaling": spec.scale,
+            "is_causal": spec.causal,
+            "softcap": spec.softcap,
+            "s_aux": spec.sinks,
+            "sliding_window": spec.window,
+            **boundaries(spec.cu_seqlens, max(LENGTHS)),
+        }
 
-        def inner(*qkv: Tensor) -> Tensor:
+        def inner(*qkv):
             return packed_attention(nn.Identity(), *qkv, mask, **named)[0][0].transpose(0, 1)
 
-        inputs = (q[None], k[None], v[None])
-        return checkpoint(inner, *inputs, use_reentrant=False) if way == "checkpointed" else inner(*inputs)
+        if way == "checkpointed":
+            return checkpoint(inner, q[None], k[None], v[None], use_reentrant=False)
+        return inner(q[None], k[None], v[None])
 
     return attend
 
@@ -188,18 +212,32 @@ CAPPED = {"causal": True, "window": 100, "softcap": 3.0, "heads": (8, 2), "sizes
         CAPPED,
         {"causal": True, "sinks": True, "heads": (8, 1), "sizes": (64, 64), "way": "checkpointed"},
         {"causal": True, "images": True, "window": 300, "heads": (4, 4), "sizes": (80, 80)},
-        {"causal": False, "window": 50, "softcap": 20.0, "sinks": True, "heads": (4, 2), "sizes": (256, 256)},
-        {"causal": True, "heads": (4, 4), "sizes": (192, 128), "scale": 0.1, "dtype": torch.float16},
+        {
+            "causal": False,
+            "window": 50,
+            "softcap": 20.0,
+            "sinks": True,
+            "heads": (4, 2),
+            "sizes": (256, 256),
+        },
+        {
+            "causal": True,
+            "heads": (4, 4),
+            "sizes": (192, 128),
+            "scale": 0.1,
+            "dtype": torch.float16,
+        },
         {"causal": True, "softcap": 30.0, "heads": (2, 1), "sizes": (512, 512)},
     ],
     ids=str,
 )
-def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options: dict[str, Any]) -> None:
+def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options):
     calls, compiled = [], flex_attention._compiled
     monkeypatch.setattr(flex_attention, "_compiled", lambda: (calls.append(1), compiled())[1])
     (heads, kv_heads), (size, v_size) = options["heads"], options["sizes"]
     g, dtype = torch.Generator().manual_seed(0), options.get("dtype", torch.bfloat16)
-    shapes = [(heads, sum(LENGTHS), size), (kv_heads, sum(LENGTHS), size), (kv_heads, sum(LENGTHS), v_size)]
+    tokens = sum(LENGTHS)
+    shapes = [(heads, tokens, size), (kv_heads, tokens, size), (kv_heads, tokens, v_size)]
     tensors = [torch.randn(shape, generator=g).to("cuda", dtype) for shape in shapes]
     tensors.append(torch.randn(heads, generator=g).cuda())
     weight = torch.randn(heads, sum(LENGTHS), v_size, generator=g).cuda().bfloat16().float()
@@ -211,18 +249,19 @@ def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options:
 
 
 @pytest.mark.gpu
-def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync() -> None:
+def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync():
     g = torch.Generator().manual_seed(1)
     packs = []
     for _ in range(20):
-        lengths = [1, *torch.randint(100, 300, (int(torch.randint(12, 18, (), generator=g)),), generator=g).tolist()]
-        shapes = [(h, sum(lengths), 64) for h in (8, 2, 2)]
-        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        count = int(torch.randint(12, 18, (), generator=g))
+        lengths = [1, *torch.randint(100, 300, (count,), generator=g).tolist()]
+        made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        tensors = [torch.randn(heads, sum(lengths), 64, **made) for heads in (8, 2, 2)]
         packs.append((tensors, spec_of(CAPPED, lengths, "cuda")))
     sizes = {round_up_to_bucket(tensors[0].shape[1], 1024) for tensors, _ in packs}
     assert 1 < len(sizes) < 4
 
-    def forward_and_backward() -> None:
+    def forward_and_backward():
         for tensors, spec in packs:
             out = layer()(*tensors, spec)
             torch.autograd.grad(out.sum(), tensors)
@@ -231,8 +270,5 @@ def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync(
     forward_and_backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(sizes)
     flex_attention._BLOCK_MASKS.clear()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         forward_and_backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

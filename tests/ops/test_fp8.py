@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from families import overrides_of
+from tiny_engines import adamw, counting, engine_of, fresh_graphs, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import quantized_once
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import fp8
 
 
@@ -31,7 +29,8 @@ def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
     with torch.autocast(x.device.type, torch.bfloat16):
         out = layer(x)
     out.backward(d)
-    return {"out": out.detach(), "x": x.grad, **{name.split(".")[-1]: p.grad for name, p in layer.named_parameters()}}
+    grads = {name.split(".")[-1]: param.grad for name, param in layer.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, **grads}
 
 
 def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -47,27 +46,26 @@ def in_columns(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return tuple(one.flatten(0, 1).t().contiguous().t() for one in tensors)
 
 
-def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> None:
+def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row():
     plain, low = layers()
     expected, found = (run(layer, *inputs()) for layer in (plain, low))
     for name in ("out", "x"):
         a, b = (one[name].float().flatten(0, 1) for one in (expected, found))
         apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
-        assert 0.005 < float(apart.max()) < 0.06, name  # FP8 was used, and the outlier row changes no other
+        # FP8 was used, and the outlier row changes no other.
+        assert 0.005 < float(apart.max()) < 0.06, name
     for name in ("weight", "bias"):  # sums over tokens stay bf16 GEMMs
         assert torch.equal(expected[name], found[name])
         assert found[name].dtype == torch.float32
 
 
-def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp8_linear_of_transposed_input_multiplies_row_major_operands(monkeypatch):
     """As after a convolution over time; GEMMs on a GPU refuse others. Sums over tokens are not of fewer bits."""
-    operands: list[Tensor] = []
-    is_fast: list[bool] = []
+    operands = []
+    is_fast = []
     real = fp8._matmul_transposed
 
-    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True) -> Tensor:
+    def multiply(a, a_scale, b, b_scale, fast=True):
         operands.extend((a, b))
         is_fast.append(fast)
         return real(a, a_scale, b, b_scale, fast)
@@ -80,7 +78,7 @@ def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operan
     assert is_fast == [True, True, False] * 2  # outputs, gradients of inputs and of weights
 
 
-def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> None:
+def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits():
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(200, 16, generator=g) * torch.linspace(-30, 30, 200).exp2()[:, None]
     rows[:3], rows[3] = 448 * 2.0 ** torch.arange(3)[:, None], 0
@@ -89,25 +87,28 @@ def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> No
     largest = (rows / scale).abs().amax(-1)
     assert ((largest > 224) & (largest <= 448))[rows.any(-1)].all()
     lost = (values.float() * scale - rows).abs()
-    assert (lost <= torch.maximum(rows.abs() / 16, scale * 2.0**-10)).all()  # 3 bits; below 2^-6 steps of 2^-9
+    most = torch.maximum(rows.abs() / 16, scale * 2.0**-10)  # 3 bits; below 2^-6 steps of 2^-9
+    assert (lost <= most).all()
 
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
-def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens: int, weight_gradients: bool) -> None:
+def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens, weight_gradients):
     """By what torch checks of tensors without values: orders in memory, sizes, one scale or one of each row."""
 
     class Context:
         needs_input_grad = True, False, True
         saved_tensors: tuple[Tensor, ...] = ()
 
-        def save_for_backward(self, *tensors: Tensor) -> None:
+        def save_for_backward(self, *tensors):
             self.saved_tensors = tensors
 
     with FakeTensorMode():
-        x, d = (torch.empty(tokens, size, device="cuda", dtype=torch.bfloat16) for size in (384, 256))
+        x = torch.empty(tokens, 384, device="cuda", dtype=torch.bfloat16)
+        d = torch.empty(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(256, 384, device="cuda")
         context = Context()
-        out = fp8._Fp8Matmul.forward(context, x, weight_gradients, torch.empty(256, 384, device="cuda"))
+        out = fp8._Fp8Matmul.forward(context, x, weight_gradients, weight)
         d_x, _, d_weight = fp8._Fp8Matmul.backward(context, d)
     assert d_x is not None
     assert d_weight is not None
@@ -115,7 +116,7 @@ def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens: int, weight
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 79])
-def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(tokens: int) -> None:
+def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(tokens):
     """Whether or not their number is a multiple of 16; small values of one input, large ones of one output."""
     _, low = layers(weight_gradients=True)
     x, d = (one.flatten(0, 1)[1 : 1 + tokens] for one in inputs())  # without the outlier
@@ -133,13 +134,15 @@ def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(token
         assert 0.005 < float(apart.max()) < 0.07, dim
 
 
-def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:
+def test_fp8_weight_gradient_of_no_tokens_is_zero():
     _, low = layers(weight_gradients=True)
-    assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))["weight"].any()
+    assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))[
+        "weight"
+    ].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad: float) -> None:
+def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad):
     """So that the step is skipped; rows of other tokens stay as they are."""
     _, low = layers(weight_gradients=True)
     x, d = (one.flatten(0, 1) for one in inputs())
@@ -152,7 +155,7 @@ def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad: float) -> No
     assert not found["weight"][5].isfinite().any()
 
 
-def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> None:
+def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear():
     plain, low = layers()
     x = inputs()[0]
     assert torch.equal(plain(x), low(x))
@@ -164,15 +167,14 @@ def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> N
     assert not any(fp8.fits(odd) for odd in (nn.Linear(20, 32), nn.Linear(32, 10)))
 
 
-def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs() -> None:
+def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs():
     """For the first number of tokens, and for all others, whether or not they are multiples of 16."""
     check_compiled("cpu", "aot_eager", tolerance=0.0)
 
 
-def check_compiled(device: str, backend: str, tolerance: float) -> None:
+def check_compiled(device: str, backend: str, tolerance: float):
     _, low = layers(device, weight_gradients=True)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    stats = fresh_graphs()
     compiled = torch.compile(low, backend=backend, fullgraph=True)
     x, d = (one.flatten(0, 1) for one in inputs(device))
     for tokens in (40, 33, 48):
@@ -182,11 +184,11 @@ def check_compiled(device: str, backend: str, tolerance: float) -> None:
             results.append(run(layer, x[:tokens].bfloat16(), d[:tokens]))
         for name, value in results[0].items():
             assert (results[1][name] - value).norm() <= tolerance * value.norm(), name
-    counted = torch._dynamo.utils.counters
-    assert (counted["stats"]["unique_graphs"], len(counted["graph_break"])) == (2, 0)
+    assert stats["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_ends() -> None:
+def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_ends():
     _, low = layers()
     x = inputs()[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -197,85 +199,99 @@ def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_end
         assert not torch.equal(low(x), expected)
 
 
-def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
+def test_fp8_linear_frozen_weight_does_not_save_its_input():
     kept = []
     for trains in (True, False):
         _, low = layers()
         low.requires_grad_(trains)
-        sizes: list[int] = []
-        keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
-        )
-        with torch.autocast("cpu", torch.bfloat16), keep:
+        sizes = []
+
+        def keep(x, sizes=sizes):
+            sizes.append(x.numel())
+            return x
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+        with torch.autocast("cpu", torch.bfloat16), hooks:
             out = low(inputs()[0].requires_grad_())
         out.sum().backward()
         kept.append(2 * 40 * 64 in sizes)
     assert kept == [True, False]
 
 
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
-SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+def engine(**how):
+    return engine_of("qwen3", optimizer=lambda model: adamw(model, 3e-3), **how)
 
 
-def engine(shape: dict[str, Any] = SHAPE, **how: Any) -> LanguageModelEngine:
-    layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
-    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), layout, Settings(**how))
-    part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 3e-3))
-    return part
-
-
-def step(part: LanguageModelEngine, batch: PackedBatch) -> float:
-    numbers = part.train_batch([batch], lambda b: (part.model(b, ["loss"])["loss"], b.num_loss_tokens))
+def step(part) -> float:
+    numbers = train(part, counting(30, 12, 50, modulus=7))
     return float(numbers.loss_sum / numbers.weight)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_fp8_model_losses_follow_those_of_bf16(checkpointing: str) -> None:
+def test_fp8_model_losses_follow_those_of_bf16(checkpointing):
     """With weight gradients in FP8 as well."""
-    batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
-    losses: dict[bool, list[float]] = {}
+    losses = {}
     for low in (False, True):
         how = {"fp8": low, "fp8_weight_gradients": low}
         part = engine(precision="bf16", activation_checkpointing=checkpointing, **how)
         kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
         assert (fp8.Fp8Linear in kinds) == low
         assert type(part.model.hf.lm_head) is nn.Linear
-        losses[low] = [step(part, batch) for _ in range(12)]
+        losses[low] = [step(part) for _ in range(12)]
     assert losses[True] != losses[False]
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
     assert losses[True][-1] < 0.8 * losses[True][0]
 
 
-def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
-    part = engine(precision="bf16", fp8={"llm": True})
-    assert any(isinstance(module, fp8.Fp8Linear) for module in part.model.modules())
-    with pytest.raises(UserError, match="is for bf16, not for fp32"):
-        engine(fp8=True)
+def test_fp8_setting_by_part_is_applied():
+    for how, has_weight_gradients in (
+        ({"fp8": {"llm": True}}, False),
+        ({"fp8": True, "fp8_weight_gradients": True}, True),
+    ):
+        modules = list(engine(precision="bf16", **how).model.modules())
+        low = [module for module in modules if isinstance(module, fp8.Fp8Linear)]
+        assert {module.fp8_weight_gradient for module in low} == {has_weight_gradients}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"precision": "fp32", "fp8": True}, "is for bf16, not for fp32"),
+        ({"fp8": {"vision": True}}, "no part vision"),
+        ({"fp8": False, "fp8_weight_gradients": True}, "is for the layers of model.fp8, which is"),
+        (
+            {"fp8": {"llm": False}, "fp8_weight_gradients": True},
+            "fp8_weight_gradients is for the layers of model.fp8, which is off",
+        ),
+    ],
+    ids=str,
+)
+def test_fp8_setting_that_cannot_be_raises(how, message):
+    with pytest.raises(UserError, match=message):
+        engine(**{"precision": "bf16", **how})
+
+
+def test_fp8_of_a_model_without_layers_that_fit_raises():
+    odd = {**overrides_of("qwen3"), "hidden_size": 24, "intermediate_size": 40}
     with pytest.raises(UserError, match="no block of LanguageModel has linear layers"):
-        engine(SHAPE | {"hidden_size": 24}, precision="bf16", fp8=True)
-    with pytest.raises(UserError, match="no part vision"):
-        engine(precision="bf16", fp8={"vision": True})
-    part = engine(precision="bf16", fp8=True, fp8_weight_gradients=True)
-    low = [module for module in part.model.modules() if isinstance(module, fp8.Fp8Linear)]
-    assert {module.fp8_weight_gradient for module in low} == {True}
-    for off in (False, {"llm": False}):
-        with pytest.raises(UserError, match=r"fp8_weight_gradients is for the layers of model.fp8, which is off"):
-            engine(precision="bf16", fp8=off, fp8_weight_gradients=True)
+        engine_of(odd, precision="bf16", fp8=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("weight_gradients", [False, True])
-def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) -> None:
-    here, there = (
-        run(layers(where, weight_gradients)[1], *(in_columns(inputs(where)) if transposed else inputs(where)))
-        for where in ("cpu", "cuda")
-    )
+def test_fp8_linear_on_gpu_equals_cpu(weight_gradients, transposed):
+
+    def results(device):
+        given = in_columns(inputs(device)) if transposed else inputs(device)
+        return run(layers(device, weight_gradients)[1], *given)
+
+    here, there = results("cpu"), results("cuda")
     for name in here:
         a, b = here[name].float(), there[name].float().cpu()
         assert float((a - b).norm() / a.norm()) < 0.01, name  # the GPU accumulates with fewer bits
 
 
 @pytest.mark.gpu
-def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs() -> None:
+def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs():
     check_compiled("cuda", "inductor", tolerance=0.01)

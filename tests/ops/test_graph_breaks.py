@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-import types
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from tiny_engines import Tensors, counting, engine_of, fresh_graphs, gradients, train
 
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout, World
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, reference_attention
+from mvp_engine.ops import (
+    attention,
+    cudnn_attention,
+    flash_attention,
+    flex_attention,
+    reference_attention,
+)
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 
-SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
-SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-MODULES = [attention, cudnn_attention, flash_attention, flex_attention, attention, reference_attention]
-BATCH = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
+MODULES = [attention, cudnn_attention, flash_attention, flex_attention, reference_attention]
 
 
-def engine_of(backend: str | None) -> LanguageModelEngine:
-    torch.manual_seed(0)
-    layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
-    model = LanguageModelEngine.build_model(ModelSource(None, SHAPE))
-    engine = LanguageModelEngine(model, layout, Settings(compile=backend, seed=3))
-    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
-    return engine
-
-
-def stepped(engine: LanguageModelEngine) -> dict[str, Tensor]:
+def stepped(engine) -> Tensors:
     """The loss and the gradients of one step."""
     engine.optimizer_zero_grad()
-    outputs = engine.train_batch([BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
-    grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
-    return {"loss": outputs.loss_sum, **grads}
+    loss = train(engine, counting(30, 12, 50, modulus=7)).loss_sum
+    return {"loss": loss, **gradients(engine.model)}
 
 
 def attributes() -> dict[tuple[str, str], int]:
     """The identity of every attribute of the attention modules."""
-    found = {}
-    for module in MODULES:
-        assert isinstance(module, types.ModuleType)
-        for name, value in vars(module).items():
-            found[module.__name__, name] = id(value)
-    return found
+    return {(m.__name__, name): id(value) for m in MODULES for name, value in vars(m).items()}
 
 
-def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged() -> None:
-    torch._dynamo.reset()
-    plain = engine_of(None)
+@pytest.mark.slow
+def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged():
+    graphs = fresh_graphs()
+    plain = engine_of("qwen3", seed=3)
     alone = stepped(plain)
     before = attributes()
-    graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    compiled = engine_of("aot_eager")
+    compiled = engine_of("qwen3", compile="aot_eager", seed=3)
     in_graphs = stepped(compiled)
     assert graphs["unique_graphs"] > 0
-    assert before.items() <= attributes().items()  # Dynamo adds globals of its own, and none was rebound
+    # Dynamo adds globals of its own, and none was rebound.
+    assert before.items() <= attributes().items()
     graphs.clear()
     again = stepped(plain)
     assert graphs["unique_graphs"] == 0  # the uncompiled engine stays uncompiled
@@ -73,12 +56,11 @@ def test_compiled_engine_in_the_same_process_leaves_uncompiled_engine_unchanged(
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_varlen_attention_in_a_compiled_function_is_not_recompiled_per_number_of_sequences(
-    softcap: float | None,
-) -> None:
-    torch._dynamo.reset()
-    graphs = torch._dynamo.utils.counters["stats"]
+    softcap,
+):
+    graphs = fresh_graphs()
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def layer(q, k, v, cu_seqlens):
         spec = AttnSpec(cu_seqlens, 20, softcap=softcap)
         return varlen_attention(q * 2, k, v, spec) + 1
 

@@ -13,78 +13,109 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
 
-WAYS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"scale": 1.7, "softcap": 1.5, "temperature": 0.7}]
+WAYS = [
+    {},
+    {"scale": 0.3},
+    {"softcap": 2.0},
+    {"scale": 1.7, "softcap": 1.5, "temperature": 0.7},
+]
+EXCLUDED = (3, 30, 49)
+Inputs = tuple[Tensor, Tensor, Tensor, Any]  # hidden states, weight, labels, bias
 
 
-def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False) -> tuple[Tensor, ...]:
+def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False) -> Inputs:
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, width, generator=g, requires_grad=True)
     weight = torch.randn(vocab, width, generator=g, requires_grad=True)
     labels = torch.randint(vocab, (tokens,), generator=g)
     labels[::4] = IGNORE
-    bias_V: Any = torch.randn(vocab, generator=g, requires_grad=True) if bias else None
+    bias_V = torch.randn(vocab, generator=g, requires_grad=True) if bias else None
     return hidden, weight, labels, bias_V
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
+def inputs_without_excluded_labels(bias: bool = False) -> Inputs:
+    hidden, weight, labels, bias_V = inputs(bias=bias)
+    with torch.no_grad():
+        weight[3] *= 30  # would be the most likely in many rows
+    is_excluded = torch.isin(labels, torch.tensor(EXCLUDED))
+    return hidden, weight, labels.masked_fill(is_excluded, IGNORE), bias_V
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how) -> tuple[Tensor, ...]:
     logits = torch.nn.functional.linear(hidden, weight, bias) * how.get("scale", 1.0)
     if cap := how.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
     logits = logits / how.get("temperature", 1.0)
     log_p = logits.log_softmax(-1)
     picked = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return (
-        torch.where(labels == IGNORE, 0.0, picked),
-        -(log_p.exp() * log_p).sum(-1),
-        logits.logsumexp(-1),
-        log_p.mean(-1),
-    )
+    log_probs = torch.where(labels == IGNORE, 0.0, picked)
+    return log_probs, -(log_p.exp() * log_p).sum(-1), logits.logsumexp(-1), log_p.mean(-1)
+
+
+def plain_without_excluded(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how
+) -> tuple[Tensor, ...]:
+    """`plain` on the other rows of the vocabulary alone."""
+    kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
+    places = torch.searchsorted(kept, labels.clamp(min=0))
+    labels = torch.where(labels == IGNORE, IGNORE, places)
+    return plain(hidden, weight[kept], labels, None if bias is None else bias[kept], **how)
+
+
+def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean=0.0) -> Tensor:
+    weights = torch.linspace(-1, 1, len(log_probs))
+    others = 0.3 * entropy + 0.01 * log_z.square()
+    return (log_probs * weights + others * weights.flip(0) + 0.2 * mean).sum()
+
+
+def assert_close(found, expected, atol: float = 1e-6):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=atol)
+
+
+def gradients(given: Inputs) -> list[Tensor]:
+    return [tensor.grad for tensor in given if tensor is not None and tensor.requires_grad]
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [5, 23, 64])
-def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool, chunk: int) -> None:
+def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how, bias, chunk):
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
-    a = linear_log_probs(*ours, **how, chunk=chunk, mean=True)
-    b = plain(*theirs, **how)
-    loss_of(*a).backward()
-    loss_of(*b).backward()
-    for x, y in zip(a, b, strict=True):
-        assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
-    for x, y in zip(ours, theirs, strict=True):
-        if x is not None and x.requires_grad:
-            assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    found = linear_log_probs(*ours, **how, chunk=chunk, mean=True)
+    expected = plain(*theirs, **how)
+    loss_of(*found).backward()
+    loss_of(*expected).backward()
+    assert_close(found, expected)
+    assert_close(gradients(ours), gradients(theirs))
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_loss_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool) -> None:
+def test_linear_loss_values_and_gradients_equal_plain_pytorch(how, bias):
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
-    (a, each), log_probs = linear_loss(*ours, **how, chunk=5), plain(*theirs, **how)[0]
-    b = -log_probs.sum()
-    assert torch.allclose(a, b, rtol=1e-5)
-    assert torch.allclose(each, -log_probs, rtol=1e-5, atol=1e-6)
-    assert not each.requires_grad
-    for loss in (a, b):
+    found, losses = linear_loss(*ours, **how, chunk=5)
+    log_probs = plain(*theirs, **how)[0]
+    expected = -log_probs.sum()
+    assert_close((found, losses), (expected, -log_probs))
+    assert not losses.requires_grad
+    for loss in (found, expected):
         (loss * 0.3).backward()
-    for x, y in zip(ours, theirs, strict=True):
-        if x is not None and x.requires_grad:
-            assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(ours), gradients(theirs))
     with torch.no_grad():
-        assert torch.allclose(linear_loss(*ours, **how, chunk=5)[0], b, rtol=1e-5)
+        assert torch.allclose(linear_loss(*ours, **how, chunk=5)[0], expected, rtol=1e-5)
 
 
-def test_linear_log_probs_passes_gradcheck() -> None:
+def test_linear_log_probs_passes_gradcheck():
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 3, generator=g, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([0, IGNORE, 5, 2])
 
-    def loss(h: Tensor, w: Tensor) -> Tensor:
+    def loss(h, w):
         return linear_log_probs(h, w, labels, softcap=3.0, temperature=0.8, chunk=3)[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight), eps=1e-3, atol=2e-3)
@@ -93,44 +124,50 @@ def test_linear_log_probs_passes_gradcheck() -> None:
 class Alive(TorchDispatchMode):
     """Counts the peak of elements in tensors made inside the context, and the collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.elements = self.collectives = 0
-        self._theirs: set[int] = set()  # storages made outside of the context
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._theirs = set()  # storages made outside of the context
+        self._made = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
-        given = [tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
-        self._theirs |= set(given) - set(self._made)
+        given = [one.untyped_storage() for one in tree_leaves(args) if isinstance(one, Tensor)]
+        self._theirs |= {storage._cdata for storage in given} - set(self._made)
         out = func(*args, **(kwargs or {}))
         self.collectives += func.namespace == "c10d"
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._theirs:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // tensor.itemsize
-        self.elements = max(self.elements, sum(size for made, size in self._made.values() if not made.expired()))
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._theirs:
+                size = storage.nbytes() // tensor.itemsize
+                self._made[storage._cdata] = (StorageWeakRef(storage), size)
+        held = sum(size for made, size in self._made.values() if not made.expired())
+        self.elements = max(self.elements, held)
         return out
 
 
-def test_linear_log_probs_and_loss_never_hold_all_logits() -> None:
+def test_linear_log_probs_and_loss_never_hold_all_logits():
     tokens, width, vocab, chunk = 1024, 4, 1000, 64
 
-    def scores(*given: Any) -> Tensor:
-        scores: Any = linear_log_probs(*given, chunk=chunk, mean=True)
+    def scores(*given):
+        scores = linear_log_probs(*given, chunk=chunk, mean=True)
         return torch.stack([score.sum() for score in scores]).sum()
 
-    for loss in (scores, lambda *given: linear_loss(*given, chunk=chunk)[0]):
-        hidden, weight, labels, _ = inputs(tokens, width, vocab)
+    def peak(loss):
+        given = inputs(tokens, width, vocab)
         with Alive() as alive:
-            loss(hidden, weight, labels).backward()
-        assert chunk * vocab <= alive.elements < 6 * chunk * vocab < tokens * vocab / 2
-    hidden, weight, labels, _ = inputs(tokens, width, vocab)
-    with Alive() as alive:
-        plain(hidden, weight, labels, None)[0].sum().backward()
-    assert alive.elements >= tokens * vocab  # the counter sees them in plain PyTorch
+            loss(*given).backward()
+        return alive.elements
+
+    for loss in (scores, lambda *given: linear_loss(*given, chunk=chunk)[0]):
+        assert chunk * vocab <= peak(loss) < 6 * chunk * vocab < tokens * vocab / 2
+    # The counter sees them in plain PyTorch.
+    assert peak(lambda *given: plain(*given)[0].sum()) >= tokens * vocab
 
 
-def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_weight() -> None:
+def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_weight():
     ours, exact = inputs(64, 32, 200), inputs(64, 32, 200)
     with torch.autocast("cpu", torch.bfloat16):
         low = linear_log_probs(*ours, chunk=16)[0]
@@ -141,182 +178,152 @@ def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_wei
     assert 0 < difference < 2e-2
 
 
-def test_linear_log_probs_frozen_weight_gets_no_gradient() -> None:
+def test_linear_log_probs_frozen_weight_gets_no_gradient():
     hidden, weight, labels, _ = inputs()
     linear_log_probs(hidden, weight.detach(), labels, chunk=8)[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
 
-def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean: Tensor) -> Tensor:
-    weights = torch.linspace(-1, 1, len(log_probs))
-    return (log_probs * weights + (0.3 * entropy + 0.01 * log_z.square()) * weights.flip(0) + 0.2 * mean).sum()
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("only_loss", [False, True])
+def test_excluded_rows_have_neither_probability_nor_gradient(how, bias, only_loss):
+    ours, theirs = inputs_without_excluded_labels(bias), inputs_without_excluded_labels(bias)
+    expected = plain_without_excluded(*theirs, **how)
+    if only_loss:
+        linear_loss(*ours, **how, chunk=5, excluded=EXCLUDED)[0].backward()
+        (-expected[0].sum()).backward()
+    else:
+        found = linear_log_probs(*ours, **how, chunk=5, excluded=EXCLUDED)
+        assert_close(found[:3], expected[:3])
+        loss_of(*found[:3]).backward()
+        loss_of(*expected[:3]).backward()
+    assert_close(gradients(ours), gradients(theirs))
 
 
-def of_shard(cuts: list[int], ways: list[dict[str, Any]]) -> list[list[Tensor | None]]:
+# ---- A vocabulary on two ranks ----------------------------------------------------------------------------------
+
+
+def rows_of(given: Inputs, start: int, end: int) -> Inputs:
+    """The inputs of a rank that has these rows of the vocabulary."""
+    hidden, weight, labels, bias = given
+    weight = weight.detach()[start:end].requires_grad_()
+    return (
+        hidden,
+        weight,
+        labels,
+        None if bias is None else bias.detach()[start:end].requires_grad_(),
+    )
+
+
+def on_shard(given: Inputs, start: int, **how):
+    return linear_log_probs(*given, **how, group=dist.group.WORLD, vocab_start=start)
+
+
+def of_shard(layout: Layout, cuts: list[int], ways: list[dict[str, Any]]) -> list[Any]:
     """Values and gradients for each way, from this rank's rows of the vocabulary."""
-    world = World.join("cpu")
-    start, end = cuts[world.rank : world.rank + 2]
-    results: list[list[Tensor | None]] = []
-    for way in ways:
-        way = dict(way)
-        hidden, weight, labels, bias = inputs(bias=way.pop("bias"))
-        weight = weight.detach()[start:end].requires_grad_()
-        bias = None if bias is None else bias.detach()[start:end].requires_grad_()
-        out = linear_log_probs(
-            hidden, weight, labels, bias, **way, mean=True, group=dist.group.WORLD, vocab_start=start
-        )
+    start, end = cuts[layout.world.rank : layout.world.rank + 2]
+    results = []
+    for bias, how in ways:
+        mine = rows_of(inputs(bias=bias), start, end)
+        out = on_shard(mine, start, **how, mean=True)
         loss_of(*out).backward()
-        results.append([*(x.detach() for x in out), hidden.grad, weight.grad, None if bias is None else bias.grad])
-    world.close()
+        results.append(([x.detach() for x in out], gradients(mine)))
     return results
 
 
 @pytest.mark.parametrize("cuts", [[0, 25, 50], [0, 17, 50], [0, 49, 50]], ids=str)
-def test_linear_log_probs_sharded_vocabulary_equals_unsharded(ranks2, cuts: list[int]) -> None:
-    ways = [{"chunk": c, "bias": b, **how} for how, b, c in itertools.product(WAYS, (False, True), (5, 64))]
-    for way, first, second in zip(ways, *ranks2.run(of_shard, cuts, ways), strict=True):
-        how = {name: value for name, value in way.items() if name not in ("bias", "chunk")}
-        hidden, weight, labels, bias = inputs(bias=way["bias"])
-        expected = plain(hidden, weight, labels, bias, **how)
+def test_linear_log_probs_sharded_vocabulary_equals_unsharded(on_ranks, cuts):
+    every = itertools.product((False, True), WAYS, (5, 64))
+    ways = [(bias, {**how, "chunk": chunk}) for bias, how, chunk in every]
+    for (bias, how), *shards in zip(
+        ways, *on_ranks({"tensor": 2}, of_shard, cuts, ways), strict=True
+    ):
+        given = inputs(bias=bias)
+        expected = plain(*given, **{name: how[name] for name in how if name != "chunk"})
         loss_of(*expected).backward()
-        for mine, other, right in zip(first[:4], second[:4], expected, strict=True):
-            assert torch.equal(mine, other)
-            assert torch.allclose(mine, right, rtol=1e-5, atol=1e-6)
-        assert bool((first[0][labels == IGNORE] == 0).all())
-        for rank, (*_, d_hidden, d_weight, d_bias) in enumerate([first, second]):
+        d_hidden, *d_rows = gradients(given)
+        assert all(map(torch.equal, shards[0][0], shards[1][0]))
+        for rank, (values, grads) in enumerate(shards):
+            assert_close(values, expected)
+            assert bool((values[0][given[2] == IGNORE] == 0).all())
             rows = slice(*cuts[rank : rank + 2])
-            assert torch.allclose(d_hidden, hidden.grad, rtol=1e-5, atol=1e-5)
-            assert torch.allclose(d_weight, weight.grad[rows], rtol=1e-5, atol=1e-5)
-            assert bias is None or torch.allclose(d_bias, bias.grad[rows], rtol=1e-5, atol=1e-5)
+            assert_close(grads, [d_hidden, *(grad[rows] for grad in d_rows)], atol=1e-5)
 
 
-EXCLUDED = (3, 30, 49)
-
-
-def without_excluded(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
-    """`plain` on the other rows of the vocabulary alone."""
-    kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
-    is_label = labels != IGNORE
-    labels = torch.where(is_label, torch.searchsorted(kept, labels.clamp(min=0)), IGNORE)
-    return plain(hidden, weight[kept], labels, None if bias is None else bias[kept], **how)
-
-
-def inputs_without_excluded_labels(bias: bool) -> tuple[Tensor, ...]:
-    hidden, weight, labels, bias_V = inputs(bias=bias)
-    with torch.no_grad():
-        weight[3] *= 30  # would be the most likely in many rows
-    return hidden, weight, labels.masked_fill(torch.isin(labels, torch.tensor(EXCLUDED)), IGNORE), bias_V
-
-
-@pytest.mark.parametrize("how", WAYS, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_excluded_rows_have_neither_probability_nor_gradient(how: dict[str, Any], bias: bool) -> None:
-    for only_loss in (False, True):
-        ours, theirs = inputs_without_excluded_labels(bias), inputs_without_excluded_labels(bias)
-        expected = without_excluded(*theirs, **how)
-        if only_loss:
-            linear_loss(*ours, **how, chunk=5, excluded=EXCLUDED)[0].backward()
-            (-expected[0].sum()).backward()
-        else:
-            found = linear_log_probs(*ours, **how, chunk=5, excluded=EXCLUDED)
-            for x, y in zip(found[:3], expected, strict=False):
-                assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
-            loss_of(*found[:3], torch.zeros(())).backward()
-            loss_of(*expected[:3], torch.zeros(())).backward()
-        for x, y in zip(ours, theirs, strict=True):
-            if x is not None and x.requires_grad:
-                assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
-
-
-def of_shard_with_excluded(how: dict[str, Any]) -> tuple[Tensor, ...]:
+def of_shard_with_excluded(layout: Layout, how: dict[str, Any]) -> list[Tensor]:
     """Log-probs and entropy, and the gradients of hidden states and of this rank's rows."""
-    world = World.join("cpu")
-    start = (0, 49)[world.rank]  # the only row of the last rank is excluded
-    end = (49, 50)[world.rank]
-    hidden, weight, labels, _ = inputs_without_excluded_labels(False)
-    weight = weight.detach()[start:end].requires_grad_()
+    start, end = ((0, 49), (49, 50))[layout.world.rank]  # the only row of the last is excluded
+    mine = rows_of(inputs_without_excluded_labels(), start, end)
     rows = tuple(row - start for row in EXCLUDED if start <= row < end)
-    shard: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": start}
-    out = linear_log_probs(hidden, weight, labels, **how, chunk=5, excluded=rows, **shard)
-    loss_of(*out[:3], torch.zeros(())).backward()
-    world.close()
-    return out.log_probs.detach(), out.entropy.detach(), hidden.grad, weight.grad
+    out = on_shard(mine, start, **how, chunk=5, excluded=rows)
+    loss_of(*out[:3]).backward()
+    return [out.log_probs.detach(), out.entropy.detach(), *gradients(mine)]
 
 
 @pytest.mark.parametrize("how", [WAYS[0], WAYS[3]], ids=str)
-def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(ranks2, how: dict[str, Any]) -> None:
-    hidden, weight, labels, _ = inputs_without_excluded_labels(False)
-    expected = without_excluded(hidden, weight, labels, None, **how)
-    loss_of(*expected[:3], torch.zeros(())).backward()
-    found = ranks2.run(of_shard_with_excluded, how)
-    for log_probs, entropy, d_hidden, _ in found:
-        assert torch.allclose(log_probs, expected[0], rtol=1e-5, atol=1e-6)
-        assert torch.allclose(entropy, expected[1], rtol=1e-5, atol=1e-6)
-        assert torch.allclose(d_hidden, hidden.grad, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(torch.cat([one[3] for one in found]), weight.grad, rtol=1e-5, atol=1e-5)
+def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(on_ranks, how):
+    given = inputs_without_excluded_labels()
+    expected = plain_without_excluded(*given, **how)
+    loss_of(*expected[:3]).backward()
+    d_hidden, d_weight = gradients(given)
+    found = on_ranks({"tensor": 2}, of_shard_with_excluded, how)
+    for *values, _ in found:
+        assert_close(values, [*expected[:2], d_hidden], atol=1e-5)
+    assert_close([torch.cat([one[3] for one in found])], [d_weight], atol=1e-5)
 
 
-def peak_and_collectives(tokens: int, vocab: int, chunk: int) -> list[int]:
+def peak_and_collectives(layout: Layout, tokens: int, vocab: int, chunk: int) -> list[int]:
     """The peak of elements; the collectives of forward, of backward, and of backward with frozen hidden states."""
-    world = World.join("cpu")
-    rows = slice(world.rank * vocab // 2, (world.rank + 1) * vocab // 2)
-    found = [0]
+    start = layout.world.rank * vocab // 2
+    peaks, collectives = [], []
     for frozen in (False, True):
-        hidden, weight, labels, _ = inputs(tokens, 4, vocab)
-        weight = weight.detach()[rows].requires_grad_()
+        hidden, *others = rows_of(inputs(tokens, 4, vocab), start, start + vocab // 2)
         with Alive() as forward:
-            out = linear_log_probs(
-                hidden.detach() if frozen else hidden,
-                weight,
-                labels,
-                chunk=chunk,
-                group=dist.group.WORLD,
-                vocab_start=rows.start,
-            )
+            out = on_shard((hidden.detach() if frozen else hidden, *others), start, chunk=chunk)
         with Alive() as backward:
             (out.log_probs.sum() + out.entropy.sum()).backward()
-        found = [max(found[0], forward.elements, backward.elements), *found[1:]]
-        found += [backward.collectives] if frozen else [forward.collectives, backward.collectives]
-    world.close()
-    return found
+        peaks += [forward.elements, backward.elements]
+        collectives += [forward.collectives, backward.collectives]
+    return [max(peaks), *collectives]
 
 
-def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(ranks2) -> None:
+def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(on_ranks):
     tokens, vocab, chunk = 1024, 1000, 64
-    for elements, *collectives in ranks2.run(peak_and_collectives, tokens, vocab, chunk):
+    found = on_ranks({"tensor": 2}, peak_and_collectives, tokens, vocab, chunk)
+    for elements, *collectives in found:
         assert chunk * vocab / 2 <= elements < 6 * chunk * vocab / 2 < tokens * vocab / 2 / 2
-        assert collectives == [1, tokens // chunk, 0]
+        assert collectives == [1, tokens // chunk, 1, 0]
 
 
-def label_past_the_vocabulary() -> tuple[float, float]:
-    world = World.join("cpu")
-    hidden, weight, labels, _ = inputs(vocab=50)
-    labels[1] = 50
-    rows = slice(25 * world.rank, 25 * world.rank + 25)
-    out = linear_log_probs(hidden, weight[rows], labels, group=dist.group.WORLD, vocab_start=rows.start)[0]
-    world.close()
-    return float(out[1]), float(out[2:].sum())
+def label_past_the_vocabulary(layout: Layout) -> tuple[float, float]:
+    start = 25 * layout.world.rank
+    given = inputs(vocab=50)
+    given[2][1] = 50
+    log_probs = on_shard(rows_of(given, start, start + 25), start)[0]
+    return float(log_probs[1]), float(log_probs[2:].sum())
 
 
-def test_linear_log_probs_label_that_no_rank_owns_gives_minus_infinity(ranks2) -> None:
-    for past_the_end, rest in ranks2.run(label_past_the_vocabulary):
+def test_linear_log_probs_label_that_no_rank_owns_gives_minus_infinity(on_ranks):
+    for past_the_end, rest in on_ranks({"tensor": 2}, label_past_the_vocabulary):
         assert past_the_end == float("-inf")
         assert abs(rest) < float("inf")
 
 
-def test_linear_log_probs_vocab_start_without_group_raises() -> None:
+def test_linear_log_probs_vocab_start_without_group_raises():
     with pytest.raises(ValueError, match="group and vocab_start go together"):
         linear_log_probs(*inputs(), vocab_start=0)
 
 
 @pytest.mark.gpu
-def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -> None:
+def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32():
     g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(700, 64, generator=g).cuda(), torch.randn(5000, 64, generator=g).cuda() * 0.2
+    hidden = torch.randn(700, 64, generator=g).cuda()
+    weight = torch.randn(5000, 64, generator=g).cuda() * 0.2
     labels = torch.randint(5000, (700,), generator=g).cuda()
     labels[::5] = IGNORE
-    found = []
+    found = {}
     for kind in ("loss", "log_probs", "float32"):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=kind != "float32"):
@@ -325,6 +332,7 @@ def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -
             else:
                 loss = -linear_log_probs(h, w, labels, chunk=256)[0].sum()
         loss.backward()
-        found.append([loss.detach(), h.grad, w.grad])
-    for mine, theirs, limit in ((found[0], found[1], 1e-5), (found[0], found[2], 1e-2)):
-        assert all(float((a - b).norm() / b.norm()) < limit for a, b in zip(mine, theirs, strict=True))
+        found[kind] = [loss.detach(), h.grad, w.grad]
+    for other, limit in (("log_probs", 1e-5), ("float32", 1e-2)):
+        for ours, theirs in zip(found["loss"], found[other], strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < limit

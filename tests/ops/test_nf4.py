@@ -29,7 +29,7 @@ def weight(rows: int = 48, columns: int = 192) -> Tensor:
     return found
 
 
-def test_nf4_bytes_are_those_of_bitsandbytes() -> None:
+def test_nf4_bytes_are_those_of_bitsandbytes():
     # Checksums of what bitsandbytes 0.50.2 returns: quantize_4bit(weight(), blocksize=64, quant_type="nf4").
     for dtype in (torch.float32, torch.bfloat16):
         stored = nf4.quantize(weight(), dtype)
@@ -44,14 +44,15 @@ def test_nf4_bytes_are_those_of_bitsandbytes() -> None:
 CODES, SCALES, VALUES = 756389248, 2598200326, 2282023436
 
 
-def test_nf4_numbers_equal_those_of_an_installed_bitsandbytes() -> None:
+def test_nf4_numbers_equal_those_of_an_installed_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     for dtype in (torch.float32, torch.bfloat16):
         original = torch.randn(64, 256).to(dtype)
         packed, state = functional.quantize_4bit(original, blocksize=64, quant_type="nf4")
         stored = nf4.quantize(original, torch.bfloat16)
         assert torch.equal(stored.view(torch.uint8)[:, :128].reshape(-1), packed.view(-1))
-        assert torch.equal(nf4.dequantize(stored, 256, dtype), functional.dequantize_4bit(packed, state))
+        expected = functional.dequantize_4bit(packed, state)
+        assert torch.equal(nf4.dequantize(stored, 256, dtype), expected)
 
 
 def layers(dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
@@ -62,7 +63,8 @@ def layers(dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
     nf4.use(quantized, dtype)
     assert type(quantized) is Nf4Linear
     assert nf4.num_parameters(nn.Sequential(quantized)) == {"0.weight": 48 * 192, "0.bias": 48}
-    plain.weight = nn.Parameter(nf4.dequantize(quantized.weight, 192, torch.float32), requires_grad=False)
+    values = nf4.dequantize(quantized.weight, 192, torch.float32)
+    plain.weight = nn.Parameter(values, requires_grad=False)
     return plain, quantized
 
 
@@ -76,22 +78,22 @@ def run(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nf4_linear_equals_a_linear_layer_with_the_dequantized_weight(dtype: torch.dtype) -> None:
+def test_nf4_linear_equals_a_linear_layer_with_the_dequantized_weight(dtype):
     plain, quantized = layers(dtype)
+    rtol = 1e-6 if dtype == torch.float32 else 1e-2
     for found, expected in zip(run(quantized, dtype), run(plain, dtype), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.allclose(found, expected, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=rtol)
     assert float((plain.weight - weight()).abs().max()) > 0.01  # it was quantized
 
 
-def test_nf4_linear_compiled_equals_uncompiled() -> None:
+def test_nf4_linear_compiled_equals_uncompiled():
     _, quantized = layers(torch.float32)
     compiled = torch.compile(copy.deepcopy(quantized), backend="aot_eager", fullgraph=True)
-    for found, expected in zip(run(compiled, torch.float32), run(quantized, torch.float32), strict=True):
-        assert torch.equal(found, expected)
+    results = [run(layer, torch.float32) for layer in (compiled, quantized)]
+    assert all(map(torch.equal, *results))
 
 
-def test_nf4_fits_only_plain_layers_with_whole_blocks() -> None:
+def test_nf4_fits_only_plain_layers_with_whole_blocks():
     assert nf4.fits(nn.Linear(128, 7))
     assert not nf4.fits(nn.Linear(96, 7))
     assert not nf4.fits(nn.Conv1d(64, 64, 1))
@@ -99,7 +101,7 @@ def test_nf4_fits_only_plain_layers_with_whole_blocks() -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_nf4_kernel_returns_the_weight_of_the_plain_path() -> None:
+def test_nf4_kernel_returns_the_weight_of_the_plain_path():
     """By Triton's interpreter, which needs no GPU; in float32, since it rounds bf16 in its own way."""
     pytest.importorskip("triton")
     code = """
@@ -110,16 +112,17 @@ for shape in ((3, 64), (2, 4096), (4, 192)):
     found = nf4_kernel.dequantize(stored.view(torch.uint8), torch.tensor(nf4.LEVELS), shape[1], torch.float32)
     assert torch.equal(found, nf4.dequantize(stored, shape[1], torch.float32))
 """
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
-def test_compiled_block_with_full_checkpointing_keeps_no_dequantized_weight() -> None:
+def test_compiled_block_with_full_checkpointing_keeps_no_dequantized_weight():
     """torch 2.11 would keep them for backward if they were computed in an autograd.Function."""
     block = nn.Sequential(layers(torch.float32)[1], nn.SiLU())
     checkpoint_block(block, "full", backend=None)
     block.compile(backend=aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         x = torch.randn(20, 192, requires_grad=True)
         block(x)
     known = {x.data_ptr(), *(param.data_ptr() for param in block.parameters())}

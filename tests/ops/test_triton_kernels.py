@@ -13,7 +13,10 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu(required=False)]
-SCRIPTS = {file.stem: str(file) for file in sorted(Path(__file__).parent.glob("kernels/*.py"), reverse=True)}
+SCRIPTS = {
+    file.stem: str(file)
+    for file in sorted(Path(__file__).parent.glob("kernels/*.py"), reverse=True)
+}
 RUN_ALL = """
 import json, runpy, sys, traceback
 from mvp_engine.ops import attention, cudnn_attention, flex_attention, fp8, linear_cross_entropy
@@ -30,7 +33,7 @@ print(json.dumps(errors))
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, str]:
+def errors():
     """Tracebacks of scripts that failed; under `above`, modules of upper layers that the import of all ops imports."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if not torch.cuda.is_available():
@@ -38,14 +41,13 @@ def errors() -> dict[str, str]:
     command = [sys.executable, "-c", RUN_ALL, json.dumps(SCRIPTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_triton_kernels_compute_what_pytorch_does(errors: dict[str, str], name: str) -> None:
+def test_triton_kernels_compute_what_pytorch_does(errors, name):
     assert name not in errors, errors[name]
 
 
-def test_ops_import_does_not_import_transformers(errors: dict[str, str]) -> None:
+def test_ops_import_does_not_import_transformers(errors):
     assert errors["above"] == []

@@ -54,7 +54,12 @@ SIZES = {
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
-    "qwen_omni/cpu": ["spoken.sentences=120", "spoken.held_out=10", "eval_generation.speech=null", *FEW_TOKENS],
+    "qwen_omni/cpu": [
+        "spoken.sentences=120",
+        "spoken.held_out=10",
+        "eval_generation.speech=null",
+        *FEW_TOKENS,
+    ],
 }
 # One controller starts the ranks of these.
 RL_SIZES = {
@@ -106,7 +111,9 @@ def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(
             shard = ["parallel.shard=2"] if layout == SHARDED else []
             assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
             for split, records in alone.items():
-                compare(records, read_metrics(tmp_path, split), f"{name} on {layout} ranks, {split}")
+                compare(
+                    records, read_metrics(tmp_path, split), f"{name} on {layout} ranks, {split}"
+                )
 
 
 @pytest.mark.slow
@@ -127,7 +134,9 @@ def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(
         sizes = [f"project.dir={tmp_path}", *FEW_STEPS, *{**SIZES, **RL_SIZES}[name]]
         # Enough training for some right answers.
         steps = [] if name in RL_SIZES else [f"loop.total_steps={campaign_size(3, 30)}"]
-        assert launch(str(config_file(name)), [*sizes, *steps, "loop.eval_interval=null"]) == 0, name
+        assert launch(str(config_file(name)), [*sizes, *steps, "loop.eval_interval=null"]) == 0, (
+            name
+        )
         if name in NO_HELD_OUT_ROWS:
             continue
         if FEW_TOKENS[0] in sizes:
@@ -156,7 +165,9 @@ def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(
 def last_evaluation(folder: Path) -> dict[str, Any]:
     lines = (list_runs(folder)[-1].dir / "evaluate.jsonl").read_text().splitlines()
     record = {key: value for key, value in json.loads(lines[-1]).items() if key != "split"}
-    return {key: math.nan if value is None else value for key, value in record.items()}  # a mean of nothing
+    return {
+        key: math.nan if value is None else value for key, value in record.items()
+    }  # a mean of nothing
 
 
 def figures(record: dict[str, Any]) -> str:

@@ -17,7 +17,12 @@ from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "contrastive" / "configs" / "train.yaml"
 SHORT = ["loop.total_steps=4", "loop.eval_interval=4", "log.interval=1", "log.backends=[jsonl]"]
-SHORT += ["data.global_batch_size=96", "optim.warmup_steps=0", "towers.width=16", "towers.embedding=8"]
+SHORT += [
+    "data.global_batch_size=96",
+    "optim.warmup_steps=0",
+    "towers.width=16",
+    "towers.embedding=8",
+]
 
 
 def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
@@ -31,7 +36,9 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 
 def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
     """Loss and gradient norm of the first step in plain PyTorch: one batch, one backward, no cache."""
-    composed = compose(CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96", *words])
+    composed = compose(
+        CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96", *words]
+    )
     engine: Any = object.__new__(composed.engine_class)
     engine.config, engine.device = composed.config, torch.device("cpu")
     engine.layout = SimpleNamespace(data_rank=0, data_size=1)
@@ -53,7 +60,9 @@ def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
-def test_contrastive_any_split_and_ranks_equal_one_big_batch(tmp_path: Path, ranks2, loss: str) -> None:
+def test_contrastive_any_split_and_ranks_equal_one_big_batch(
+    tmp_path: Path, ranks2, loss: str
+) -> None:
     words = [f"contrastive.loss={loss}"]
     wanted, norm = plain_first_step(loss)
     whole = trained(tmp_path / "whole", *words, "data.micro_batch_size=96")
@@ -63,7 +72,10 @@ def test_contrastive_any_split_and_ranks_equal_one_big_batch(tmp_path: Path, ran
     others = [split]
     if loss == "infonce":
         sizes = (["data.micro_batch_size=32"], ["data.micro_batch_size=7", "parallel.shard=2"])
-        others += [trained(tmp_path / f"ranks{i}", *words, *size, ranks=ranks2) for i, size in enumerate(sizes)]
+        others += [
+            trained(tmp_path / f"ranks{i}", *words, *size, ranks=ranks2)
+            for i, size in enumerate(sizes)
+        ]
     for other in others:
         for one, found in zip(whole, other, strict=True):
             assert found["loss"] == pytest.approx(one["loss"], rel=1e-5)
@@ -72,7 +84,9 @@ def test_contrastive_any_split_and_ranks_equal_one_big_batch(tmp_path: Path, ran
 
 
 @pytest.mark.slow
-def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(tmp_path: Path, ranks2) -> None:
+def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(
+    tmp_path: Path, ranks2
+) -> None:
     """In micro-batches of 4 rows, one sharded rank has no images in a forward in which the other one has."""
     config = ROOT / "tests" / "recipes" / "packed_views" / "train.yaml"
     found = []

@@ -11,8 +11,20 @@ from conftest import ROOT, read_metrics
 from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "digits_flow" / "configs" / "train.yaml"
-SHORT = ["loop.total_steps=4", "loop.eval_interval=4", "log.interval=1", "log.backends=[jsonl]", "dit.width=16"]
-SHORT += ["dit.depth=1", "data.global_batch_size=24", "data.micro_batch_size=12", "generated=20", "flow.steps=4"]
+SHORT = [
+    "loop.total_steps=4",
+    "loop.eval_interval=4",
+    "log.interval=1",
+    "log.backends=[jsonl]",
+    "dit.width=16",
+]
+SHORT += [
+    "dit.depth=1",
+    "data.global_batch_size=24",
+    "data.micro_batch_size=12",
+    "generated=20",
+    "flow.steps=4",
+]
 
 
 def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
@@ -49,7 +61,12 @@ def test_digits_flow_resume_continues_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_flow_draws_right_digits_that_are_no_copies(tmp_path: Path, seed: int) -> None:
-    assert launch(str(CONFIG), [f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl,plot]"]) == 0
+    assert (
+        launch(
+            str(CONFIG), [f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl,plot]"]
+        )
+        == 0
+    )
     last = read_metrics(tmp_path, "eval")[-1]
     assert last["right"] >= 0.95
     assert last["copies"] <= 0.05

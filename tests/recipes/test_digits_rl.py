@@ -17,7 +17,13 @@ from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "digits_rl" / "configs"
-SMALL = ["made.digits=60", "data.num_workers=0", "log.interval=1", "log.backends=[jsonl]", "loop.eval_interval=null"]
+SMALL = [
+    "made.digits=60",
+    "data.num_workers=0",
+    "log.interval=1",
+    "log.backends=[jsonl]",
+    "loop.eval_interval=null",
+]
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "clip_fraction")
 
 
@@ -31,8 +37,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(base: Path, name: str, *more: str) -> list[dict[str, Any]]:
-    words = [*SMALL, f"project.dir={base / name}", f"made.folder={base}/digits_rl_data", "export=null"]
-    words += [f"model.path={base}/digits_rl_base", "loop.total_steps=2", "rl.prompts=6", "rl.group=4"]
+    words = [
+        *SMALL,
+        f"project.dir={base / name}",
+        f"made.folder={base}/digits_rl_data",
+        "export=null",
+    ]
+    words += [
+        f"model.path={base}/digits_rl_base",
+        "loop.total_steps=2",
+        "rl.prompts=6",
+        "rl.group=4",
+    ]
     assert launch(str(CONFIGS / "grpo.yaml"), [*words, "reward.workers=0", *more]) == 0
     return read_metrics(base / name)
 
@@ -48,7 +64,9 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
         return inputs(model, kind, media, *rest)
 
     monkeypatch.setattr("mvp_engine.hf.model.model_inputs.encoder_inputs", spy)
-    monkeypatch.setattr(RLEngine, "train_pre_step", lambda _, ctx: batches.append(ctx.micro_batches[0]))
+    monkeypatch.setattr(
+        RLEngine, "train_pre_step", lambda _, ctx: batches.append(ctx.micro_batches[0])
+    )
     shared = trained(base, "shared", "rl.updates=1")
     assert len(batches) == 2
     for batch in batches:
@@ -61,20 +79,28 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
     def repeat(_: Any, ctx: Any) -> None:
         batch = ctx.micro_batches[0]
         everything = list(range(batch.num_sequences))
-        batch.media = {kind: media.select(everything, share=False) for kind, media in batch.media.items()}
+        batch.media = {
+            kind: media.select(everything, share=False) for kind, media in batch.media.items()
+        }
 
     monkeypatch.setattr(RLEngine, "train_pre_step", repeat)
     encoded.clear()
     repeated = trained(base, "repeated", "rl.updates=1")
     assert max(encoded) > 6
     for one, two in zip(shared, repeated, strict=True):
-        assert {n: one[n] for n in NUMBERS} == {n: pytest.approx(two[n], rel=1e-4, abs=1e-5) for n in NUMBERS}
+        assert {n: one[n] for n in NUMBERS} == {
+            n: pytest.approx(two[n], rel=1e-4, abs=1e-5) for n in NUMBERS
+        }
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_digits_rl_gpu_configs_compose(name: str) -> None:
-    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.questions.path=y.jsonl"]).config
-    assert (config.groups.actor.ranks, config.lora is None) == ((8, True) if name == "gpu8" else (None, False))
+    config: Any = compose(
+        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.questions.path=y.jsonl"]
+    ).config
+    assert (config.groups.actor.ranks, config.lora is None) == (
+        (8, True) if name == "gpu8" else (None, False)
+    )
 
 
 @pytest.mark.campaign(only=True)
@@ -83,7 +109,10 @@ def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path: Path,
     """On two idle cores in under 10 minutes."""
     for _, *words in readme_commands("digits_rl"):
         if words[0] == "train" and "gpu" not in words[1]:
-            assert main([*words, f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl]"]) == 0, words
+            assert (
+                main([*words, f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl]"])
+                == 0
+            ), words
             last = read_metrics(tmp_path, "eval")[-1]
             if "sft" in words[1]:
                 assert last["exact_held_out"] <= 0.7

@@ -18,10 +18,25 @@ from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-SMALL = ["text_config.num_hidden_layers=2", "vision_config.depth=2", "vision_config.deepstack_visual_indexes=[0]"]
+SMALL = [
+    "text_config.num_hidden_layers=2",
+    "vision_config.depth=2",
+    "vision_config.deepstack_visual_indexes=[0]",
+]
 SMALL = [f"model.config.{key}" for key in SMALL]
-QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "digits.drawings=1", "digits.count=60"]
-QUICK += ["mllm.micro_batch_tokens=256", "loop.total_steps=6", "loop.epochs=null", "log.backends=[terminal,file,jsonl]"]
+QUICK = [
+    "data.num_workers=0",
+    "log.interval=1",
+    "loop.eval_interval=null",
+    "digits.drawings=1",
+    "digits.count=60",
+]
+QUICK += [
+    "mllm.micro_batch_tokens=256",
+    "loop.total_steps=6",
+    "loop.epochs=null",
+    "log.backends=[terminal,file,jsonl]",
+]
 
 
 def run(folder: Path, *more: str) -> int:
@@ -61,7 +76,9 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, caps
     assert page.count("data:image/png") >= 24
     assert "http" not in page.replace("http-equiv", "")
     processor = AutoProcessor.from_pretrained(newest / "hf_step_6")
-    size = processor.image_processor.size  # the limits of the config, not the processor's original ones
+    size = (
+        processor.image_processor.size
+    )  # the limits of the config, not the processor's original ones
     assert (size.shortest_edge, size.longest_edge) == (256, 2304)
     stop = GenerationConfig.from_pretrained(newest / "hf_step_6").eos_token_id
     assert processor.tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
@@ -69,7 +86,9 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, caps
 
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained: Path, campaign_size: Any) -> None:
+def test_digits_vlm_evaluation_on_two_ranks_equals_one(
+    ranks2, trained: Path, campaign_size: Any
+) -> None:
     run_dir = list_runs(trained)[0].dir
     words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
     words += ["data.global_batch_size=2"]  # three packs for two ranks
@@ -100,8 +119,15 @@ def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained: 
     assert isinstance(kit, MLLMDataKit)
     about = composed.config.model.config
     tokenizer = kit.processor.tokenizer
-    for key, token in (("image_token_id", "<|image_pad|>"), ("vision_start_token_id", "<|vision_start|>")):
-        assert tokenizer.convert_tokens_to_ids(token) == about[key] == [*CHAT_TOKENS, *VISION_TOKENS].index(token)
+    for key, token in (
+        ("image_token_id", "<|image_pad|>"),
+        ("vision_start_token_id", "<|vision_start|>"),
+    ):
+        assert (
+            tokenizer.convert_tokens_to_ids(token)
+            == about[key]
+            == [*CHAT_TOKENS, *VISION_TOKENS].index(token)
+        )
     assert len(tokenizer) <= about["text_config"]["vocab_size"]
     train, held_out = (data.chosen(split, 60, 3) for split in ("train", "eval"))
     assert not set(train) & set(held_out)

@@ -16,7 +16,13 @@ from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "distil" / "configs"
-SMALL = ["made.rows=60", "data.num_workers=0", "log.interval=1", "log.backends=[jsonl]", "eval_generation=null"]
+SMALL = [
+    "made.rows=60",
+    "data.num_workers=0",
+    "log.interval=1",
+    "log.backends=[jsonl]",
+    "eval_generation=null",
+]
 SMALL += ["mllm.micro_batch_tokens=256", "data.global_batch_size=2", "optim.warmup_steps=0"]
 NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 
@@ -32,7 +38,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(base: Path, name: str, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
     given = [*SMALL, f"project.dir={base / name}", f"made.folder={base}/distil_data", "export=null"]
-    given += [f"distil.teacher={base}/distil_teacher_model", "loop.total_steps=3", "loop.eval_interval=3"]
+    given += [
+        f"distil.teacher={base}/distil_teacher_model",
+        "loop.total_steps=3",
+        "loop.eval_interval=3",
+    ]
     given += ["distil.nll=0.2", "optim.schedule=constant", *words]
     if ranks is None:
         assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
@@ -44,7 +54,9 @@ def trained(base: Path, name: str, *words: str, ranks: Any = None) -> list[dict[
 def test_distil_one_process_and_sharded_ranks_train_alike(base: Path, ranks2) -> None:
     alone = trained(base, "alone")
     assert alone[2]["teacher_kl"] < alone[0]["teacher_kl"]
-    assert alone[-1]["loss"] == pytest.approx(alone[-1]["teacher_kl"] + 0.2 * alone[-1]["nll"], abs=1e-5)
+    assert alone[-1]["loss"] == pytest.approx(
+        alone[-1]["teacher_kl"] + 0.2 * alone[-1]["nll"], abs=1e-5
+    )
     sharded = trained(base, "sharded", "parallel.shard=2", ranks=ranks2)
     for one, two in zip(sharded, alone, strict=True):
         assert {n: one.get(n) for n in NUMBERS} == {
@@ -60,14 +72,27 @@ def test_distil_resumed_run_is_bit_equal(base: Path) -> None:
 
 
 def test_distil_teacher_of_another_vocabulary_is_a_user_error(base: Path, capsys: Any) -> None:
-    words = [*SMALL, f"project.dir={base}/other", f"made.folder={base}/distil_data", "model.config.vocab_size=340"]
+    words = [
+        *SMALL,
+        f"project.dir={base}/other",
+        f"made.folder={base}/distil_data",
+        "model.config.vocab_size=340",
+    ]
     words += [f"distil.teacher={base}/distil_teacher_model"]
     assert main(["train", str(CONFIGS / "cpu.yaml"), *words]) == EXIT_USER_ERROR
     assert "has 320 rows in its output embedding, the student has 340" in capsys.readouterr().err
 
 
 def test_distil_estimate_counts_the_teacher(base: Path, capsys: Any) -> None:
-    words = ["plan", str(CONFIGS / "cpu.yaml"), "--json", "--gpu", "H100", f"project.dir={base}", "made.rows=60"]
+    words = [
+        "plan",
+        str(CONFIGS / "cpu.yaml"),
+        "--json",
+        "--gpu",
+        "H100",
+        f"project.dir={base}",
+        "made.rows=60",
+    ]
     words += [f"distil.teacher={base}/distil_teacher_model"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)

@@ -17,8 +17,20 @@ from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "preference" / "configs"
-SMALL = ["made.rows=60", "data.num_workers=0", "log.interval=1", "log.backends=[jsonl]", "optim.warmup_steps=0"]
-SHORT = [*SMALL, "loop.total_steps=3", "loop.eval_interval=3", "mllm.micro_batch_tokens=256", "eval_generation=null"]
+SMALL = [
+    "made.rows=60",
+    "data.num_workers=0",
+    "log.interval=1",
+    "log.backends=[jsonl]",
+    "optim.warmup_steps=0",
+]
+SHORT = [
+    *SMALL,
+    "loop.total_steps=3",
+    "loop.eval_interval=3",
+    "mllm.micro_batch_tokens=256",
+    "eval_generation=null",
+]
 NUMBERS = ("loss", "rewards/chosen", "rewards/rejected", "margin", "nll", "grad_norm")
 
 
@@ -31,10 +43,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(base: Path, name: str, *words: str, ranks: Any = None, config: str = "dpo_text") -> list[dict[str, Any]]:
+def trained(
+    base: Path, name: str, *words: str, ranks: Any = None, config: str = "dpo_text"
+) -> list[dict[str, Any]]:
     """The records of a short training in a folder of its own: 3 steps of 2 packs, then an evaluation."""
     out = base / name
-    given = [*SHORT, f"project.dir={out}", f"made.folder={base}/preference_data/text", "data.global_batch_size=2"]
+    given = [
+        *SHORT,
+        f"project.dir={out}",
+        f"made.folder={base}/preference_data/text",
+        "data.global_batch_size=2",
+    ]
     given += [f"model.path={base}/preference_text_base", "export=null", "optim.lr=1e-3", *words]
     if ranks is None:
         assert launch(str(CONFIGS / f"{config}.yaml"), given) == 0
@@ -54,9 +73,13 @@ def test_preference_copy_cached_and_sharded_ranks_train_alike(base: Path, ranks2
     copy = trained(base, "copy", "preference.nll=0.3")
     assert copy[0]["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert copy[2]["margin"] > 0
-    assert copy[-1]["loss"] == pytest.approx(copy[-1]["preference_loss"] + 0.3 * copy[-1]["nll"], abs=1e-5)
+    assert copy[-1]["loss"] == pytest.approx(
+        copy[-1]["preference_loss"] + 0.3 * copy[-1]["nll"], abs=1e-5
+    )
     assert_same(trained(base, "cached", "preference.nll=0.3", "preference.reference=cached"), copy)
-    assert_same(trained(base, "sharded", "preference.nll=0.3", "parallel.shard=2", ranks=ranks2), copy)
+    assert_same(
+        trained(base, "sharded", "preference.nll=0.3", "parallel.shard=2", ranks=ranks2), copy
+    )
 
 
 def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
@@ -66,9 +89,20 @@ def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
         return launch(config, words)
 
 
-def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(base: Path, ranks2) -> None:
-    words = [*SHORT, f"project.dir={base}/nodes", f"made.folder={base}/preference_data/text", "export=null"]
-    words += [f"model.path={base}/preference_text_base", "data.global_batch_size=2", "loop.eval_interval=null"]
+def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(
+    base: Path, ranks2
+) -> None:
+    words = [
+        *SHORT,
+        f"project.dir={base}/nodes",
+        f"made.folder={base}/preference_data/text",
+        "export=null",
+    ]
+    words += [
+        f"model.path={base}/preference_text_base",
+        "data.global_batch_size=2",
+        "loop.eval_interval=null",
+    ]
     words += ["preference.reference=cached", "loop.total_steps=1", "mllm.cache=null"]
     config = str(CONFIGS / "dpo_text.yaml")
     assert ranks2.run(launch_with_own_cache, config, words, base / "caches") == [0, 0]
@@ -76,13 +110,20 @@ def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(
 
 
 def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base: Path) -> None:
-    lora = ["lora.rank=4", "preference.reference=adapters_off", "lora.dropout=0.1", "loop.eval_interval=null"]
+    lora = [
+        "lora.rank=4",
+        "preference.reference=adapters_off",
+        "lora.dropout=0.1",
+        "loop.eval_interval=null",
+    ]
     lora += ["preference.nll=0", "optim.schedule=constant"]
     trained(base, "parts", *lora, "loop.total_steps=2", "checkpoint.interval=1")
     resumed = trained(base, "parts", *lora, "resume=auto")
     other = trained(base, "other", *lora)
     assert resumed == other
-    assert other[0]["loss"] == pytest.approx(math.log(2), abs=0.02)  # the policy has dropout, its reference none
+    assert other[0]["loss"] == pytest.approx(
+        math.log(2), abs=0.02
+    )  # the policy has dropout, its reference none
 
 
 def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base: Path, ranks2) -> None:
@@ -98,7 +139,13 @@ def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base: Path, c
     trained(base, "lost", *words, "loop.total_steps=1", "checkpoint.interval=1")
     for file in (base / "lost").glob("reference_log_probs-*.npy"):
         file.unlink()
-    given = [*SHORT, f"project.dir={base}/lost", f"made.folder={base}/preference_data/text", *words, "export=null"]
+    given = [
+        *SHORT,
+        f"project.dir={base}/lost",
+        f"made.folder={base}/preference_data/text",
+        *words,
+        "export=null",
+    ]
     given += [f"model.path={base}/preference_text_base", "data.global_batch_size=2", "resume=auto"]
     assert main(["train", str(CONFIGS / "dpo_text.yaml"), *given]) == EXIT_USER_ERROR
     assert "reference_log_probs" in capsys.readouterr().err
@@ -112,8 +159,12 @@ def test_preference_kto_ranks_agree_on_the_kl_term(base: Path, ranks2) -> None:
 
 
 @pytest.mark.parametrize(("name", "reference"), [("gpu1", "adapters_off"), ("gpu8", "copy")])
-def test_preference_gpu_configs_compose_and_name_missing_keys(name: str, reference: str, capsys: Any) -> None:
-    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]).config
+def test_preference_gpu_configs_compose_and_name_missing_keys(
+    name: str, reference: str, capsys: Any
+) -> None:
+    config: Any = compose(
+        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
+    ).config
     assert config.reference == reference
     assert main(["config", str(CONFIGS / f"{name}.yaml")]) in (0, EXIT_USER_ERROR)
     assert "model.path" in "".join(capsys.readouterr())
@@ -121,10 +172,16 @@ def test_preference_gpu_configs_compose_and_name_missing_keys(name: str, referen
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize(("kind", "bound"), [("text", 0.95), ("images", 0.9)])
-def test_preference_readme_commands_learn_preferences(tmp_path: Path, kind: str, bound: float) -> None:
+def test_preference_readme_commands_learn_preferences(
+    tmp_path: Path, kind: str, bound: float
+) -> None:
     """On two idle cores: text in under 3 minutes, images in under 5."""
     for _, *words in readme_commands("preference"):
-        if words[0] == "train" and any(f"_{kind}" in word for word in words) and "--nproc" not in words:
+        if (
+            words[0] == "train"
+            and any(f"_{kind}" in word for word in words)
+            and "--nproc" not in words
+        ):
             assert main([*words, f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0, words
             last = read_metrics(tmp_path, "eval")[-1] if "dpo" in words[1] else {}
             if last:

@@ -22,10 +22,18 @@ FOLDER = ROOT / "recipes" / "qwen3"
 TASKS = ("count", "largest", "next", "reverse")
 SMALL = ["made.modules=20", "made.chats=60", "log.interval=1", "log.backends=[terminal,file,jsonl]"]
 QUICK = {
-    "pretrain_cpu": ["loop.total_steps=8", "eval_generation.every_n_samples=20", "eval_generation.max_new_tokens=4"],
+    "pretrain_cpu": [
+        "loop.total_steps=8",
+        "eval_generation.every_n_samples=20",
+        "eval_generation.max_new_tokens=4",
+    ],
     "sft_cpu": ["eval_generation.every_n_samples=10"],
 }
-QUICK["sft_cpu"] += ["loop.total_steps=6", "loop.eval_interval=6", "eval_generation.max_new_tokens=4"]
+QUICK["sft_cpu"] += [
+    "loop.total_steps=6",
+    "loop.eval_interval=6",
+    "eval_generation.max_new_tokens=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     monkeypatch.chdir(ROOT)
     seen = []
     for _, *words in readme_commands("qwen3"):
-        stage = next((name for name in QUICK if any(word.endswith(f"{name}.yaml") for word in words)), None)
+        stage = next(
+            (name for name in QUICK if any(word.endswith(f"{name}.yaml") for word in words)), None
+        )
         if stage is None or "--nproc" in words:  # needs GPUs or several processes
             continue
         more = [] if words[0] == "data" else QUICK[stage]
@@ -54,12 +64,17 @@ def run_of(folder: Path, stage: str) -> Path:
 
 
 def records(folder: Path, stage: str, split: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_of(folder, stage) / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (run_of(folder, stage) / "metrics.jsonl").read_text().splitlines()
+    ]
     return [record for record in found if record["split"] == split]
 
 
 def kit_of(folder: Path, stage: str, *words: str) -> Any:
-    composed = compose(FOLDER / "configs" / f"{stage}_cpu.yaml", [f"project.dir={folder}", *SMALL, *words])
+    composed = compose(
+        FOLDER / "configs" / f"{stage}_cpu.yaml", [f"project.dir={folder}", *SMALL, *words]
+    )
     engine: Any = composed.engine_class
     return engine.data_kit(composed.config)
 
@@ -71,7 +86,9 @@ def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> No
     for stage in ("pretrain", "sft"):
         train = records(ran, stage, "train")
         assert train[-1]["loss"] < 0.97 * train[0]["loss"]
-    assert {"loss_docs", "loss_code", "bits_per_byte"} <= records(ran, "pretrain", "eval")[-1].keys()
+    assert {"loss_docs", "loss_code", "bits_per_byte"} <= records(ran, "pretrain", "eval")[
+        -1
+    ].keys()
     held_out = records(ran, "sft", "eval")[-1]
     assert {f"{what}_{task}" for what in ("loss", "exact") for task in TASKS} <= set(held_out)
     assert not [name for name in records(ran, "pretrain", "eval")[-1] if name.startswith("exact")]
@@ -79,7 +96,10 @@ def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> No
 
 def test_qwen3_log_has_the_packing_plan_before_training(ran: Path) -> None:
     for stage in ("pretrain", "sft"):
-        assert "% full" in (run_of(ran, stage) / "log.txt").read_text().partition("parameters train")[0]
+        assert (
+            "% full"
+            in (run_of(ran, stage) / "log.txt").read_text().partition("parameters train")[0]
+        )
 
 
 def test_qwen3_reports_show_continuations_and_answers_without_verdicts(ran: Path) -> None:
@@ -98,28 +118,44 @@ def test_qwen3_export_has_eos_tokens_and_generates_with_transformers(ran: Path) 
     assert tokenizer.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
     model = AutoModelForCausalLM.from_pretrained(ran / "qwen3_chat").eval()
     messages = [{"role": "user", "content": "What comes after 41?"}]
-    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    assert model.generate(**given, max_new_tokens=2, do_sample=False).shape[1] > given["input_ids"].shape[1]
+    given = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert (
+        model.generate(**given, max_new_tokens=2, do_sample=False).shape[1]
+        > given["input_ids"].shape[1]
+    )
 
 
 def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran: Path) -> None:
     kit, losses = kit_of(ran, "pretrain"), records(ran, "pretrain", "eval")[-1]
     batches = list(kit.loader("eval", global_batch_size=1))
-    trained = [ids[ids >= 0].tolist() for batch in batches for ids in batch.labels.split(batch.lengths.tolist())]
+    trained = [
+        ids[ids >= 0].tolist()
+        for batch in batches
+        for ids in batch.labels.split(batch.lengths.tolist())
+    ]
     size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in trained)
     bits = losses["loss"] * sum(map(len, trained)) / math.log(2)
-    assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)  # a first token may split a character
+    assert losses["bits_per_byte"] == pytest.approx(
+        bits / size, rel=2e-3
+    )  # a first token may split a character
 
 
 def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran: Path) -> None:
     made = ran / "qwen3_data"
     rows = {file.stem: [json.loads(line) for line in file.open()] for file in made.glob("*.jsonl")}
-    seen, kept = ({row["text"].split("\n")[0].split(".")[0] for row in rows[f"{s}_docs"]} for s in ("train", "eval"))
+    seen, kept = (
+        {row["text"].split("\n")[0].split(".")[0] for row in rows[f"{s}_docs"]}
+        for s in ("train", "eval")
+    )
     assert len(seen) > len(kept) > 0
     assert not seen & kept
     numbers: dict[str, set[str]] = {"train": set(), "eval": set()}
     for split in numbers:
-        for message in (m for task in TASKS for row in rows[f"{split}_{task}"] for m in row["messages"]):
+        for message in (
+            m for task in TASKS for row in rows[f"{split}_{task}"] for m in row["messages"]
+        ):
             if message["role"] == "user":
                 numbers[split] |= set(re.findall(r"\d+", message["content"]))
     assert numbers["eval"]
@@ -128,9 +164,17 @@ def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran: P
 
 def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran: Path) -> None:
     kit = kit_of(ran, "sft")
-    row = {"role": "system", "content": "Give the answer alone."}, {"role": "user", "content": "What comes after 5?"}
-    row += {"role": "assistant", "content": "6"}, {"role": "user", "content": "What is 89 backwards?"}
-    (one,) = kit.row_encoder.encode({"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran)
+    row = (
+        {"role": "system", "content": "Give the answer alone."},
+        {"role": "user", "content": "What comes after 5?"},
+    )
+    row += (
+        {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "What is 89 backwards?"},
+    )
+    (one,) = kit.row_encoder.encode(
+        {"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran
+    )
     trained = [id for id, loss in zip(one.ids, one.loss, strict=True) if loss]
     assert kit.processor.decode(trained) == "6<|im_end|>98<|im_end|>"
 
@@ -144,9 +188,17 @@ WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sf
 def test_qwen3_gpu_configs_compose_and_name_missing_keys(name: str) -> None:
     file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
     config: Any = compose(file, words).config
-    assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == ("bf16", "inductor", 1)
+    assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == (
+        "bf16",
+        "inductor",
+        1,
+    )
     assert config.parallel.shard == (8 if name.endswith("gpu8") else 1)
-    assert config.mllm.global_batch_tokens % (8 * config.mllm.row_tokens if name.endswith("gpu8") else 1) == 0
+    assert (
+        config.mllm.global_batch_tokens
+        % (8 * config.mllm.row_tokens if name.endswith("gpu8") else 1)
+        == 0
+    )
     for i, word in enumerate(words):
         with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
             compose(file, words[:i] + words[i + 1 :])
@@ -158,15 +210,26 @@ def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b() -> None:
     config: Any = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
     model = engine_class("language_model").build_model(ModelSource(None, config.model.config))
     assert sum(param.numel() for param in model.parameters()) == 1_720_574_976
-    assert (config.optim.schedule, config.guard.spike_sigmas, config.mllm.sources[0].stream) == ("wsd", 6.0, True)
+    assert (config.optim.schedule, config.guard.spike_sigmas, config.mllm.sources[0].stream) == (
+        "wsd",
+        6.0,
+        True,
+    )
 
 
 @pytest.mark.parametrize("name", ["sft_gpu1_lora", "pretrain_gpu8"])
 def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: Path) -> None:
     kind, task = ("texts", "docs") if name == "pretrain_gpu8" else ("chats", "next")
     names = {"train": kind, "eval": f"held_{kind}"}
-    words = [f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names]
-    words += [f"project.dir={tmp_path}", "loop.precision=fp32", "model.compile=null", "mllm.micro_batch_tokens=512"]
+    words = [
+        f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names
+    ]
+    words += [
+        f"project.dir={tmp_path}",
+        "loop.precision=fp32",
+        "model.compile=null",
+        "mllm.micro_batch_tokens=512",
+    ]
     words += [
         "data.num_workers=0",
         "loop.total_steps=2",
@@ -182,8 +245,17 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: 
         "optim.lr=1e-3",
     ]
     if name == "pretrain_gpu8":
-        tiny = ["num_hidden_layers=1", "hidden_size=32", "intermediate_size=48", "head_dim=8", "vocab_size=1024"]
-        words += [f"model.config.{one}" for one in tiny] + ["mllm.row_tokens=512", f"processor={ran / 'qwen3_base'}"]
+        tiny = [
+            "num_hidden_layers=1",
+            "hidden_size=32",
+            "intermediate_size=48",
+            "head_dim=8",
+            "vocab_size=1024",
+        ]
+        words += [f"model.config.{one}" for one in tiny] + [
+            "mllm.row_tokens=512",
+            f"processor={ran / 'qwen3_base'}",
+        ]
     else:
         words += [f"model.path={ran / 'qwen3_base'}"]
     assert launch(str(FOLDER / "configs" / f"{name}.yaml"), words) == 0

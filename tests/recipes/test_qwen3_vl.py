@@ -21,7 +21,11 @@ from mvp_engine.model_engine import ModelSource
 pytestmark = pytest.mark.slow
 RECIPE = ROOT / "recipes" / "qwen3_vl"
 QUICK = ["shapes.rows=60", "data.num_workers=0"]
-SIZES = ["mllm.micro_batch_tokens=320", "eval_generation.max_new_tokens=3", "log.backends=[file,jsonl]"]
+SIZES = [
+    "mllm.micro_batch_tokens=320",
+    "eval_generation.max_new_tokens=3",
+    "log.backends=[file,jsonl]",
+]
 STEPS = {"words": 12, "align": 6, "pretrain": 10, "instruct": 6, "instruct_lora": 6}
 
 
@@ -53,20 +57,27 @@ def held_out(chain: Path, stage: str) -> dict[str, Any]:
 def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain: Path) -> None:
     weights = {stage: exported(chain, stage) for stage in STEPS}
     parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))
-    before = {"align": "words", "pretrain": "align", "instruct": "pretrain", "instruct_lora": "pretrain"}
+    before = {
+        "align": "words",
+        "pretrain": "align",
+        "instruct": "pretrain",
+        "instruct_lora": "pretrain",
+    }
     moves = {stage: {"vision", "projector", "llm"} for stage in before}
     moves |= {"align": {"projector"}, "instruct_lora": {"projector", "llm"}}
     for stage, earlier in before.items():
         same: dict[str, list[bool]] = {}
         for name, value in weights[stage].items():
-            same.setdefault(parts[f"hf.{name}"], []).append(torch.equal(value, weights[earlier][name]))
+            same.setdefault(parts[f"hf.{name}"], []).append(
+                torch.equal(value, weights[earlier][name])
+            )
         assert {part for part, equal in same.items() if not all(equal)} == moves[stage], stage
         assert same.keys() == {"vision", "projector", "llm"}
     losses = [held_out(chain, stage)["loss_captions"] for stage in ("words", "align", "pretrain")]
     assert losses == sorted(losses, reverse=True)
-    assert {f"exact_{name}" for name in ("captions", "several", "films", "colour", "move")} <= held_out(
-        chain, "align"
-    ).keys()
+    assert {
+        f"exact_{name}" for name in ("captions", "several", "films", "colour", "move")
+    } <= held_out(chain, "align").keys()
 
 
 def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain: Path) -> None:
@@ -76,12 +87,19 @@ def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain: Pat
     saved = Reader((chain / "lora" / "checkpoints" / "latest").resolve()).entries
     trained = [name for name in saved if name.startswith("model.")]
     assert trained
-    assert all(".lora_" in name or ".merger." in name or ".deepstack_merger_list." in name for name in trained)
+    assert all(
+        ".lora_" in name or ".merger." in name or ".deepstack_merger_list." in name
+        for name in trained
+    )
     base = AutoModelForImageTextToText.from_pretrained(chain / "qwen3_vl" / "pretrain")
     ids = torch.arange(7, 60)[None]
     before = base(ids).logits
     by_peft = PeftModel.from_pretrained(base, str(chain / "lora" / "adapter")).eval()(ids).logits
-    merged = AutoModelForImageTextToText.from_pretrained(chain / "qwen3_vl" / "instruct_lora").eval()(ids).logits
+    merged = (
+        AutoModelForImageTextToText.from_pretrained(chain / "qwen3_vl" / "instruct_lora")
+        .eval()(ids)
+        .logits
+    )
     assert torch.allclose(merged, by_peft, atol=1e-5)
     assert not torch.allclose(before, by_peft, atol=1e-3)
 
@@ -96,26 +114,39 @@ def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(cha
     from qwen3_vl import data
 
     files = {
-        split: {file.read_bytes() for file in (chain / "shapes" / split).rglob("*.*") if file.suffix != ".jsonl"}
+        split: {
+            file.read_bytes()
+            for file in (chain / "shapes" / split).rglob("*.*")
+            if file.suffix != ".jsonl"
+        }
         for split in ("train", "eval")
     }
     assert len(files["train"]) > 100
     assert not files["train"] & files["eval"]
     rows = [json.loads(line) for line in (chain / "shapes" / "train" / "films.jsonl").open()]
     assert {type(row["video"]) for row in rows} == {str, list}
-    texts = [(chain / "shapes" / split / "texts.jsonl").read_text().splitlines() for split in ("train", "eval")]
+    texts = [
+        (chain / "shapes" / split / "texts.jsonl").read_text().splitlines()
+        for split in ("train", "eval")
+    ]
     assert not set(texts[0]) & set(texts[1])
     processor = data.prepare(str(chain / "shapes"), 60)
     about = compose(str(RECIPE / "configs" / "words.yaml"), []).config.model.config
     for kind in ("image", "video"):
-        assert processor.tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") == about[f"{kind}_token_id"]
+        assert (
+            processor.tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>")
+            == about[f"{kind}_token_id"]
+        )
     assert len(processor.tokenizer) <= about["text_config"]["vocab_size"]
 
 
 def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"]) == EXIT_USER_ERROR
+    assert (
+        main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"])
+        == EXIT_USER_ERROR
+    )
     assert "it is what the stage before exports, so train that first" in capsys.readouterr().err
 
 
@@ -130,9 +161,18 @@ REAL = {  # the sizes of Qwen3-VL-2B
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+        },
     },
-    "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048},
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2048,
+    },
 }
 
 
@@ -147,12 +187,19 @@ REAL = {  # the sizes of Qwen3-VL-2B
         ("instruct_gpu8", ["chats", "held_chats"]),
     ],
 )
-def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(name: str, sources: list[str], tmp_path: Path) -> None:
+def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(
+    name: str, sources: list[str], tmp_path: Path
+) -> None:
     config = str(RECIPE / "configs" / f"{name}.yaml")
-    with pytest.raises(UserError, match=rf"has keys without a value.* mllm\.sources\.{sources[0]}\.path=\.\.\."):
+    with pytest.raises(
+        UserError, match=rf"has keys without a value.* mllm\.sources\.{sources[0]}\.path=\.\.\."
+    ):
         compose(config, [])
     (tmp_path / "config.json").write_text(json.dumps(REAL))
-    words = [f"model.path={tmp_path}", *(f"mllm.sources.{source}.path=rows.jsonl" for source in sources)]
+    words = [
+        f"model.path={tmp_path}",
+        *(f"mllm.sources.{source}.path=rows.jsonl" for source in sources),
+    ]
     found: Any = compose(config, words).config
     assert found.loop.precision == "bf16"
     assert found.parallel.shard == (8 if name.endswith("8") else 1)

@@ -20,9 +20,13 @@ from mvp_engine.runs import list_runs
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "qwen_audio" / "configs"
 FEW = ["speech.sentences=60", "speech.held_out=12", "data.num_workers=0", "log.interval=1"]
-SMALL = ["model.config.text_config.num_hidden_layers=1", "model.config.audio_config.encoder_layers=1"]
+SMALL = [
+    "model.config.text_config.num_hidden_layers=1",
+    "model.config.audio_config.encoder_layers=1",
+]
 HAS_SPEECH = (
-    importlib.util.find_spec("espeakng_loader") is not None or ctypes.util.find_library("espeak-ng") is not None
+    importlib.util.find_spec("espeakng_loader") is not None
+    or ctypes.util.find_library("espeak-ng") is not None
 )
 speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
 
@@ -56,7 +60,12 @@ def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys
         seen.append(command[1])
     assert seen == ["train", "train", "data"]
     last = read_metrics(tmp_path, "eval")[-1]
-    assert {"word_accuracy_sentences", "word_accuracy_voices", "loss_sentences", "loss_voices"} <= set(last)
+    assert {
+        "word_accuracy_sentences",
+        "word_accuracy_voices",
+        "loss_sentences",
+        "loss_voices",
+    } <= set(last)
     page = (list_runs(tmp_path)[-1].dir / "report.html").read_text()
     assert page.count("<audio controls") == 24
 
@@ -71,17 +80,25 @@ def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> Non
 
 
 @speaks
-def test_qwen_audio_export_transcribes_like_the_checkpoint(folder: Path, trained: Path, monkeypatch: Any) -> None:
+def test_qwen_audio_export_transcribes_like_the_checkpoint(
+    folder: Path, trained: Path, monkeypatch: Any
+) -> None:
     given = words(folder, "workflow=report", f"resume={trained}")
     engine: Any = compose(str(CONFIGS / "cpu.yaml"), given).engine_class
     from qwen_audio.hear import hear
 
     found: list[Any] = []
-    monkeypatch.setattr(engine, "write_page", lambda self, figures, answers, export: found.append((answers, export)))
+    monkeypatch.setattr(
+        engine, "write_page", lambda self, figures, answers, export: found.append((answers, export))
+    )
     assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
     [(answers, export)] = found
     home = folder / "speech_data"
-    rows = [json.loads(line) for kind in ("sentences", "voices") for line in (home / f"eval_{kind}.jsonl").open()]
+    rows = [
+        json.loads(line)
+        for kind in ("sentences", "voices")
+        for line in (home / f"eval_{kind}.jsonl").open()
+    ]
     assert [one.sample for one in answers] == list(range(24))
     files = [str(home / row["messages"][0]["content"][0]["audio"]) for row in rows]
     heard = hear(str(export), files[::4], max_new_tokens=8)
@@ -90,17 +107,23 @@ def test_qwen_audio_export_transcribes_like_the_checkpoint(folder: Path, trained
 
 
 @speaks
-def test_qwen_audio_evaluation_on_two_ranks_equals_one(ranks2: Any, folder: Path, trained: Path) -> None:
+def test_qwen_audio_evaluation_on_two_ranks_equals_one(
+    ranks2: Any, folder: Path, trained: Path
+) -> None:
     given = words(folder, "workflow=evaluate", f"resume={trained}", "data.global_batch_size=2")
     assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
     assert ranks2.launch(CONFIGS / "cpu.yaml", *given, "parallel.shard=2") == [0, 0]
-    lines = [json.loads(line) for line in (trained / "evaluate.jsonl").read_text().splitlines()[-2:]]
+    lines = [
+        json.loads(line) for line in (trained / "evaluate.jsonl").read_text().splitlines()[-2:]
+    ]
     one, two = ({key: value for key, value in line.items() if key != "split"} for line in lines)
     assert two == pytest.approx(one, rel=1e-5)
 
 
 @speaks
-def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(folder: Path, trained: Path) -> None:
+def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(
+    folder: Path, trained: Path
+) -> None:
     from qwen_audio import data
 
     def texts(name: str) -> set[str]:
@@ -146,7 +169,11 @@ def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, ca
         file = str(CONFIGS / f"{name}.yaml")
         assert launch(file, []) == EXIT_USER_ERROR
         assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
-        given = [f"project.dir={tmp_path}", "mllm.sources.train.path=a.jsonl", "mllm.sources.eval.path=b.jsonl"]
+        given = [
+            f"project.dir={tmp_path}",
+            "mllm.sources.train.path=a.jsonl",
+            "mllm.sources.eval.path=b.jsonl",
+        ]
         assert launch(file, [*given, "parallel.shard=1"]) == EXIT_USER_ERROR
         assert "without model.path" in capsys.readouterr().err
         config: Any = compose(file, given).config
@@ -159,7 +186,9 @@ def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, ca
         assert "100 %" in table["projector"]
 
 
-def test_qwen_audio_without_synthesizer_names_the_package_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+def test_qwen_audio_without_synthesizer_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     compose(str(CONFIGS / "cpu.yaml"), [])
     from qwen_audio.data import prepare
 

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "qwen_omni" / "configs"
 FEW = ["spoken.sentences=120", "spoken.held_out=4", "data.num_workers=0", "log.interval=1"]
 HAS_SPEECH = (
-    importlib.util.find_spec("espeakng_loader") is not None or ctypes.util.find_library("espeak-ng") is not None
+    importlib.util.find_spec("espeakng_loader") is not None
+    or ctypes.util.find_library("espeak-ng") is not None
 )
 speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
 
@@ -42,9 +43,12 @@ def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys:
             continue
         fewer = {"train": words(tmp_path), "chat": ["--dir", str(tmp_path), "--max-frames", "6"]}
         command = [
-            word.replace("outputs/", f"{tmp_path}/").replace("two.wav", f"{tmp_path}/two.wav") for word in command
+            word.replace("outputs/", f"{tmp_path}/").replace("two.wav", f"{tmp_path}/two.wav")
+            for word in command
         ]
-        assert main([*command[1:], *fewer.get(command[1], [f"project.dir={tmp_path}", *FEW])]) == 0, command
+        assert (
+            main([*command[1:], *fewer.get(command[1], [f"project.dir={tmp_path}", *FEW])]) == 0
+        ), command
         seen.append(command[1])
     assert seen == ["train", "train", "data", "data", "chat"]
     printed = capsys.readouterr()
@@ -54,13 +58,21 @@ def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys:
     for wrong, said in (
         (["--speaker", "ann"], "--speaker is for spoken answers: add --speak"),
         (["--speak", "a.mp3"], "a name that ends with .wav"),
-        (["--speak", "a.wav", "--speaker", "carl"], "--speaker carl: the model's speakers are ann, bob"),
+        (
+            ["--speak", "a.wav", "--speaker", "carl"],
+            "--speaker carl: the model's speakers are ann, bob",
+        ),
         (["--speak", "a.wav", "--codec", "nothing"], "--codec=nothing is neither a folder nor"),
     ):
-        assert main(["chat", "latest", "-p", "say up", "--dir", str(tmp_path), *wrong]) == EXIT_USER_ERROR
+        assert (
+            main(["chat", "latest", "-p", "say up", "--dir", str(tmp_path), *wrong])
+            == EXIT_USER_ERROR
+        )
         assert said in capsys.readouterr().err
     last = read_metrics(tmp_path, "eval")[-1]
-    assert {"word_accuracy_eval", "exact_eval", "speech_ended", "speech_first", "text_loss"} <= set(last)
+    assert {"word_accuracy_eval", "exact_eval", "speech_ended", "speech_first", "text_loss"} <= set(
+        last
+    )
     run = list_runs(tmp_path)[-1].dir
     answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
     assert {answer["speaker"] for answer in answers} <= {"ann", "bob"}
@@ -76,14 +88,24 @@ def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path: Pat
 
     ids = data.make_tokenizer().get_vocab()
     config = composed.config.model.config
-    names = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>", "user_token_id": "user"}
-    names |= {"assistant_token_id": "assistant", "system_token_id": "system", "tts_pad_token_id": "<tts_pad>"}
+    names = {
+        "im_start_token_id": "<|im_start|>",
+        "im_end_token_id": "<|im_end|>",
+        "user_token_id": "user",
+    }
+    names |= {
+        "assistant_token_id": "assistant",
+        "system_token_id": "system",
+        "tts_pad_token_id": "<tts_pad>",
+    }
     names |= {"tts_bos_token_id": "<tts_bos>", "tts_eos_token_id": "<tts_eos>"}
     assert {key: config[key] for key in names} == {key: ids[token] for key, token in names.items()}
     assert max(ids.values()) < config["thinker_config"]["audio_token_id"]
     talker = config["talker_config"]
     assert talker["num_code_groups"] == composed.config.mllm.speech.books == data.BOOKS
-    assert talker["code_predictor_config"]["vocab_size"] == data.CODES == talker["codec_eos_token_id"]
+    assert (
+        talker["code_predictor_config"]["vocab_size"] == data.CODES == talker["codec_eos_token_id"]
+    )
     assert set(talker["speaker_id"]) == set(data.VOICES)
     random = np.random.default_rng(0)
     held_out = {data.sentence(random, held_out=True) for _ in range(300)}
@@ -123,7 +145,11 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, cap
         file = str(CONFIGS / f"{name}.yaml")
         assert launch(file, []) == EXIT_USER_ERROR
         assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
-        given = [f"project.dir={tmp_path}", "mllm.sources.train.path=a.jsonl", "mllm.sources.eval.path=b.jsonl"]
+        given = [
+            f"project.dir={tmp_path}",
+            "mllm.sources.train.path=a.jsonl",
+            "mllm.sources.eval.path=b.jsonl",
+        ]
         config: Any = compose(file, given).config
         assert config.mllm.speech.books == 16
         assert config.model.type == "omni_model"
@@ -133,10 +159,15 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, cap
     ("word", "said"),
     [
         ("mllm.speech=null", "eval_generation.speech needs a model that speaks"),
-        ("parallel.shard=2", "ranks that share a model (parallel.shard > 1) do not speak in evaluations"),
+        (
+            "parallel.shard=2",
+            "ranks that share a model (parallel.shard > 1) do not speak in evaluations",
+        ),
     ],
 )
-def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word: str, said: str, capsys: Any) -> None:
+def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(
+    word: str, said: str, capsys: Any
+) -> None:
     assert launch(str(CONFIGS / "cpu.yaml"), [word]) == EXIT_USER_ERROR
     assert said in capsys.readouterr().err
 
@@ -144,11 +175,16 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mllm.speech=null"], "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech"),
+        (
+            ["mllm.speech=null"],
+            "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech",
+        ),
         (["model.type=language_model"], "mllm.speech: model.type=language_model has no talker"),
     ],
 )
-def test_talker_without_speech_and_speech_without_talker_are_user_errors(words: list[str], said: str) -> None:
+def test_talker_without_speech_and_speech_without_talker_are_user_errors(
+    words: list[str], said: str
+) -> None:
     composed: Any = compose(str(CONFIGS / "cpu.yaml"), ["eval_generation=null", *words])
     with pytest.raises(UserError, match=said):
         composed.engine_class.data_kit(composed.config)

@@ -28,7 +28,13 @@ from mvp_engine.tools.push import model_card
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
 SMALL = ["made.rows=40", "log.interval=1", "log.backends=[jsonl]", "export=null"]
-SHORT = ["loop.total_steps=3", "loop.eval_interval=3", "loop.eval_batches=1", "rl.prompts=4", "rl.group=4"]
+SHORT = [
+    "loop.total_steps=3",
+    "loop.eval_interval=3",
+    "loop.eval_batches=1",
+    "rl.prompts=4",
+    "rl.group=4",
+]
 SHORT += ["reward.workers=0", "optim.lr=3e-3"]
 
 
@@ -55,7 +61,11 @@ def trained(base: Path, name: str, *more: str, config: str = "grpo") -> list[dic
 
 def weights(base: Path, name: str, model: str = "actor") -> dict[str, torch.Tensor]:
     folder = list_runs(base / name)[-1].checkpoint_list()[-1] / model
-    return {k: v for k, v in load_file(folder / "rank_00000.safetensors").items() if k.startswith("model.")}
+    return {
+        k: v
+        for k, v in load_file(folder / "rank_00000.safetensors").items()
+        if k.startswith("model.")
+    }
 
 
 def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
@@ -115,12 +125,16 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     ("config", "words"),
     [
         pytest.param(
-            "grpo", ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"], marks=pytest.mark.campaign(only=True)
+            "grpo",
+            ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"],
+            marks=pytest.mark.campaign(only=True),
         ),  # see also tests/kit/rl/test_rl_runs.py
         ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
     ],
 )
-def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base: Path, config: str, words: list[str]) -> None:
+def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(
+    base: Path, config: str, words: list[str]
+) -> None:
     words = [*words, "checkpoint.interval=1", "checkpoint.keep_n=null"]
     name = f"resume_{config}"
     undisturbed = trained(base, name, *words, config=config)
@@ -145,16 +159,30 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base: Path, config: str, 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
 def test_rl_algorithms_train_a_step(base: Path, algorithm: str) -> None:
-    words = ["loop.total_steps=1", "loop.eval_interval=null", "rl.clip=null", "rl.kl=0.01", "rl.updates=1"]
+    words = [
+        "loop.total_steps=1",
+        "loop.eval_interval=null",
+        "rl.clip=null",
+        "rl.kl=0.01",
+        "rl.updates=1",
+    ]
     (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
     assert record["skipped"] == 0
     assert record["grad_norm"] > 0
-    assert record["kl"] == pytest.approx(0.0, abs=1e-4)  # before the first update the policy is the reference
+    assert record["kl"] == pytest.approx(
+        0.0, abs=1e-4
+    )  # before the first update the policy is the reference
 
 
 @pytest.mark.campaign(only=True)
 def test_rl_adapters_off_is_the_reference_of_lora(base: Path) -> None:
-    words = ["lora.rank=4", "lora.targets=[llm]", "rl.kl=0.1", "loop.eval_interval=null", "loop.total_steps=2"]
+    words = [
+        "lora.rank=4",
+        "lora.targets=[llm]",
+        "rl.kl=0.1",
+        "loop.eval_interval=null",
+        "loop.total_steps=2",
+    ]
     off = trained(base, "lora_off", *words)
     copy = trained(base, "lora_copy", *words, "groups.reference={on: actor}")
     assert off[1]["kl"] > 0
@@ -193,7 +221,10 @@ def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
             "workers.where=spawn groups.actor.ranks=3 groups.actor.parallel.shard=2",
             "groups.actor.parallel (shard=2) does not multiply to groups.actor.ranks=3: set groups.actor.ranks=2",
         ),
-        ("groups.critic.parallel.tensor=2", "does not multiply to groups.actor.ranks=1: set groups.actor.ranks=2"),
+        (
+            "groups.critic.parallel.tensor=2",
+            "does not multiply to groups.actor.ranks=1: set groups.actor.ranks=2",
+        ),
     ],
 )
 def test_rl_config_errors_name_the_fix(base: Path, word: str, text: str, capsys: Any) -> None:
@@ -246,7 +277,10 @@ def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
         assert one.keys() == two.keys()
         for name in two:
             if isinstance(two[name], float) and name != "gap":
-                assert one[name] == pytest.approx(two[name], rel=1e-4, abs=2e-5), (name, two["step"])
+                assert one[name] == pytest.approx(two[name], rel=1e-4, abs=2e-5), (
+                    name,
+                    two["step"],
+                )
 
 
 @pytest.mark.campaign(only=True)
@@ -263,18 +297,31 @@ def test_rl_spawned_ranks_train_as_the_local_process(base: Path, config: str) ->
 
 
 @pytest.mark.campaign(only=True)
-@pytest.mark.parametrize("words", [["rl.behind=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]])
-def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base: Path, tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["rl.behind=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]]
+)
+def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(
+    base: Path, tmp_path: Path, words: list[str]
+) -> None:
     settings = [word for word in words_of(base, "x", *words) if not word.startswith("project.dir")]
-    settings += ["loop.total_steps=70", "loop.eval_interval=20", "checkpoint.interval=1", "reward.workers=2"]
+    settings += [
+        "loop.total_steps=70",
+        "loop.eval_interval=20",
+        "checkpoint.interval=1",
+        "reward.workers=2",
+    ]
     settings += ["log.backends=[file,jsonl]", "optim.lr=1e-3"]
     found = compare(20, 1, settings, tmp_path, config=CONFIGS / "grpo.yaml", start=ForkedJob)
     print(found)
     assert found["kills"] == 20
     ends = []
     for folder in ("straight", "killed"):
-        (file,) = (tmp_path / folder).glob("*/checkpoints/step_00000070/actor/rank_00000.safetensors")
-        ends.append({k: v for k, v in load_file(file).items() if k.startswith(("model.", "optim."))})
+        (file,) = (tmp_path / folder).glob(
+            "*/checkpoints/step_00000070/actor/rank_00000.safetensors"
+        )
+        ends.append(
+            {k: v for k, v in load_file(file).items() if k.startswith(("model.", "optim."))}
+        )
     assert_same_bits(*ends)
 
 
@@ -294,7 +341,12 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
 ) -> None:
     from mvp_engine.kit.rl import RLEngine
 
-    words = ["workers.where=spawn", "groups.actor.ranks=2", "checkpoint.interval=1", "loop.eval_interval=null"]
+    words = [
+        "workers.where=spawn",
+        "groups.actor.ranks=2",
+        "checkpoint.interval=1",
+        "loop.eval_interval=null",
+    ]
     undisturbed = trained(base, "alive", *words, "log.backends=[file,jsonl]")
     original = RLEngine.train_pre_step
 

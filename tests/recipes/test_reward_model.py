@@ -14,7 +14,13 @@ from mvp_engine.errors import EXIT_USER_ERROR
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reward_model" / "configs"
-SHORT = ["made.rows=60", "loop.total_steps=2", "loop.eval_interval=2", "data.num_workers=0", "log.backends=[jsonl]"]
+SHORT = [
+    "made.rows=60",
+    "loop.total_steps=2",
+    "loop.eval_interval=2",
+    "data.num_workers=0",
+    "log.backends=[jsonl]",
+]
 
 
 def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path: Path) -> None:
@@ -39,24 +45,45 @@ def test_reward_model_on_images_trains_and_loads_its_export(tmp_path: Path) -> N
     assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
 
 
-def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path: Path, capsys: Any) -> None:
+def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(
+    tmp_path: Path, capsys: Any
+) -> None:
     folder = tmp_path / "reward_data"
     config: Any = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={tmp_path}"])
     kit = config.engine_class.data_kit(config.config)
     last = int(next(iter(kit.loader("train", global_batch_size=1))).input_ids[-1])
-    words = [*SHORT, f"project.dir={tmp_path}", f"made.folder={folder}", f"model.config.pad_token_id={last}"]
+    words = [
+        *SHORT,
+        f"project.dir={tmp_path}",
+        f"made.folder={folder}",
+        f"model.config.pad_token_id={last}",
+    ]
     assert main(["train", str(CONFIGS / "cpu.yaml"), *words]) == EXIT_USER_ERROR
     assert "Set model.config.pad_token_id" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_reward_model_gpu_configs_compose(name: str) -> None:
-    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]).config
+    config: Any = compose(
+        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
+    ).config
     assert (config.model.type, config.lora is None) == ("value_model", name == "gpu8")
 
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize(("name", "bound"), [("cpu", 0.95), ("cpu_images", 0.9)])
-def test_reward_model_readme_command_learns_held_out_pairs(tmp_path: Path, name: str, bound: float) -> None:
-    assert main(["train", str(CONFIGS / f"{name}.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0
+def test_reward_model_readme_command_learns_held_out_pairs(
+    tmp_path: Path, name: str, bound: float
+) -> None:
+    assert (
+        main(
+            [
+                "train",
+                str(CONFIGS / f"{name}.yaml"),
+                f"project.dir={tmp_path}",
+                "log.backends=[jsonl]",
+            ]
+        )
+        == 0
+    )
     assert read_metrics(tmp_path, "eval")[-1]["accuracy"] >= bound

@@ -28,7 +28,12 @@ from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import Run
 
 CONFIGS = ROOT / "recipes" / "table_vla" / "configs"
-SHORT = ["table.demonstrations=40", "loop.total_steps=2", "loop.eval_interval=2", "data.num_workers=0"]
+SHORT = [
+    "table.demonstrations=40",
+    "loop.total_steps=2",
+    "loop.eval_interval=2",
+    "data.num_workers=0",
+]
 SHORT += ["rollouts.episodes=4", "rollouts.max_steps=8", "log.backends=[jsonl]", "log.interval=1"]
 # Needs nothing but torch, numpy and transformers: it imports the file next to the weights.
 ACT = """
@@ -98,7 +103,9 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
         expected = engine.act(observations, 11, [(0, 0), (1, 0), (2, 0)])
     arrays = {"frames": seen[world.CAMERA], "states": seen[world.STATE]}
     np.savez(export / "observations.npz", **arrays, tasks=np.array(tasks), noise=noise.numpy())
-    done = subprocess.run([sys.executable, "-I", "-c", ACT], cwd=export, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ACT], cwd=export, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     acted = np.load(export / "actions.npy")
     assert acted.shape == (3, 8, 3)
@@ -112,8 +119,16 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
 
 
 @pytest.mark.campaign(only=True)  # three trainings
-def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: Path, capsys: Any) -> None:
-    words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "rollouts=null", "loop.eval_interval=null"]
+def test_table_vla_resume_with_another_normalization_is_a_user_error(
+    tmp_path: Path, capsys: Any
+) -> None:
+    words = [
+        str(CONFIGS / "cpu.yaml"),
+        *SHORT,
+        f"project.dir={tmp_path}",
+        "rollouts=null",
+        "loop.eval_interval=null",
+    ]
     assert main(["train", *words, "table.version=v2.1", "table.codec=libx264"]) == 0
     words += ["table.version=v2.1", "table.codec=libx264", "resume=auto", "loop.total_steps=3"]
     capsys.readouterr()
@@ -123,7 +138,9 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: P
     losses = []
     for mode in ("mean_std", "min_max"):
         capsys.readouterr()
-        assert main(["evaluate", *words, f"actions.normalize={mode}", "log.backends=[terminal]"]) == 0
+        assert (
+            main(["evaluate", *words, f"actions.normalize={mode}", "log.backends=[terminal]"]) == 0
+        )
         losses.append(re.search(r"eval step .* loss (\S+)", capsys.readouterr().out))
     assert losses[0]
     assert losses[1]
@@ -133,12 +150,23 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["gpu1"], ["gpu8", "parallel.shard=1"]], ids=str)
-def test_table_vla_gpu_configs_train_a_folder_of_pi0(words: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_table_vla_gpu_configs_train_a_folder_of_pi0(
+    words: list[str], tmp_path: Path, capsys: Any
+) -> None:
     transformers_pi0(tiny_pi0()).save_pretrained(tmp_path / "pi0")
     word_tokenizer(["task", "0", "1"]).save_pretrained(tmp_path / "pi0")
     root = write_folder(tmp_path / "robot", "v3.0", "libx264")
-    given = [f"model.path={tmp_path / 'pi0'}", f"mllm.sources.robot.path={root}", "mllm.sources.robot.hold_out=0.34"]
-    given += [f"project.dir={tmp_path}", f"mllm.cache={tmp_path}", "data.num_workers=0", "loop.precision=fp32"]
+    given = [
+        f"model.path={tmp_path / 'pi0'}",
+        f"mllm.sources.robot.path={root}",
+        "mllm.sources.robot.hold_out=0.34",
+    ]
+    given += [
+        f"project.dir={tmp_path}",
+        f"mllm.cache={tmp_path}",
+        "data.num_workers=0",
+        "loop.precision=fp32",
+    ]
     name, *others = words
     assert main(["check", str(CONFIGS / f"{name}.yaml"), *given, *others, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

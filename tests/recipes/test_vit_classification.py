@@ -23,7 +23,11 @@ from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "vit_classification" / "configs"
-SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=16", "model.config.intermediate_size=16"]
+SMALL = [
+    "model.config.num_hidden_layers=1",
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=16",
+]
 QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup_steps=0"]
 QUICK += ["log.backends=[terminal,file,jsonl]"]  # a plot takes half a second
 
@@ -74,7 +78,12 @@ def own(tmp_path_factory) -> tuple[Path, list[str]]:
         "images.crop=0.5",
         "images.flip=true",
     ]
-    words += ["data.micro_batch_size=4", "data.global_batch_size=8", "loop.epochs=6", "optim.lr=0.01"]
+    words += [
+        "data.micro_batch_size=4",
+        "data.global_batch_size=8",
+        "loop.epochs=6",
+        "optim.lr=0.01",
+    ]
     assert run(folder, *words, "checkpoint.interval=3") == 0
     return folder, words
 
@@ -82,7 +91,10 @@ def own(tmp_path_factory) -> tuple[Path, list[str]]:
 def test_vit_broken_files_are_listed_counted_and_left_out(own: tuple[Path, list[str]]) -> None:
     folder, words = own
     newest = list_runs(folder)[0].dir
-    named = [json.loads(line)["image"] for line in (newest / "bad_images.0.jsonl").read_text().splitlines()]
+    named = [
+        json.loads(line)["image"]
+        for line in (newest / "bad_images.0.jsonl").read_text().splitlines()
+    ]
     in_training = {name.partition(": ")[0].rpartition("/")[2] for name in named}
     assert in_training <= {"half.jpg", "text.png", "none.jpg"}
     assert in_training
@@ -118,7 +130,9 @@ def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, 
     }
 
     def epoch(number: int, size: int, **options: int) -> dict[int, torch.Tensor]:
-        loader = SampleLoader(digits, micro_batch_size=size, seed=3, shuffle=False, collate_fn=collate, **options)
+        loader = SampleLoader(
+            digits, micro_batch_size=size, seed=3, shuffle=False, collate_fn=collate, **options
+        )
         loader.set_epoch(number)
         batch = next(iter(loader))
         return dict(zip(batch["index"].tolist(), batch["pixel_values"], strict=True))
@@ -129,7 +143,9 @@ def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, 
     assert not torch.equal(first[1], epoch(1, 4)[1])
 
 
-def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2: Any, own: tuple[Path, list[str]]) -> None:
+def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(
+    ranks2: Any, own: tuple[Path, list[str]]
+) -> None:
     from transformers import pipeline
 
     folder, words = own
@@ -151,7 +167,14 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2: An
         saved.fill({ema_name(name): average})
         assert torch.equal(tensor, average), name
     # The same from two ranks with sharded weights.
-    words2 = [f"project.dir={folder}", *SMALL, *QUICK, *again, "parallel.shard=2", "data.global_batch_size=8"]
+    words2 = [
+        f"project.dir={folder}",
+        *SMALL,
+        *QUICK,
+        *again,
+        "parallel.shard=2",
+        "data.global_batch_size=8",
+    ]
     assert ranks2.launch(CONFIGS / "cpu.yaml", *words2) == [0, 0]
     shared = pipeline("image-classification", str(export), device="cpu").model
     assert type(shared).__name__ == "ViTForImageClassification"
@@ -159,7 +182,9 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2: An
         assert torch.equal(tensor, raw[name]), name
 
 
-def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
+def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(
+    own: tuple[Path, list[str]],
+) -> None:
     from transformers import AutoModelForImageClassification
     from vit_classification.model import make_model
 
@@ -185,9 +210,19 @@ def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(own: tupl
     assert trained.entries["model.classifier.weight"].shape == (10, 16)
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES |= {"image_size": 16, "patch_size": 8}
-TEXT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 TEXT |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -212,7 +247,12 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     from transformers import AutoModelForImageClassification
 
     base = write_folder(tmp_path / "base", kind)
-    words = [f"project.dir={tmp_path / 'refused'}", *QUICK, f"model.path={base}", "loop.total_steps=2"]
+    words = [
+        f"project.dir={tmp_path / 'refused'}",
+        *QUICK,
+        f"model.path={base}",
+        "loop.total_steps=2",
+    ]
     words += ["lora.rank=2", "optim.ema=null", "optim.lr=0.01", "data.micro_batch_size=8"]
     config = str(CONFIGS / "cpu.yaml")
     assert launch(config, [*words, "images.size=16"]) == EXIT_USER_ERROR
@@ -226,7 +266,9 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     run = list_runs(tmp_path / "runs")[0].dir
     saved = Reader(run / "checkpoints" / "latest").entries
     trained = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    assert trained == {name for name in trained if ".lora_" in name or name.startswith("classifier.")}
+    assert trained == {
+        name for name in trained if ".lora_" in name or name.startswith("classifier.")
+    }
     assert sum(".lora_A." in name for name in trained) == 12
     assert launch(config, [*words, "workflow=export", f"resume={run}"]) == 0
     merged = AutoModelForImageClassification.from_pretrained(run / "hf_step_2").eval()
@@ -235,7 +277,9 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     pixels = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     adapted = PeftModel.from_pretrained(plain, run / "hf_step_2_adapter").eval()
     with torch.no_grad():
-        torch.testing.assert_close(adapted(pixel_values=pixels).logits, merged(pixel_values=pixels).logits)
+        torch.testing.assert_close(
+            adapted(pixel_values=pixels).logits, merged(pixel_values=pixels).logits
+        )
     if kind != "vit":
         return
     assert launch(config, [*words, "resume=auto", "loop.total_steps=3"]) == 0
@@ -246,39 +290,54 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     assert "leaves out the frozen vit.layernorm.weight" in capsys.readouterr().err
 
 
-def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is_refused(tmp_path: Path) -> None:
+def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is_refused(
+    tmp_path: Path,
+) -> None:
     import transformers
     from vit_classification.model import make_model, make_processor
 
     base = write_folder(tmp_path / "base", "siglip")
     transformers.SiglipImageProcessor(size={"height": 24, "width": 24}).save_pretrained(base)
     with pytest.raises(
-        UserError, match=r"images\.size=16, but the image processor in .* makes tensors of \(3, 24, 24\)"
+        UserError,
+        match=r"images\.size=16, but the image processor in .* makes tensors of \(3, 24, 24\)",
     ):
         make_processor(str(base), 16)
     settings = json.loads((base / "config.json").read_text())["vision_config"]
     (base / "config.json").write_text(json.dumps(settings))
-    model: Any = compose(str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]).config.model
-    with pytest.raises(UserError, match=r"no image classifier for siglip_vision_model: .* give the whole folder"):
+    model: Any = compose(
+        str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]
+    ).config.model
+    with pytest.raises(
+        UserError, match=r"no image classifier for siglip_vision_model: .* give the whole folder"
+    ):
         make_model(model, 16, ["a", "b"])
 
 
 def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: Path) -> None:
     base = write_folder(tmp_path / "base", "vit")
-    model: Any = compose(str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]).config.model
+    model: Any = compose(
+        str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]
+    ).config.model
     from vit_classification.model import make_model  # compose has made it importable
 
-    with pytest.raises(UserError, match=r"model\.config\.qkv_bias=False, but the model in .* has True"):
+    with pytest.raises(
+        UserError, match=r"model\.config\.qkv_bias=False, but the model in .* has True"
+    ):
         make_model(model.model_copy(update={"config": {"qkv_bias": False}}), 16, ["a", "b"])
     weights = load_file(base / "model.safetensors")
     del weights["layernorm.bias"]
     weights["layernorm.weight"] = torch.ones(5)
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"layernorm\.weight has the shape \(5,\) there and \(16,\)"):
+    with pytest.raises(
+        UserError, match=r"layernorm\.weight has the shape \(5,\) there and \(16,\)"
+    ):
         make_model(model, 16, ["a", "b"])
     del weights["layernorm.weight"]
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks 2 weights of ViTForImageClassification, such as vit\.layernorm"):
+    with pytest.raises(
+        UserError, match=r"lacks 2 weights of ViTForImageClassification, such as vit\.layernorm"
+    ):
         make_model(model, 16, ["a", "b"])
 
 

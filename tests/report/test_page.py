@@ -10,7 +10,9 @@ from pathlib import Path
 from mvp_engine.report import Example, write_report
 from mvp_engine.runs import Run
 
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 EVIL = "<script>alert(1)</script>\"'&<img src=http://evil>"
 
 
@@ -53,13 +55,19 @@ def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
 
 
 def test_report_escapes_everything_from_data(tmp_path: Path) -> None:
-    page = written(tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
+    page = written(
+        tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)]
+    )
     assert "script" not in {tag for tag, _ in page.tags}
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
-    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml"] * 2 + ["data:image/png"]
+    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml"] * 2 + [
+        "data:image/png"
+    ]
     assert not [given for _, given in page.tags if any(name.startswith("on") for name in given)]
     assert page.text.count(EVIL) == 14
-    (policy,) = [given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given]
+    (policy,) = [
+        given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given
+    ]
     assert "default-src 'none'" in (policy or "")
     assert [tag for tag, _ in page.tags if tag in ("th", "td")][:4] == ["th", "th", "td", "td"]
 
@@ -81,7 +89,11 @@ def test_report_shows_and_marks_wrong_answers(tmp_path: Path) -> None:
     assert "the model's completion" in open_ended.text
     assert "wrong" not in open_ended.text.partition("Completions")[2]
     assert any(tag == "audio" for tag, _ in open_ended.tags)
-    mixed = written(tmp_path, [*right[:3], *wrong[:1], *[Example(lambda: [PNG], "?", "4", "four", None)] * 20])
-    assert "24 prompts were answered, 1 answers of 4 that were judged are wrong (25.0 %)" in mixed.text
+    mixed = written(
+        tmp_path, [*right[:3], *wrong[:1], *[Example(lambda: [PNG], "?", "4", "four", None)] * 20]
+    )
+    assert (
+        "24 prompts were answered, 1 answers of 4 that were judged are wrong (25.0 %)" in mixed.text
+    )
     few = written(tmp_path, [*wrong, *right[:1]], shown=10)
     assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text

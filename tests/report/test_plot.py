@@ -16,7 +16,9 @@ def drawn(metric: str, *curves: list[float], label: str = "curve") -> Any:
     axes = new_figure(5, 3).subplots()
     both = []
     for i, values in enumerate(curves):
-        both.append(Curve(f"{label} {i}", "#2563eb", list(range(len(values))), values, is_eval=i == 1))
+        both.append(
+            Curve(f"{label} {i}", "#2563eb", list(range(len(values))), values, is_eval=i == 1)
+        )
     draw_curves(axes, both, metric)
     axes.figure.draw_without_rendering()
     return axes
@@ -47,7 +49,11 @@ def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points() -> No
     assert names.get_legend().get_window_extent().x1 < figure.x1
     assert names.get_window_extent().width > 0.8 * figure.width
     train, held_out = axes.get_lines()
-    assert (train.get_marker(), held_out.get_marker(), held_out.get_linestyle()) == ("None", "o", "-")
+    assert (train.get_marker(), held_out.get_marker(), held_out.get_linestyle()) == (
+        "None",
+        "o",
+        "-",
+    )
 
 
 def test_long_curve_has_a_raw_and_a_smoothed_line() -> None:
@@ -59,7 +65,9 @@ def test_long_curve_has_a_raw_and_a_smoothed_line() -> None:
     assert smoothed([3.0]) == [3.0]
 
 
-def test_overview_and_runs_plot_write_png_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_overview_and_runs_plot_write_png_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     plot_overview(run_folder(tmp_path), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert main(["runs", str(tmp_path), "--plot", "mfu", "--out", str(tmp_path / "mfu.png")]) == 0

@@ -16,7 +16,11 @@ from mvp_engine.report.summary import end_of_run, summary_text
 def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}.items():
+    for name, value in {
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     run = run_folder(tmp_path)
     (run.checkpoints / "step_00000040").mkdir(parents=True)
@@ -40,7 +44,12 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
 
 def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
-    slow = {"rank": 0, "seconds": 9.0, "usual_seconds": 1.0, "usual_split": {"evaluation": 1.0, "forward": 1.0}}
+    slow = {
+        "rank": 0,
+        "seconds": 9.0,
+        "usual_seconds": 1.0,
+        "usual_split": {"evaluation": 1.0, "forward": 1.0},
+    }
     steps = [{**slow, "step": 10, "phase": "evaluation", "split": {"evaluation": 9.0}}]
     (tmp_path / "slow_steps.jsonl").write_text(json.dumps(steps[0]) + "\n")
     assert "mvp profile" not in summary_text(RunFacts(run), seconds=1)
@@ -49,16 +58,28 @@ def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path: Pat
     assert "--step 7" in summary_text(RunFacts(run), seconds=1)
 
 
-def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_end_of_run_page_has_every_section_of_the_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     run = run_folder(tmp_path)
     answer = {"prompt": "What is it?", "expected": "a cat", "written": "a dog", "right": False}
     lines = [{"step": 20, **answer, "prompt": "Old?"}, {"step": 40, **answer}]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     end_of_run(run, 5.0, page=True, summary=True)
     page = (tmp_path / "report.html").read_text()
-    for part in ("8 x NVIDIA H200, bf16", "48.2k", "53.5 %", "90.0 %", "corrupt", "LoRA on 7 layers", "torch 2.15.0"):
+    for part in (
+        "8 x NVIDIA H200, bf16",
+        "48.2k",
+        "53.5 %",
+        "90.0 %",
+        "corrupt",
+        "LoRA on 7 layers",
+        "torch 2.15.0",
+    ):
         assert part in page
-    assert page.count("data:image/svg+xml") == 5  # loss, by source, shares, learning rate, gradient norm
+    assert (
+        page.count("data:image/svg+xml") == 5
+    )  # loss, by source, shares, learning rate, gradient norm
     assert "What is it?" in page
     assert "Old?" not in page
     assert "prefers-color-scheme: dark" in page
@@ -73,7 +94,9 @@ def test_end_of_run_keeps_the_page_that_the_recipe_wrote(tmp_path: Path) -> None
     assert (tmp_path / "report.html").read_text() == "of the recipe"
 
 
-def test_end_of_run_error_is_printed_and_not_raised(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_end_of_run_error_is_printed_and_not_raised(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     run = run_folder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "perf": 3}\n')
     end_of_run(run, 5.0, page=True, summary=True)
@@ -84,6 +107,8 @@ def test_summary_of_rows_left_out_has_every_reason_and_adds_up(tmp_path: Path) -
     run = run_folder(tmp_path)
     bad = [{"source": "web", "where": f"{i}", "reason": f"reason_{i}"} for i in range(6)]
     (tmp_path / "bad_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
-    line = next(line for line in summary_text(RunFacts(run), seconds=1).splitlines() if "left out" in line)
+    line = next(
+        line for line in summary_text(RunFacts(run), seconds=1).splitlines() if "left out" in line
+    )
     assert "7 rows" in line
     assert sum(int(n) for n in re.findall(r": (\d+) ", line)) == 7

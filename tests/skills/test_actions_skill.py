@@ -17,7 +17,9 @@ from mvp_engine.kit.actions.stats import merged_stats
 
 @pytest.fixture(scope="module")
 def problems() -> Any:
-    spec = importlib.util.spec_from_file_location("actions_check", ROOT / "skills" / "actions" / "check.py")
+    spec = importlib.util.spec_from_file_location(
+        "actions_check", ROOT / "skills" / "actions" / "check.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +33,9 @@ def test_check_of_the_action_kit_passes(problems: Any) -> None:
 
 def test_check_of_images_one_frame_late_fails(problems: Any, monkeypatch) -> None:
     correct = FrameRows.image
-    monkeypatch.setattr(FrameRows, "image", lambda self, index, camera: correct(self, max(0, index - 1), camera))
+    monkeypatch.setattr(
+        FrameRows, "image", lambda self, index, camera: correct(self, max(0, index - 1), camera)
+    )
     assert any("shows the image of another time" in problem for problem in problems())
 
 
@@ -48,10 +52,15 @@ def test_check_of_absolute_statistics_for_relative_actions_fails(problems: Any) 
     class Absolute(ActionDataKit):
         def statistics(self) -> Any:
             rows, used = self.train_folders()[0]
-            return {"state": merged_stats([rows.states[used]]), "action": merged_stats([rows.actions[used]])}
+            return {
+                "state": merged_stats([rows.states[used]]),
+                "action": merged_stats([rows.actions[used]]),
+            }
 
     found = problems(Absolute)
-    assert any("normalized relative actions have the standard deviation" in problem for problem in found)
+    assert any(
+        "normalized relative actions have the standard deviation" in problem for problem in found
+    )
     assert not any("absolute actions" in problem for problem in found)
 
 

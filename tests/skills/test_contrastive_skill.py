@@ -29,11 +29,14 @@ def wrong_sign(views_B2D: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
 def test_check_of_the_kit_passes(loss: Any) -> None:
-    assert problems(ContrastiveLossKit(ContrastiveLoss(loss=loss, temperature=0.3, bias=-1.0))) == []
+    assert (
+        problems(ContrastiveLossKit(ContrastiveLoss(loss=loss, temperature=0.3, bias=-1.0))) == []
+    )
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"), [(mean, "no mean"), (no_negatives, "no negatives"), (wrong_sign, "does not lower the loss")]
+    ("loss", "said"),
+    [(mean, "no mean"), (no_negatives, "no negatives"), (wrong_sign, "does not lower the loss")],
 )
 def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
     assert any(said in problem for problem in problems(loss))

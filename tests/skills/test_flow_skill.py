@@ -22,7 +22,9 @@ def with_part(name: str, part: Any) -> Any:
 
 
 def global_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int) -> Any:
-    return flow.Draw(torch.randn(draws, *shape), torch.rand(draws), torch.ones(draws, dtype=torch.bool))
+    return flow.Draw(
+        torch.randn(draws, *shape), torch.rand(draws), torch.ones(draws, dtype=torch.bool)
+    )
 
 
 def same_epochs(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int) -> Any:

@@ -28,7 +28,9 @@ def test_check_of_the_kit_passes(problems: Any) -> None:
 
 def test_check_with_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
     correct = flop_costs.attention_flops
-    monkeypatch.setattr(flop_costs, "attention_flops", lambda module, config: correct(module, config) / 2)
+    monkeypatch.setattr(
+        flop_costs, "attention_flops", lambda module, config: correct(module, config) / 2
+    )
     assert any("off torch's counter" in problem for problem in problems())
 
 
@@ -41,7 +43,9 @@ def test_check_with_frozen_blocks_counted_as_trained_fails(problems: Any) -> Non
 
 
 def test_check_with_a_pack_counted_as_one_sequence_fails(problems: Any, monkeypatch) -> None:
-    monkeypatch.setattr(mfu, "causal_pairs", lambda lengths, window: lengths.sum(0, keepdim=True).square())
+    monkeypatch.setattr(
+        mfu, "causal_pairs", lambda lengths, window: lengths.sum(0, keepdim=True).square()
+    )
     found = problems()
     assert any("packed" in problem for problem in found)
     assert any("window" in problem for problem in found)

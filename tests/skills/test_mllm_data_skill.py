@@ -47,8 +47,14 @@ def padded(batch: PackedBatch) -> PackedBatch:
     """Padded to the longest row, as collators do."""
     ones = [batch.select([s]) for s in range(batch.num_sequences)]
     longest = max(one.num_tokens for one in ones)
-    rows = [torch.cat([one.input_ids, one.input_ids.new_zeros(longest - one.num_tokens)]) for one in ones]
-    masks = [torch.cat([torch.ones(one.num_tokens), torch.zeros(longest - one.num_tokens)]) > 0 for one in ones]
+    rows = [
+        torch.cat([one.input_ids, one.input_ids.new_zeros(longest - one.num_tokens)])
+        for one in ones
+    ]
+    masks = [
+        torch.cat([torch.ones(one.num_tokens), torch.zeros(longest - one.num_tokens)]) > 0
+        for one in ones
+    ]
     return PackedBatch.from_sequences(rows, masks, sequence_fields=batch.sequence_fields)
 
 
@@ -57,7 +63,10 @@ class Repeating(Changed):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, lambda batch: batch)
-        self.state_dict = lambda: {**loader.state_dict(), "samples": loader.state_dict()["samples"] - 4}
+        self.state_dict = lambda: {
+            **loader.state_dict(),
+            "samples": loader.state_dict()["samples"] - 4,
+        }
 
 
 @pytest.mark.slow
@@ -73,7 +82,9 @@ class Repeating(Changed):
 def test_check_of_a_broken_loader_names_the_problem(
     change: Callable[[PackedBatch], PackedBatch] | None, words: str
 ) -> None:
-    def make(settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path) -> Any:
+    def make(
+        settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path
+    ) -> Any:
         loader = CHECK.with_kit(settings, processor, rank, world_size, folder)
         return Repeating(loader) if change is None else Changed(loader, change)
 

@@ -13,7 +13,11 @@ from mvp_engine.imports import import_file
 
 CHECK: Any = import_file(ROOT / "skills" / "recipe" / "check.py")
 CONFIG = str(ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml")
-SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
+SMALL = [
+    "text_config.num_hidden_layers=1",
+    "vision_config.depth=1",
+    "vision_config.deepstack_visual_indexes=[0]",
+]
 SMALL = [f"model.config.{key}" for key in SMALL]
 SMALL += [
     "data.num_workers=0",
@@ -83,7 +87,12 @@ class Mean(MagicEngine):
 def test_check_of_recipes_without_packs_passes_or_names_the_mean(tmp_path: Path) -> None:
     magic = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
     compose(magic)  # makes its package importable
-    small = ["data.global_batch_size=8", "task.train_problems=100", "task.eval_problems=10", "model.layers=1"]
+    small = [
+        "data.global_batch_size=8",
+        "task.train_problems=100",
+        "task.eval_problems=10",
+        "model.layers=1",
+    ]
     assert CHECK.problems(magic, small) == []
     (tmp_path / "mean.py").write_text(MEAN)
     [problem] = CHECK.problems(magic, [*small, f"engine={tmp_path / 'mean.py'}:Mean"])
@@ -115,8 +124,6 @@ def test_check_of_a_broken_engine_names_the_problem(
 
 def test_check_of_training_rows_in_the_eval_split_fails(small: list[str]) -> None:
     folder = small[-1].partition("=")[2]
-    sources = (
-        f"[{{path: {folder}/train_one.jsonl, name: one}},{{path: {folder}/train_one.jsonl, name: one, split: eval}}]"
-    )
+    sources = f"[{{path: {folder}/train_one.jsonl, name: one}},{{path: {folder}/train_one.jsonl, name: one, split: eval}}]"
     found = CHECK.problems(CONFIG, [*small, f"mllm.sources={sources}"])
     assert any("held-out rows of one are training rows" in problem for problem in found), found

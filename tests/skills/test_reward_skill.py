@@ -37,7 +37,11 @@ def test_check_of_the_kit_passes() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [(first_token, "other tokens than the last"), (wrong_sign, "does not raise"), (mean, "in two micro-batches")],
+    [
+        (first_token, "other tokens than the last"),
+        (wrong_sign, "does not raise"),
+        (mean, "in two micro-batches"),
+    ],
 )
 def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
     assert any(said in problem for problem in problems(loss))

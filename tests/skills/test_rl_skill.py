@@ -77,7 +77,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     import_file(ROOT / "recipes" / "reverse_rl" / "engine.py")  # as the package reverse_rl
     config = yaml.safe_load((CONFIGS / "sft.yaml").read_text())["model"]["config"]
     small = [f"model.config.{key}={value}" for key, value in config.items()]
-    return [*small, "model.path=null", f"project.dir={folder}", "made.rows=40", "reward.workers=0", "rl.prompts=4"]
+    return [
+        *small,
+        "model.path=null",
+        f"project.dir={folder}",
+        "made.rows=40",
+        "reward.workers=0",
+        "rl.prompts=4",
+    ]
 
 
 def test_rl_check_of_a_correct_recipe_passes(words: list[str]) -> None:
@@ -94,7 +101,9 @@ def test_rl_check_of_a_correct_recipe_passes(words: list[str]) -> None:
         ("Shifted", "old log-probs are not those of the sampler"),
     ],
 )
-def test_rl_check_of_a_recipe_with_an_error_names_it(name: str, said: str, words: list[str]) -> None:
+def test_rl_check_of_a_recipe_with_an_error_names_it(
+    name: str, said: str, words: list[str]
+) -> None:
     found = CHECK.problems(str(CONFIGS / "grpo.yaml"), [*words, engine(words, name)])
     assert any(said in problem for problem in found), found
 
@@ -106,7 +115,9 @@ def engine(words: list[str], name: str) -> str:
 
 def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words: list[str]) -> None:
     limited = [*words, "reward.timeout=3", engine(words, "HangsOnNothing")]
-    with pytest.raises(UserError, match=r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"):
+    with pytest.raises(
+        UserError, match=r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"
+    ):
         CHECK.problems(str(CONFIGS / "grpo.yaml"), limited)
 
 
@@ -120,10 +131,14 @@ def run(check: Any, *words: str) -> int:
 
 def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd: Any) -> None:
     assert run(CHECK.main, str(CONFIGS / "grpo.yaml"), "rl.group=1") == 2
-    assert capfd.readouterr().err.startswith("check.py: error: rl.algorithm=grpo compares the completions")
+    assert capfd.readouterr().err.startswith(
+        "check.py: error: rl.algorithm=grpo compares the completions"
+    )
 
 
-def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_path: Path, capfd: Any) -> None:
+def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(
+    tmp_path: Path, capfd: Any
+) -> None:
     def hang_in_my_loss() -> list[str]:
         shell = "setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 0"
         subprocess.run(["sh", "-c", shell], cwd=tmp_path, check=True)
@@ -134,11 +149,16 @@ def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_
     assert run(hang_in_my_loss, "--timeout", "3") == 2
     error = capfd.readouterr().err
     assert "in hang_in_my_loss" in error
-    assert error.splitlines()[-1] == "check.py: error: no result after 3 s: it hangs, or raise --timeout"
+    assert (
+        error.splitlines()[-1]
+        == "check.py: error: no result after 3 s: it hangs, or raise --timeout"
+    )
     wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
 
 
 @pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
-def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(problems: list[str], code: int, capfd: Any) -> None:
+def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(
+    problems: list[str], code: int, capfd: Any
+) -> None:
     assert run(lambda: problems) == code
     assert capfd.readouterr().out == ("one\n" if problems else "ok\n")

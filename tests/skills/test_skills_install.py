@@ -42,7 +42,9 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsy
     (tmp_path / ".claude/skills/loss").mkdir(parents=True)
     (tmp_path / ".claude/skills/loss/SKILL.md").write_text("mine")
     assert main(install) == EXIT_USER_ERROR
-    assert "other skills of these names, or older versions: loss. --force" in capsys.readouterr().err
+    assert (
+        "other skills of these names, or older versions: loss. --force" in capsys.readouterr().err
+    )
     assert [entry.name for entry in tmp_path.iterdir()] == [".claude"]
     assert main([*install, "--force"]) == 0
     mine = tmp_path / ".agents/skills/mfu/SKILL.md"
@@ -56,7 +58,11 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsy
     assert "1 skill written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("folder", "expected"), [("/proc", "cannot write /proc"), ("/nowhere", "no such folder")])
-def test_skills_install_unusable_folder_is_a_user_error(folder: str, expected: str, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("folder", "expected"), [("/proc", "cannot write /proc"), ("/nowhere", "no such folder")]
+)
+def test_skills_install_unusable_folder_is_a_user_error(
+    folder: str, expected: str, capsys: Any
+) -> None:
     assert main(["recipe", "--skills", "--dir", folder]) == EXIT_USER_ERROR
     assert expected in capsys.readouterr().err

@@ -60,8 +60,12 @@ def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how
     named = time.monotonic() - begin
     assert named < 60
     wait_until_gone(started)
-    print(f"killed in {method}: named after {named:.1f} s, all gone after {time.monotonic() - begin:.1f} s")
-    with pytest.raises(WorkerDied, match=r"has no processes: .* died in .*restart\(\) starts new ones"):
+    print(
+        f"killed in {method}: named after {named:.1f} s, all gone after {time.monotonic() - begin:.1f} s"
+    )
+    with pytest.raises(
+        WorkerDied, match=r"has no processes: .* died in .*restart\(\) starts new ones"
+    ):
         group.checksums()
     group.restart()
     group.load(folder / "actor")

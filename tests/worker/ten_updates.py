@@ -44,7 +44,11 @@ def train(actor: Any, critic: Any) -> dict[str, Any]:
             [numbers] = group.update(batch, loss, budget=16)
             assert numbers.skipped is None
             steps.append([numbers.loss, numbers.grad_norm])
-    return {"steps": steps, "actor": actor.checksums(torch.float32), "critic": critic.checksums(torch.float32)}
+    return {
+        "steps": steps,
+        "actor": actor.checksums(torch.float32),
+        "critic": critic.checksums(torch.float32),
+    }
 
 
 def train_by_groups(where: str, ranks: int) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from mvp_engine.worker import dispatch
 def images(rows: list[int], sequences: list[int], shared_with: list[int]) -> Media:
     """Images whose rows cost as much as a token each."""
     values = torch.zeros(sum(rows), ENCODER_VALUES_PER_TOKEN)
-    return Media(values, torch.tensor(rows), torch.tensor(sequences), shared_with=torch.tensor(shared_with))
+    return Media(
+        values, torch.tensor(rows), torch.tensor(sequences), shared_with=torch.tensor(shared_with)
+    )
 
 
 def batch_of(lengths: list[int], media: Media | None = None) -> PackedBatch:
@@ -38,12 +40,16 @@ def test_by_data_rank_counts_encoder_work_and_shared_media_once() -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, "max_split_size_mb:64"])
-def test_world_at_a_gpu_sets_expandable_segments_unless_the_user_has_chosen(monkeypatch: Any, chosen: Any) -> None:
+def test_world_at_a_gpu_sets_expandable_segments_unless_the_user_has_chosen(
+    monkeypatch: Any, chosen: Any
+) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     if chosen:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
     seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(os.environ["PYTORCH_ALLOC_CONF"]))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda _: seen.append(os.environ["PYTORCH_ALLOC_CONF"])
+    )
     World.at(0, 1, None, "cuda:0")
     assert seen == [chosen or "expandable_segments:True"]

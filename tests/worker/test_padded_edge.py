@@ -22,7 +22,9 @@ INPUTS = {"input_ids": IDS, "attention_mask": MASK}
 
 def reference_log_probs(folder: Path) -> tuple[torch.nn.Module, Tensor]:
     """Of a padded forward: the model, and (B, R) with a gradient."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     positions = (MASK.cumsum(1) - 1).clamp(min=0)
     logits = model(IDS, attention_mask=MASK, position_ids=positions, use_cache=False).logits
     before = logits[:, -R - 1 : -1].log_softmax(-1)
@@ -38,7 +40,9 @@ def test_padded_infer_and_update_equal_a_padded_reference(tmp_path: Path) -> Non
     with WorkerGroup.start(spec_of()) as group:
         group.export_hf(tmp_path / "hf")
         model, expected = reference_log_probs(tmp_path / "hf")
-        found = padded.infer(group, {**INPUTS, "advantages": advantages}, ["log_probs"], response_length=R, budget=16)
+        found = padded.infer(
+            group, {**INPUTS, "advantages": advantages}, ["log_probs"], response_length=R, budget=16
+        )
         assert torch.allclose(found["log_probs"], expected, atol=1e-5)
         old = expected.detach() + 0.3 * torch.randn(len(IDS), R, generator=generator)
         rows = {**INPUTS, "loss_mask": loss_mask, "old_log_probs": old, "advantages": advantages}
@@ -67,7 +71,9 @@ def test_padded_results_have_the_columns_that_were_asked_for() -> None:
 
 
 def test_padded_rows_of_a_wrong_shape_are_named() -> None:
-    with pytest.raises(UserError, match=r"advantages is \(4, 2\): a field of padded rows is \(4, 7\)"):
+    with pytest.raises(
+        UserError, match=r"advantages is \(4, 2\): a field of padded rows is \(4, 7\)"
+    ):
         padded.pack({**INPUTS, "advantages": torch.zeros(4, 2)}, R)
     with pytest.raises(UserError, match="padded rows need attention_mask; these have: input_ids"):
         padded.pack({"input_ids": IDS}, R)

@@ -68,6 +68,8 @@ def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_
     launcher = importlib.import_module(name)
     said: list[str] = []
     monkeypatch.setattr(launcher.LOGGER, "info", said.append)
-    with pytest.raises(UserError, match=r"node timed out during startup.*run `ray start --head` before"):
+    with pytest.raises(
+        UserError, match=r"node timed out during startup.*run `ray start --head` before"
+    ):
         launcher.RayLauncher().start(2, "cpu", 9.0)
     assert said[0].startswith("waiting for Ray: the cluster of RAY_ADDRESS or of this machine")

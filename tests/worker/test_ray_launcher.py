@@ -43,7 +43,9 @@ def test_ray_group_updates_and_names_the_rank_of_an_error() -> None:
         assert numbers[0].loss == pytest.approx(expected[0].loss, abs=1e-5)
         found_T = group.infer(batch, ["log_probs"], budget=64)["log_probs"]
         torch.testing.assert_close(found_T, log_probs_T, atol=1e-5, rtol=0)
-        with pytest.raises(WorkerError, match="rank 0 of group actor, in nothing: AttributeError") as caught:
+        with pytest.raises(
+            WorkerError, match="rank 0 of group actor, in nothing: AttributeError"
+        ) as caught:
             group._call("nothing")
         assert "host.py" in caught.value.remote
     assert not ray.is_initialized()
@@ -51,7 +53,9 @@ def test_ray_group_updates_and_names_the_rank_of_an_error() -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(tmp_path: Path, ranks: int) -> None:
+def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(
+    tmp_path: Path, ranks: int
+) -> None:
     out = tmp_path / "torchrun.json"
     words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     code, output = run_process(*words, str(HERE / "ten_updates.py"), str(out), fresh=True)
@@ -71,7 +75,13 @@ def test_places_on_two_nodes_have_adjacent_ranks_and_count_those_of_each_node() 
     assert [actor for actor, _ in actors] == [0, 2, 1, 3, 4]
     places = places_of([home for _, home in actors], "cuda:0", ("a", 1), 9.0)
     assert [place.rank for place in places] == [0, 1, 2, 3, 4]
-    assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+    assert [(place.local_rank, place.local_size) for place in places] == [
+        (0, 2),
+        (1, 2),
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
     assert all(place.own_gpu and place.size == 5 and place.store == ("a", 1) for place in places)
     shared = [Home("a", "a", 1, ("0",)), Home("a", "a", 2, ("0",))]
     assert not any(place.own_gpu for place in places_of(shared, "cuda:0", ("a", 1), 9.0))
@@ -107,11 +117,15 @@ def running(group: WorkerGroup) -> WorkerGroup:
 def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
     running: WorkerGroup, tmp_path: Path, method: str
 ) -> None:
-    check_rank_killed_in_call(running, tmp_path, method, r"process \d+ on [\d.]+: The actor is dead")
+    check_rank_killed_in_call(
+        running, tmp_path, method, r"process \d+ on [\d.]+: The actor is dead"
+    )
 
 
 @pytest.mark.campaign(only=True)
-def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(running: WorkerGroup) -> None:
+def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
+    running: WorkerGroup,
+) -> None:
     started = pids(running)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -126,9 +140,13 @@ def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(ru
 
 
 @pytest.mark.campaign(only=True)
-def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(running: WorkerGroup) -> None:
+def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
+    running: WorkerGroup,
+) -> None:
     begin = time.monotonic()
-    with pytest.raises(UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
+    with pytest.raises(
+        UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"
+    ):
         WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
     assert time.monotonic() - begin < 60
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
@@ -165,5 +183,7 @@ def test_ray_controller_killed_leaves_no_process() -> None:
     begin = time.monotonic()
     wait_until_gone(ranks)
     print(f"controller killed: ranks gone after {time.monotonic() - begin:.1f} s")
-    wait_until_gone(children)  # with those of Ray: two of its agents would wait 60 s for its dead control service
+    wait_until_gone(
+        children
+    )  # with those of Ray: two of its agents would wait 60 s for its dead control service
     print(f"all processes gone after {time.monotonic() - begin:.1f} s")

@@ -32,7 +32,9 @@ def step(group: WorkerGroup, number: int, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
     with WorkerGroup.start(SPEC, ranks=2, where=ForkedLauncher()) as group:
         seconds: list[float] = []
         for number in range(STEPS):
@@ -47,7 +49,9 @@ def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
         while number < STEPS:
             ranks: list[Any] = group.processes.ranks
             victim = draws.choice(ranks).process.pid
-            killer = threading.Timer(draws.uniform(0.0, 1.3 * min(seconds)), os.kill, (victim, signal.SIGKILL))
+            killer = threading.Timer(
+                draws.uniform(0.0, 1.3 * min(seconds)), os.kill, (victim, signal.SIGKILL)
+            )
             if len(deaths) < 20:
                 killer.start()
             begin = time.monotonic()

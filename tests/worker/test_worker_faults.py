@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=ForkedLauncher()) as started:
+    with WorkerGroup.start(
+        spec_of(parallel={"shard": 2}), ranks=2, where=ForkedLauncher()
+    ) as started:
         yield started
 
 
@@ -34,7 +36,10 @@ def running(group: WorkerGroup) -> WorkerGroup:
 
 
 IN_CAMPAIGN = pytest.mark.campaign(only=True)  # each restarts two processes
-METHODS = [pytest.param(name, marks=() if name in ("update", "receive_weights") else IN_CAMPAIGN) for name in CALLS]
+METHODS = [
+    pytest.param(name, marks=() if name in ("update", "receive_weights") else IN_CAMPAIGN)
+    for name in CALLS
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -68,7 +73,9 @@ def test_error_on_all_ranks_leaves_the_group_usable(running: WorkerGroup, tmp_pa
 
 
 def test_calls_that_do_not_pickle_are_refused_before_they_are_sent(running: WorkerGroup) -> None:
-    with pytest.raises(UserError, match="arguments of update cannot be sent to the ranks of group actor"):
+    with pytest.raises(
+        UserError, match="arguments of update cannot be sent to the ranks of group actor"
+    ):
         running.update(BATCH, lambda *_: None, budget=64)  # type: ignore[arg-type, return-value]
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 

@@ -51,8 +51,12 @@ def test_infer_local_returns_what_each_sequence_gives_alone() -> None:
     batch = batch_of(*LENGTHS)
     with WorkerGroup.start(spec_of()) as group:
         packed = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
-        alone = [group.infer(batch.select([s]), ["log_probs"], budget=12) for s in range(len(LENGTHS))]
-        torch.testing.assert_close(packed, torch.cat([one["log_probs"] for one in alone]), atol=1e-5, rtol=0)
+        alone = [
+            group.infer(batch.select([s]), ["log_probs"], budget=12) for s in range(len(LENGTHS))
+        ]
+        torch.testing.assert_close(
+            packed, torch.cat([one["log_probs"] for one in alone]), atol=1e-5, rtol=0
+        )
         warm = group.infer(batch, ["log_probs"], budget=12, temperature=2.0)["log_probs"]
     assert not torch.allclose(packed, warm, atol=1e-3)
 
@@ -65,7 +69,9 @@ def test_update_local_counts_every_token_once_and_learns(local: dict[str, Any]) 
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str
+)
 def test_group_on_two_ranks_gives_what_local_gives(
     ranks2: RankPool, layout: dict[str, int], local: dict[str, Any]
 ) -> None:
@@ -97,7 +103,10 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
             group.infer(batch_of(3, 9), ["log_probs"], budget=8)
         with pytest.raises(UserError, match="inference only"):
             group.update(batch_of(3), TokenLoss(), budget=8)
-        with pytest.raises(WorkerUserError, match=r"rank 0 of group actor, in infer: .*does not provide \['values'\]"):
+        with pytest.raises(
+            WorkerUserError,
+            match=r"rank 0 of group actor, in infer: .*does not provide \['values'\]",
+        ):
             group.infer(batch_of(3), ["values"], budget=8)
         with pytest.raises(WorkerUserError, match="outputs per token, and loss is one number"):
             group.infer(batch_of(3), ["loss"], budget=8)
@@ -112,7 +121,9 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
         WorkerGroup.start(spec_of(), where="spwan")
 
 
-def test_devices_of_groups_with_processes_of_their_own_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_groups_with_processes_of_their_own_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     actor = devices_of_node("auto", 2)
     assert actor == ["cuda:0", "cuda:1"]

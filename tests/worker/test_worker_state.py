@@ -62,7 +62,9 @@ def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(
 def test_weights_with_lora_are_merged(ranks2: RankPool) -> None:
     lora = Lora(rank=4)
     with (
-        WorkerGroup.start(spec_of(lora=lora, parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor,
+        WorkerGroup.start(
+            spec_of(lora=lora, parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
+        ) as actor,
         WorkerGroup.start(spec_of(optim=None)) as other,
     ):
         before = log_probs(actor)
@@ -83,13 +85,17 @@ def test_weights_of_a_value_model_arrive_with_its_head() -> None:
         one.update(BATCH, ValueLossOne(), budget=64)
         two.load_weights(one.weights())
         assert one.checksums() == two.checksums()
-        assert torch.equal(*(group.infer(BATCH, ["values"], budget=64)["values"] for group in (one, two)))
+        assert torch.equal(
+            *(group.infer(BATCH, ["values"], budget=64)["values"] for group in (one, two))
+        )
 
 
 def test_load_weights_refuses_what_is_missing_or_unknown() -> None:
     with WorkerGroup.start(spec_of()) as group:
         buckets = list(group.weights())
-        with pytest.raises(UserError, match=r"lacks 1 weight of the model, such as lm_head\.weight"):
+        with pytest.raises(
+            UserError, match=r"lacks 1 weight of the model, such as lm_head\.weight"
+        ):
             group.load_weights([[pair for pair in buckets[0] if pair[0] != "lm_head.weight"]])
         with pytest.raises(UserError, match="the model has no weight other: is it the same"):
             group.load_weights([[("other", torch.zeros(1))]])
@@ -106,7 +112,9 @@ def test_weights_are_copies_that_a_later_update_does_not_change(on_device: bool)
         assert all(torch.equal(value, before[name]) for name, value in bucket)
 
 
-def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path: Path, ranks2: RankPool) -> None:
+def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(
+    tmp_path: Path, ranks2: RankPool
+) -> None:
     dropout = {**TINY, "attention_dropout": 0.0}
     spec = spec_of(model={"config": dropout}, lora=Lora(rank=4, dropout=0.5), total_steps=8)
     with WorkerGroup.start(spec) as group:
@@ -127,7 +135,9 @@ def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path: 
 
 
 def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2: RankPool) -> None:
-    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor:
+    with WorkerGroup.start(
+        spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
+    ) as actor:
         stages = WorkerGroup.start(spec_of(parallel={"pipeline": 2}), name="reference", on=actor)
         actor.update(BATCH, TokenLoss(), budget=64)
         stages.load_weights(actor.weights())
@@ -138,7 +148,9 @@ def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2: RankPool) 
 
 
 def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: Path) -> None:
-    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor:
+    with WorkerGroup.start(
+        spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
+    ) as actor:
         critic_spec = spec_of(model={"type": "value_model"}, parallel={"ulysses": 2})
         critic = WorkerGroup.start(critic_spec, name="critic", on=actor)
         reference = WorkerGroup.start(spec_of(optim=None), name="reference", on=actor)
@@ -156,5 +168,7 @@ def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: P
         actor.export_hf(tmp_path / "hf")
         reference.close()
         critic.infer(BATCH, ["values"], budget=64)
-    with WorkerGroup.start(spec_of(model={"config": {}, "path": str(tmp_path / "hf")}, optim=None)) as exported:
+    with WorkerGroup.start(
+        spec_of(model={"config": {}, "path": str(tmp_path / "hf")}, optim=None)
+    ) as exported:
         assert len(exported.checksums()) > 3

@@ -54,7 +54,9 @@ class Loader:
 class Config:
     """The part of an RLConfig that a collector reads."""
 
-    def __init__(self, behind: int = 0, dynamic_sampling: int = 0, epochs: int | None = None) -> None:
+    def __init__(
+        self, behind: int = 0, dynamic_sampling: int = 0, epochs: int | None = None
+    ) -> None:
         self.rl = self
         self.loop = self
         self.behind = behind
@@ -85,7 +87,9 @@ def collector(policy: Policy, size: int = 4, apart: bool = False, **options: Any
     return Collector(config, feed, policy.sample, apart=apart)
 
 
-def steps(collector: Collector, policy: Policy, first: int, last: int) -> list[tuple[list[int], list[int]]]:
+def steps(
+    collector: Collector, policy: Policy, first: int, last: int
+) -> list[tuple[list[int], list[int]]]:
     """Keys of the prompts and versions of the samples of each step."""
     found = []
     for step in range(first, last):
@@ -195,8 +199,14 @@ def test_collector_at_the_end_of_the_last_epoch_returns_none() -> None:
 
 
 def test_experience_samples_without_a_reward_or_a_token_are_not_trained() -> None:
-    samples = [Sample(0, [5], [-0.1], 0, "stop"), Sample(0, [], [], 0, "stop"), Sample(0, [6], [-0.2], 0, "length")]
-    made = Experience([prompt(0)], samples, [Reward(1.0), Reward(0.0), Reward(None, error="ValueError")])
+    samples = [
+        Sample(0, [5], [-0.1], 0, "stop"),
+        Sample(0, [], [], 0, "stop"),
+        Sample(0, [6], [-0.2], 0, "length"),
+    ]
+    made = Experience(
+        [prompt(0)], samples, [Reward(1.0), Reward(0.0), Reward(None, error="ValueError")]
+    )
     assert made.trainable() == [0]
     assert made.prompts_with_signal() == [0]
     made.rewards[1] = Reward(1.0)

@@ -33,15 +33,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "reward"
 
 
-def test_reward_model_scores_equal_the_classifier_and_are_added(folder: Path, tmp_path: Path) -> None:
-    kit = made(write(tmp_path / "rows.jsonl", [{"prompt": "a b"}, {"prompt": "c"}]), tokenizer("qwen2_5"))
+def test_reward_model_scores_equal_the_classifier_and_are_added(
+    folder: Path, tmp_path: Path
+) -> None:
+    kit = made(
+        write(tmp_path / "rows.jsonl", [{"prompt": "a b"}, {"prompt": "c"}]), tokenizer("qwen2_5")
+    )
     kit = MLLMDataKit(prompt_settings(kit.settings, 8), kit.processor)
     (prompts,) = prompt_loader(kit, prompts=2, shuffle=False)
-    samples = [Sample(i % 2, list(range(5, 6 + i)) if i else [], [0.0] * i, 0, "stop") for i in range(4)]
+    samples = [
+        Sample(i % 2, list(range(5, 6 + i)) if i else [], [0.0] * i, 0, "stop") for i in range(4)
+    ]
     spec = WorkerSpec.of(str(folder), model={"type": "value_model"}, device="cpu")
     with WorkerGroup.start(spec, name="reward") as group:
         scores = RewardModel(group, budget=64)(prompts, samples)
-        rewards = Rewards(lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0, model_weight=0.5))
+        rewards = Rewards(
+            lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0, model_weight=0.5)
+        )
         rewards.model = RewardModel(group, budget=64)
         found = rewards(prompts, samples)
     model: Any = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -63,7 +71,9 @@ def test_rewards_without_a_function_are_the_scores_and_nan_is_named() -> None:
         rewards(toy_prompts(1), samples)
 
 
-def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_check_reward_model_another_vocabulary_or_no_head_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     check_reward_model(folder, tokenizer("qwen2_5"))
     with pytest.raises(UserError, match=r"reward.model=.* its tokenizer is not the policy's"):
         check_reward_model(folder, tokenizer("zephyr"))
@@ -71,5 +81,7 @@ def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder: Pat
     with pytest.raises(UserError, match=r"policy has no score.weight, so it is not a reward model"):
         check_reward_model(tmp_path / "policy", tokenizer("qwen2_5"))
     (tmp_path / "hf_step_20").mkdir()
-    with pytest.raises(UserError, match=r"is not the Hugging Face folder .* Its export is .*hf_step_20"):
+    with pytest.raises(
+        UserError, match=r"is not the Hugging Face folder .* Its export is .*hf_step_20"
+    ):
         check_reward_model(tmp_path, tokenizer("qwen2_5"))

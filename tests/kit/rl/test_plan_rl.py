@@ -37,7 +37,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return config
 
 
-def estimated(capsys: Any, config: str, *words: str, gpu: str = "H100", code: int = 0) -> dict[str, Any]:
+def estimated(
+    capsys: Any, config: str, *words: str, gpu: str = "H100", code: int = 0
+) -> dict[str, Any]:
     capsys.readouterr()
     model = f"model.path={Path(config).parent / 'large'}"
     assert main(["plan", config, "--json", "--gpu", gpu, model, *words]) == code
@@ -45,28 +47,40 @@ def estimated(capsys: Any, config: str, *words: str, gpu: str = "H100", code: in
 
 
 @pytest.mark.slow
-def test_plan_of_an_rl_config_counts_generation_reference_and_critic(config: str, capsys: Any) -> None:
+def test_plan_of_an_rl_config_counts_generation_reference_and_critic(
+    config: str, capsys: Any
+) -> None:
     plain = estimated(capsys, config)
     assert (plain["gpus"], plain["steps"]) == (1, 2)
     assert {"generation", "log-probs"} <= plain["seconds"].keys()
     longer = estimated(capsys, config, "rollout.max_new_tokens=8")
     # 4 prompts with 2 completions; the last pack of a step is not full.
     assert longer["tokens_per_step"] - plain["tokens_per_step"] == 4 * 2 * 4
-    assert longer["seconds"]["generation"] == pytest.approx(2 * plain["seconds"]["generation"], rel=0.01)
+    assert longer["seconds"]["generation"] == pytest.approx(
+        2 * plain["seconds"]["generation"], rel=0.01
+    )
     with_kl = estimated(capsys, config, "rl.kl=0.1")
     assert with_kl["seconds"]["log-probs"] == pytest.approx(2 * plain["seconds"]["log-probs"])
     assert with_kl["memory_gib"]["reference model"] == pytest.approx(3.2, abs=0.1)
     ppo = estimated(capsys, config, "rl.algorithm=ppo", "rl.group=1")
-    assert ppo["memory_gib"]["critic"] == pytest.approx(4 * ppo["memory_gib"]["weights"])  # AdamW in float32
-    sharded = estimated(capsys, config, "workers.where=spawn", "groups.actor={ranks: 4, parallel: {shard: 4}}")
+    assert ppo["memory_gib"]["critic"] == pytest.approx(
+        4 * ppo["memory_gib"]["weights"]
+    )  # AdamW in float32
+    sharded = estimated(
+        capsys, config, "workers.where=spawn", "groups.actor={ranks: 4, parallel: {shard: 4}}"
+    )
     assert sharded["gpus"] == 4
     assert sharded["memory_gib"]["weights"] == pytest.approx(plain["memory_gib"]["weights"] / 4)
 
 
 @pytest.mark.slow
-def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(config: str, capsys: Any) -> None:
+def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(
+    config: str, capsys: Any
+) -> None:
     facts = estimated(capsys, config, gpu="T4", code=EXIT_USER_ERROR)
     more = [option for option in facts["advice"] if option["gpus"] > 1]
-    assert "workers.where=spawn groups.actor.ranks=2 groups.actor.parallel.shard=2" in more[0]["words"]
+    assert (
+        "workers.where=spawn groups.actor.ranks=2 groups.actor.parallel.shard=2" in more[0]["words"]
+    )
     again = estimated(capsys, config, *more[0]["words"].split(), gpu="T4")
     assert again["peak_gib"] == pytest.approx(more[0]["peak_gib"])

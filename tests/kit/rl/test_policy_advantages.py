@@ -25,8 +25,18 @@ from mvp_engine.kit.rl import (
 )
 
 REWARDS = torch.tensor([0.5, 0.1, 1.0, 0.1, -2.0, 0.1, 0.7])
-GROUPS = torch.tensor([3, 8, 3, 8, 1, 8, 3])  # not in order; group 1 has one sample, group 8 equal rewards
-MASKS = ["0001111", "011001", "0011", "01", "0000", "0101011", "001"]  # one answer has a tool's tokens, one is empty
+GROUPS = torch.tensor(
+    [3, 8, 3, 8, 1, 8, 3]
+)  # not in order; group 1 has one sample, group 8 equal rewards
+MASKS = [
+    "0001111",
+    "011001",
+    "0011",
+    "01",
+    "0000",
+    "0101011",
+    "001",
+]  # one answer has a tool's tokens, one is empty
 
 
 def batch_of() -> PackedBatch:
@@ -110,7 +120,9 @@ def test_reinforce_pp_whitens_discounted_returns_over_all_answers() -> None:
     returns = torch.zeros(len(rewards))
     for tokens in places():
         for place, token in enumerate(tokens):
-            returns[token] = sum(0.7**step * rewards[later] for step, later in enumerate(tokens[place:]))
+            returns[token] = sum(
+                0.7**step * rewards[later] for step, later in enumerate(tokens[place:])
+            )
     every = [token for tokens in places() for token in tokens]
     wanted = torch.zeros(len(rewards))
     wanted[every] = (returns[every] - returns[every].mean()) / returns[every].std()
@@ -140,7 +152,9 @@ def test_advantage_fields_of_each_algorithm_fit_its_loss(name: str) -> None:
     token_values = token_rewards(REWARDS, batch, kl, 0.2)
     advantages, returns = gae(values, token_values, batch)
     wanted = {
-        "leave_one_out": lambda: group_advantages(REWARDS - 0.2 * sums, GROUPS, std=False, leave_one_out=True),
+        "leave_one_out": lambda: group_advantages(
+            REWARDS - 0.2 * sums, GROUPS, std=False, leave_one_out=True
+        ),
         "group": lambda: group_advantages(REWARDS - 0.2 * sums, GROUPS, std=name != "dr_grpo"),
         "reinforce_pp": lambda: reinforce_pp(token_values, batch),
         "gae": lambda: whiten(advantages, batch),

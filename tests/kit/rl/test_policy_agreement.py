@@ -29,7 +29,10 @@ B, L = 6, 9
 G = torch.Generator().manual_seed(11)
 MASK = (torch.arange(L) < torch.tensor([9, 4, 7, 1, 6, 9])[:, None]).float()
 MASK[2, 3:5] = 0  # a tool's tokens
-FIELDS = {name: torch.randn(B, L, generator=G) for name in ("advantages", "returns", "old_values", "values")}
+FIELDS = {
+    name: torch.randn(B, L, generator=G)
+    for name in ("advantages", "returns", "old_values", "values")
+}
 LOG_PROBS = -torch.rand(B, L, generator=G) * 3
 FIELDS["old_log_probs"] = LOG_PROBS + 0.3 * torch.randn(B, L, generator=G)
 FIELDS["reference_log_probs"] = LOG_PROBS + 0.4 * torch.randn(B, L, generator=G)
@@ -41,7 +44,10 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 def pack(values: Tensor) -> list[Tensor]:
     """Answers as sequences with a prompt of one token: entry t is about the answer's token t."""
     lengths = [int(row.nonzero().max()) + 1 for row in MASK]
-    return [torch.cat([row[:length], torch.zeros(1)]) for row, length in zip(values, lengths, strict=True)]
+    return [
+        torch.cat([row[:length], torch.zeros(1)])
+        for row, length in zip(values, lengths, strict=True)
+    ]
 
 
 def unpack(values_T: Tensor, batch: PackedBatch) -> Tensor:
@@ -54,7 +60,9 @@ def unpack(values_T: Tensor, batch: PackedBatch) -> Tensor:
 def batch_of(**changed: Tensor) -> PackedBatch:
     masks = [torch.cat([torch.zeros(1), part[:-1]]).bool() for part in pack(MASK)]
     fields = {name: pack(value) for name, value in (FIELDS | changed).items()}
-    return PackedBatch.from_sequences([torch.arange(len(mask)) for mask in masks], masks, token_fields=fields)
+    return PackedBatch.from_sequences(
+        [torch.arange(len(mask)) for mask in masks], masks, token_fields=fields
+    )
 
 
 class Given(nn.Module):
@@ -65,8 +73,14 @@ class Given(nn.Module):
         self.values = torch.cat(pack(values)).requires_grad_()
         self.masked = torch.where(batch.labels == -100, 0.0, self.values)
 
-    def forward(self, batch: PackedBatch, outputs: list[str], temperature: float | None = None) -> dict[str, Tensor]:
-        return {"log_probs": self.masked, "values": self.masked, "entropy": torch.zeros_like(self.values)}
+    def forward(
+        self, batch: PackedBatch, outputs: list[str], temperature: float | None = None
+    ) -> dict[str, Tensor]:
+        return {
+            "log_probs": self.masked,
+            "values": self.masked,
+            "entropy": torch.zeros_like(self.values),
+        }
 
 
 def ours(loss: Any, values: Tensor = LOG_PROBS, **changed: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +93,9 @@ def ours(loss: Any, values: Tensor = LOG_PROBS, **changed: Tensor) -> tuple[Tens
     return (total / weight).detach(), unpack(model.values.grad, batch)
 
 
-def assert_agree(found: tuple[Tensor, Tensor], loss: Tensor, leaf: Tensor, tolerance: float = 2e-6) -> None:
+def assert_agree(
+    found: tuple[Tensor, Tensor], loss: Tensor, leaf: Tensor, tolerance: float = 2e-6
+) -> None:
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert (found[0] - loss.detach()).abs() < tolerance, (found[0], loss)
     assert (found[1] - gradient).abs().max() < tolerance
@@ -148,7 +164,9 @@ def test_gae_and_whitening_agree_with_verl(verl: Any) -> None:
     batch = batch_of()
     rewards = torch.cat(pack(FIELDS["returns"] * MASK))
     advantages, returns = gae(batch.token_fields["values"], rewards, batch, 0.97, 0.9)
-    wanted = verl.compute_gae_advantage_return(FIELDS["returns"] * MASK, FIELDS["values"], MASK, 0.97, 0.9)
+    wanted = verl.compute_gae_advantage_return(
+        FIELDS["returns"] * MASK, FIELDS["values"], MASK, 0.97, 0.9
+    )
     assert torch.allclose(unpack(whiten(advantages, batch), batch), wanted[0] * MASK, atol=2e-6)
     assert torch.allclose(unpack(returns, batch), wanted[1] * MASK, atol=2e-6)
 
@@ -158,7 +176,9 @@ def test_group_advantages_agree_with_verl(verl: Any) -> None:
     scores = unpack(token_rewards(OF_SEQUENCES, batch), batch)
     index = GROUPS.numpy()
     for std in (True, False):
-        wanted, _ = verl.compute_grpo_outcome_advantage(scores, MASK, index, norm_adv_by_std_in_grpo=std)
+        wanted, _ = verl.compute_grpo_outcome_advantage(
+            scores, MASK, index, norm_adv_by_std_in_grpo=std
+        )
         found = group_advantages(OF_SEQUENCES, GROUPS, std=std)
         assert torch.allclose(found[:, None] * MASK, wanted, atol=2e-6)
     wanted, _ = verl.compute_rloo_outcome_advantage(scores, MASK, index)
@@ -193,7 +213,9 @@ class Accelerator:
 def trl_loss(trainer_class: Any, leaf: Tensor, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     """TRL's own loss code on given log-probs: the trainer's attributes that it reads, without its model."""
     zeros = torch.zeros_like(leaf)
-    args = SimpleNamespace(delta=options.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1)
+    args = SimpleNamespace(
+        delta=options.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1
+    )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, zeros, None),
         top_entropy_quantile=1.0,
@@ -210,7 +232,12 @@ def trl_loss(trainer_class: Any, leaf: Tensor, inputs: dict[str, Tensor], **opti
         **{"use_vllm": False, "beta": 0.0, "importance_sampling_level": "token", **options},
     )
     ids = torch.zeros(B, L, dtype=torch.long)
-    common = {"prompt_ids": ids[:, :1], "prompt_mask": MASK[:, :1], "completion_ids": ids, "completion_mask": MASK}
+    common = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": MASK[:, :1],
+        "completion_ids": ids,
+        "completion_mask": MASK,
+    }
     loss: Tensor = trainer_class._compute_loss(trainer, None, {**common, **inputs})
     return loss
 
@@ -219,15 +246,23 @@ PER_TOKEN = {
     "old_per_token_logps": FIELDS["old_log_probs"],
     "ref_per_token_logps": FIELDS["reference_log_probs"],
     "num_items_in_batch": MASK.sum(),
-    "importance_sampling_ratio": (FIELDS["old_log_probs"] - FIELDS["sampler_log_probs"]).exp().clamp(max=1.1),
+    "importance_sampling_ratio": (FIELDS["old_log_probs"] - FIELDS["sampler_log_probs"])
+    .exp()
+    .clamp(max=1.1),
 }
 TRL_LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_type": "grpo"}, {"norm": "sequence"}),
     ({"loss_type": "bnpo", "beta": 0.2}, {"norm": "token", "kl": 0.2}),
     ({"loss_type": "dapo", "use_vllm": True}, {"norm": "token", "importance_cap": 1.1}),
     ({"loss_type": "dr_grpo", "delta": 1.4}, {"norm": "constant", "length": 12, "dual_clip": 1.4}),
-    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"norm": "sequence", "ratio": "sequence"}),
-    ({"loss_type": "cispo", "epsilon_high": 1.28}, {"norm": "token", "cispo": True, "clip": (1.0, 0.28)}),
+    (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"norm": "sequence", "ratio": "sequence"},
+    ),
+    (
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+        {"norm": "token", "cispo": True, "clip": (1.0, 0.28)},
+    ),
 ]
 
 
@@ -249,5 +284,7 @@ def test_policy_gradient_agrees_with_trl_rloo_on_policy() -> None:
     loss = trl_loss(trainer, leaf, inputs, epsilon_low=0.2, epsilon_high=0.2)
     (gradient,) = torch.autograd.grad(loss, leaf)
     advantages = OF_SEQUENCES[:, None].expand(B, L)
-    _, found = ours(PolicyLoss(norm="constant", length=1), advantages=advantages, old_log_probs=LOG_PROBS)
+    _, found = ours(
+        PolicyLoss(norm="constant", length=1), advantages=advantages, old_log_probs=LOG_PROBS
+    )
     assert (found - gradient).abs().max() < 2e-6

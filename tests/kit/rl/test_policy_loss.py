@@ -62,7 +62,9 @@ def fields() -> list[dict[str, Tensor]]:
         named = {"old_log_probs": own + 0.3 * noise[0], "reference_log_probs": own + 0.5 * noise[1]}
         named["sampler_log_probs"] = named["old_log_probs"] + 0.2 * noise[2]
         named |= {"advantages": noise[3], "returns": noise[4], "old_values": 0.2 * noise[0]}
-        found.append({name: torch.where(has_label, value, torch.nan) for name, value in named.items()})
+        found.append(
+            {name: torch.where(has_label, value, torch.nan) for name, value in named.items()}
+        )
     return found
 
 
@@ -78,7 +80,9 @@ def padded_outputs(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor
     """Log-probs of the next tokens, entropies, and the mask of answers, (B, L - 1) each, from the full logits."""
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
-    logits = model(input_ids=input_ids, attention_mask=attention).logits[:, :-1].float() / temperature
+    logits = (
+        model(input_ids=input_ids, attention_mask=attention).logits[:, :-1].float() / temperature
+    )
     log_p = logits.log_softmax(-1)
     mask = padded([mask.long() for _, mask in sequences()])[:, 1:].bool()
     return log_p.gather(-1, input_ids[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1), mask
@@ -90,7 +94,9 @@ def padded_field(name: str) -> Tensor:
 
 def padded_policy_loss(options: dict[str, Any]) -> Tensor:
     """Written after the papers, one answer at a time."""
-    log_probs, entropies, masks = padded_outputs(padded_model(POLICY), options.get("temperature", 1.0))
+    log_probs, entropies, masks = padded_outputs(
+        padded_model(POLICY), options.get("temperature", 1.0)
+    )
     low, high = options.get("clip", (0.2, 0.2))
     of_sequences = []
     for row, mask in enumerate(masks):
@@ -99,7 +105,9 @@ def padded_policy_loss(options: dict[str, Any]) -> Tensor:
         lp, entropy = log_probs[row][mask], entropies[row][mask]
         old, sampler, ref, adv = (padded_field(name)[row][mask] for name in READ)
         ratio = (lp - old).exp()
-        if options.get("ratio") == "sequence":  # GSPO-token: the sequence's ratio, each token's gradient
+        if (
+            options.get("ratio") == "sequence"
+        ):  # GSPO-token: the sequence's ratio, each token's gradient
             ratio = (lp - old).mean().exp().detach() * (lp - lp.detach()).exp()
         if options.get("cispo"):
             terms = -ratio.clamp(1 - low, 1 + high).detach() * adv * lp
@@ -122,11 +130,15 @@ def padded_policy_loss(options: dict[str, Any]) -> Tensor:
 
 @cache
 def padded_value_model() -> tuple[Any, Tensor]:
-    engine = ValueModelEngine(ValueModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=POLICY))
+    engine = ValueModelEngine(
+        ValueModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=POLICY)
+    )
     engine.initialize()
     state = engine.model.state_dict()
     model = hf.Qwen3Model._from_config(config_of("qwen3"), attn_implementation="eager").float()
-    model.load_state_dict({name.removeprefix("hf."): v for name, v in state.items() if name.startswith("hf.")})
+    model.load_state_dict(
+        {name.removeprefix("hf."): v for name, v in state.items() if name.startswith("hf.")}
+    )
     return model, state["score.weight"].clone().requires_grad_()
 
 
@@ -152,7 +164,9 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
         model.zero_grad()
         loss = padded_policy_loss(options)
         loss.backward()
-        found.append((float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()}))
+        found.append(
+            (float(loss.detach()), {f"hf.{n}": p.grad.clone() for n, p in model.named_parameters()})
+        )
     for options in VALUE_LOSSES:
         model, weight = padded_value_model()
         model.zero_grad()
@@ -195,15 +209,25 @@ def step(engine: Any, loss: Any, micro_batches: list[PackedBatch]) -> Any:
         sums[name] = (before[0] + float(value), before[1] + float(weight))
 
     engine.optimizer_zero_grad()
-    totals = engine.forward_backward_batch(micro_batches, lambda batch: loss(engine.model, batch, log))
-    loss_sum, weight = (sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True))
+    totals = engine.forward_backward_batch(
+        micro_batches, lambda batch: loss(engine.model, batch, log)
+    )
+    loss_sum, weight = (
+        sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True)
+    )
     grads = {}
     for name, param in engine.model.named_parameters():
         grads[name] = full_tensor(param.grad).clone() / weight * layout.model_parallel_size
-    return loss_sum / weight, grads, {name: value / weight for name, (value, weight) in sums.items()}
+    return (
+        loss_sum / weight,
+        grads,
+        {name: value / weight for name, (value, weight) in sums.items()},
+    )
 
 
-def all_losses(sizes: dict[str, int], splits: list[list[list[int]]], named: list[dict[str, Tensor]]) -> Any:
+def all_losses(
+    sizes: dict[str, int], splits: list[list[list[int]]], named: list[dict[str, Tensor]]
+) -> Any:
     """Every loss in every split into micro-batches, on this rank's share of the sequences."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -228,7 +252,9 @@ def test_policy_and_value_losses_and_gradients_equal_padded_reference_in_any_spl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_policy_and_value_losses_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes: Any) -> None:
+def test_policy_and_value_losses_and_gradients_equal_padded_reference_on_two_ranks(
+    ranks2, sizes: Any
+) -> None:
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:], fields()):
         for one, wanted, options in zip(of_rank, expected(), LOSSES + VALUE_LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, options))
@@ -253,7 +279,9 @@ def test_policy_metrics_are_exact_means_over_tokens() -> None:
         "gap": (old - sampler).abs(),
     }
     assert 0 < is_clipped.float().mean() < 1
-    assert metrics == {name: pytest.approx(float(value.mean()), abs=1e-5) for name, value in wanted.items()}
+    assert metrics == {
+        name: pytest.approx(float(value.mean()), abs=1e-5) for name, value in wanted.items()
+    }
 
 
 def test_policy_loss_without_old_log_probs_is_on_policy() -> None:
@@ -270,7 +298,9 @@ def test_policy_loss_without_old_log_probs_is_on_policy() -> None:
     assert found[2]["clip_fraction"] == 0
 
 
-def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now() -> None:
+def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now() -> (
+    None
+):
     policy, _ = engines_on(alone())
     batch = packed([0, 1, 2], fields())
     sampler_T = batch.token_fields["sampler_log_probs"]
@@ -315,10 +345,14 @@ def test_policy_loss_wrong_option_raises(options: dict[str, Any], message: str) 
         PolicyLoss(**options)
 
 
-@pytest.mark.parametrize("option", [{"kl": 0.1}, {"importance_cap": 2.0}, {"ratio_to": "sampler"}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"kl": 0.1}, {"importance_cap": 2.0}, {"ratio_to": "sampler"}], ids=str
+)
 def test_policy_loss_missing_field_raises(option: dict[str, Any]) -> None:
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
     del batch.token_fields["reference_log_probs"], batch.token_fields["sampler_log_probs"]
-    with pytest.raises(UserError, match=f"PolicyLoss: {next(iter(option))}=.* needs the token field"):
+    with pytest.raises(
+        UserError, match=f"PolicyLoss: {next(iter(option))}=.* needs the token field"
+    ):
         step(policy, PolicyLoss(**option), [batch])

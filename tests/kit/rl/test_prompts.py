@@ -29,12 +29,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion": {"prompt": [{"role": "user", "content": "2+2?"}], "completion": "4"},
     "preference": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
     "alpaca": {"instruction": "2+2?", "output": 4},
-    "sharegpt": {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    },
 }
 
 
-def kit_of(folder: Path, rows: list[Any], processor: Any = None, config: Any = None, **settings: Any) -> MLLMDataKit:
-    kit = made(write(folder / "rows.jsonl", rows), processor or tokenizer("qwen2_5"), config, **settings)
+def kit_of(
+    folder: Path, rows: list[Any], processor: Any = None, config: Any = None, **settings: Any
+) -> MLLMDataKit:
+    kit = made(
+        write(folder / "rows.jsonl", rows), processor or tokenizer("qwen2_5"), config, **settings
+    )
     return MLLMDataKit(prompt_settings(kit.settings, 32), kit.processor, model_config=config)
 
 
@@ -60,10 +66,14 @@ def test_read_row_prompt_only_always_keeps_earlier_answers() -> None:
         read_row({"messages": raw["messages"][3:]}, RowFormat(prompt_only="always"))
 
 
-def test_prompt_loader_prompt_has_the_raw_row_and_ends_with_the_generation_prompt(tmp_path: Path) -> None:
+def test_prompt_loader_prompt_has_the_raw_row_and_ends_with_the_generation_prompt(
+    tmp_path: Path,
+) -> None:
     rows = [{"question": f"{i}+1?", "answer": i + 1, "level": {"hard": i % 2}} for i in range(5)]
     kit = kit_of(tmp_path, rows)
-    prompts: list[Prompt] = [one for step in prompt_loader(kit, prompts=2, shuffle=False) for one in step]
+    prompts: list[Prompt] = [
+        one for step in prompt_loader(kit, prompts=2, shuffle=False) for one in step
+    ]
     assert [prompt.row for prompt in prompts] == rows
     assert [prompt.where for prompt in prompts] == [f"rows.jsonl:{i}" for i in range(1, 6)]
     for i, prompt in enumerate(prompts):
@@ -81,8 +91,13 @@ def test_prompt_loader_plain_text_without_chat_template_has_no_eos(tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(tmp_path: Path, num_workers: int) -> None:
-    sources = [{"path": str(write(tmp_path / f"{n}.jsonl", [{"prompt": f"{n}{i}"} for i in range(n)]))} for n in (3, 4)]
+def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(
+    tmp_path: Path, num_workers: int
+) -> None:
+    sources = [
+        {"path": str(write(tmp_path / f"{n}.jsonl", [{"prompt": f"{n}{i}"} for i in range(n)]))}
+        for n in (3, 4)
+    ]
     sources[0] |= {"repeats": 2}  # type: ignore[dict-item]
     kit = kit_of(tmp_path, [], sources=sources)
     whole = prompt_loader(kit, prompts=4, seed=1)
@@ -107,7 +122,9 @@ def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(tmp_path: Path
         other.load_state_dict(states[0])
 
 
-def test_prompt_loader_images_are_expanded_in_the_batch_and_files_for_servers(tmp_path: Path) -> None:
+def test_prompt_loader_images_are_expanded_in_the_batch_and_files_for_servers(
+    tmp_path: Path,
+) -> None:
     rows = with_images(tmp_path, 3)
     processor = qwen3_vl()
     kit = kit_of(tmp_path, rows, processor, model_config())

@@ -40,13 +40,25 @@ class Letters:
 def prompts(count: int) -> list[Prompt]:
     batch = PackedBatch.from_sequences([torch.tensor([0])])
     return [
-        Prompt(key=i, row={"n": i}, batch=batch, text_ids=[0], media=[], source="toy", where=f"toy.jsonl:{i}", sample=i)
+        Prompt(
+            key=i,
+            row={"n": i},
+            batch=batch,
+            text_ids=[0],
+            media=[],
+            source="toy",
+            where=f"toy.jsonl:{i}",
+            sample=i,
+        )
         for i in range(count)
     ]
 
 
 def samples(count: int, group: int) -> list[Sample]:
-    return [Sample(i // group, [i // group, i % group, 26], [0.0] * 3, 7, "stop") for i in range(count * group)]
+    return [
+        Sample(i // group, [i // group, i % group, 26], [0.0] * 3, 7, "stop")
+        for i in range(count * group)
+    ]
 
 
 def settings(**values: Any) -> RewardSettings:
@@ -77,7 +89,11 @@ class Limit:
         self.workers: list[Any] = []  # empty: there is only one
 
     def monotonic(self) -> float:
-        first = [worker.group.tasks[0].answer.text for worker in self.workers if worker.group and worker.group.tasks]
+        first = [
+            worker.group.tasks[0].answer.text
+            for worker in self.workers
+            if worker.group and worker.group.tasks
+        ]
         if self.file.exists() and (first == ["bb"] or not self.workers):
             self.now += 1000.0
             if not self.workers:
@@ -146,7 +162,12 @@ def fails(row: dict[str, Any], answer: Answer) -> Any:
         sys.exit("over")
     if kind == "raise":
         raise KeyError("solution")
-    values: dict[str, Any] = {"nan": float("nan"), "inf": {"a": float("inf")}, "none": None, "text": "1"}
+    values: dict[str, Any] = {
+        "nan": float("nan"),
+        "inf": {"a": float("inf")},
+        "none": None,
+        "text": "1",
+    }
     values |= {"list": [1.0], "empty": {}, "name": {"errors": 1.0}}
     return values[kind]
 
@@ -181,11 +202,15 @@ def test_rewards_one_that_fails_is_named_and_costs_no_other(
     assert found[4].error.startswith(FAILURES[kind])
 
 
-def test_rewards_on_error_says_what_a_failed_reward_becomes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_on_error_says_what_a_failed_reward_becomes(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REWARD_FAILS", "raise")
     zero = made(fails, on_error="zero")(prompts(3), samples(3, 3))[4]
     assert (zero.value, zero.error) == (0.0, "KeyError: 'solution'")
-    with pytest.raises(RewardFailed, match=r"toy.jsonl:1 \(source toy\), answer 'bb': KeyError") as error:
+    with pytest.raises(
+        RewardFailed, match=r"toy.jsonl:1 \(source toy\), answer 'bb': KeyError"
+    ) as error:
         made(fails, on_error="raise")(prompts(3), samples(3, 3))
     assert 'raise KeyError("solution")' in str(error.value)  # the traceback
 
@@ -194,10 +219,14 @@ def test_rewards_too_many_failures_end_the_run(made: Any) -> None:
     def reward(row: dict[str, Any], answer: Answer) -> float:
         return 1 / (row["n"] % 2)
 
-    with pytest.raises(RewardFailed, match=r"5 of the first \d+ rewards of this step failed, and 4 of 16 may .*toy"):
+    with pytest.raises(
+        RewardFailed, match=r"5 of the first \d+ rewards of this step failed, and 4 of 16 may .*toy"
+    ):
         made(reward, max_errors=0.25)(prompts(4), samples(4, 4))
     assert made(reward, max_errors=0.5)(prompts(4), samples(4, 4))[15].value == 1.0
-    with pytest.raises(RewardFailed, match=r"1 of the first 1 reward of this step failed, and 0 of 1 may"):
+    with pytest.raises(
+        RewardFailed, match=r"1 of the first 1 reward of this step failed, and 0 of 1 may"
+    ):
         made(reward, max_errors=1.0)(prompts(1), samples(1, 1))
 
 
@@ -206,13 +235,17 @@ def test_rewards_many_that_hang_end_the_run_after_those_that_may(made: Any, tmp_
         (tmp_path / f"{row['n']}{answer.text}").touch()
         return float(threading.Event().wait())
 
-    with pytest.raises(RewardFailed, match=r"2 of the first 2 rewards .* 1 of 16 may .*no result after 0.1 s"):
+    with pytest.raises(
+        RewardFailed, match=r"2 of the first 2 rewards .* 1 of 16 may .*no result after 0.1 s"
+    ):
         made(reward, max_errors=0.0625, timeout=0.1)(prompts(4), samples(4, 4))
     assert len(list(tmp_path.iterdir())) <= 4
 
 
 def test_rewards_function_with_other_arguments_is_refused_at_once(made: Any) -> None:
-    with pytest.raises(UserError, match=r"\(answer\): a reward is called with a row and one of its answers"):
+    with pytest.raises(
+        UserError, match=r"\(answer\): a reward is called with a row and one of its answers"
+    ):
         made(lambda answer: 1.0)
 
 
@@ -225,7 +258,9 @@ def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:
     assert rewards(prompts(3), samples(3, 2)) == before
 
 
-def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(made: Any, limit: Limit) -> None:
+def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(
+    made: Any, limit: Limit
+) -> None:
     """The controller is busy for longer than the limit, and the result is there."""
     worker = made(lambda row, answer: 1.0, workers=1)._workers._workers[0]
     group = Group(pickle.dumps({}), deque([Task(0, 0, None)]))
@@ -237,7 +272,10 @@ def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(mad
 
 
 # A child, one in a session of its own, and one whose parent has ended since.
-SLEEPERS = {"child": "sh -c 'echo $$ > pid; exec sleep 600'", "session": "setsid sh -c 'echo $$ > pid; exec sleep 600'"}
+SLEEPERS = {
+    "child": "sh -c 'echo $$ > pid; exec sleep 600'",
+    "session": "setsid sh -c 'echo $$ > pid; exec sleep 600'",
+}
 SLEEPERS["daemon"] = f"({SLEEPERS['session']}) & sleep 0"
 
 

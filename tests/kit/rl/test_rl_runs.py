@@ -49,7 +49,8 @@ FAILING = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["hangs", *(pytest.param(kind, marks=IN_CAMPAIGN) for kind in ("raises", "nan", "dies"))]
+    "kind",
+    ["hangs", *(pytest.param(kind, marks=IN_CAMPAIGN) for kind in ("raises", "nan", "dies"))],
 )
 def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
     tmp_path: Path, capfd: Any, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -60,14 +61,18 @@ def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
     folder = trained(config, "reward.timeout=0.5", "reward.workers=1")
     assert sum(record["reward_errors"] for record in records(folder)) == pytest.approx(2 / 8)
     assert "reward failed: rows.jsonl:4 (source rows), answer " in capfd.readouterr().err
-    completions = [one for record in read_rollouts(folder / "rollouts.jsonl") for one in record["completions"]]
+    completions = [
+        one for record in read_rollouts(folder / "rollouts.jsonl") for one in record["completions"]
+    ]
     assert len(completions) == 2 * 4 * 2  # none is lost, none is counted twice
     assert [one["reward"] for one in completions if "error" in one] == [None, None]
 
 
 @IN_CAMPAIGN
 @pytest.mark.parametrize("where", ["spawn", "ray"])
-def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(tmp_path: Path, where: str) -> None:
+def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
+    tmp_path: Path, where: str
+) -> None:
     """One prompt per step on two ranks, and a prompt over the budget."""
     if where == "ray":
         pytest.importorskip("ray")
@@ -75,7 +80,11 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(tm
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write(json.dumps({"prompt": "long " * 300, "answer": "long"}) + "\n")
     words = ["rl.prompts=1", "loop.total_steps=8", "rollout.log_prompts=1"]
-    words += [f"workers.where={where}", "groups.actor={ranks: 2, parallel: {shard: 2}}", "mllm.overlong=drop"]
+    words += [
+        f"workers.where={where}",
+        "groups.actor={ranks: 2, parallel: {shard: 2}}",
+        "mllm.overlong=drop",
+    ]
     folder = trained(config, *words)
     rollouts = [one for one in read_rollouts(folder / "rollouts.jsonl") if one["split"] == "train"]
     assert sorted(one["columns"]["answer"] for one in rollouts) == [str(i) for i in range(8)]
@@ -84,7 +93,9 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(tm
     assert "rows.jsonl:9" in (folder / "overlong_rows.jsonl").read_text()
 
 
-def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_path: Path, capfd: Any) -> None:
+def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(
+    tmp_path: Path, capfd: Any
+) -> None:
     config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
     trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)
     error = capfd.readouterr().err
@@ -94,8 +105,15 @@ def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_pa
 
 
 def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) -> None:
-    config = write_recipe(tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}")
-    words = ["checkpoint.interval=1", "loop.eval_interval=2", "evaluation.samples=2", "evaluation.temperature=1"]
+    config = write_recipe(
+        tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}"
+    )
+    words = [
+        "checkpoint.interval=1",
+        "loop.eval_interval=2",
+        "evaluation.samples=2",
+        "evaluation.temperature=1",
+    ]
     whole = trained(config, *words, "loop.total_steps=4", "project.run_id=whole")
     trained(config, *words, "loop.total_steps=2", "project.run_id=two")
     with open(tmp_path / "outputs" / "two" / "rollouts.jsonl", "a") as file:
@@ -109,13 +127,22 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) 
     assert steps.count((2, "train")) == 4
 
 
-def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path: Path, capfd: Any) -> None:
+def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(
+    tmp_path: Path, capfd: Any
+) -> None:
     config = write_recipe(tmp_path, LENGTH)
-    (tmp_path / "engine.py").write_text("from mvp_engine.kit.rl import RLEngine\n\nclass Scored(RLEngine):\n    pass\n")
+    (tmp_path / "engine.py").write_text(
+        "from mvp_engine.kit.rl import RLEngine\n\nclass Scored(RLEngine):\n    pass\n"
+    )
     assert main(["train", config]) == EXIT_USER_ERROR
-    assert "Scored has no reward: define reward(self, row, answer), or set reward.model" in capfd.readouterr().err
+    assert (
+        "Scored has no reward: define reward(self, row, answer), or set reward.model"
+        in capfd.readouterr().err
+    )
     torch.manual_seed(1)
-    hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**TEXT, num_labels=1)).save_pretrained(tmp_path / "scorer")
+    hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**TEXT, num_labels=1)).save_pretrained(
+        tmp_path / "scorer"
+    )
     tokenizer("qwen2_5").save_pretrained(tmp_path / "scorer")
     words = ["reward.model_weight=2", "model.freeze=[*embed*]"]
     folder = trained(config, f"reward.model={tmp_path / 'scorer'}", *words)
@@ -134,7 +161,9 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path:
         ("return -float(answer.text == row['answer'])", "is the sign of the reward wrong"),
         pytest.param("return 0.5", "have the same reward in 4 steps (mean 0.5)", marks=IN_CAMPAIGN),
         pytest.param(
-            "return float(answer.text == row['answer']) + len(set(answer.tokens)) / 32", None, marks=IN_CAMPAIGN
+            "return float(answer.text == row['answer']) + len(set(answer.tokens)) / 32",
+            None,
+            marks=IN_CAMPAIGN,
         ),
     ],
     ids=["sign", "constant", "good"],
@@ -154,7 +183,9 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5
 
 
-def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rl_training_reports_the_part_of_a_step_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """See also tests/engine/test_hang.py."""
     update = Learner.update
     warnings: list[str] = []
@@ -167,15 +198,29 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path: Path, monke
         return update(self, *args)
 
     monkeypatch.setattr(Learner, "update", slow)
-    monkeypatch.setattr(hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words))
+    monkeypatch.setattr(
+        hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
+    )
     trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
-    [text] = [text for text in warnings if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")]
+    [text] = [
+        text
+        for text in warnings
+        if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")
+    ]
     assert "wait_until(is_reported)" in text
 
 
 @IN_CAMPAIGN
 def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) -> None:
     config = write_recipe(tmp_path, LENGTH)
-    words = ["--out", str(tmp_path / "profile"), "--steps", "2", "--first", "2", "loop.total_steps=8"]
+    words = [
+        "--out",
+        str(tmp_path / "profile"),
+        "--steps",
+        "2",
+        "--first",
+        "2",
+        "loop.total_steps=8",
+    ]
     assert main(["profile", config, *words]) == 0
     assert (tmp_path / "profile" / "profile.json").is_file()

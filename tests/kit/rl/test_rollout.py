@@ -18,7 +18,14 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rollout import GapTooLarge, PackedRollout, Sample, Sampling, check_mean_gap, measure_gap
+from mvp_engine.kit.rl.rollout import (
+    GapTooLarge,
+    PackedRollout,
+    Sample,
+    Sampling,
+    check_mean_gap,
+    measure_gap,
+)
 from mvp_engine.model_engine import Settings
 from mvp_engine.worker import WorkerGroup, WorkerSpec
 
@@ -27,7 +34,12 @@ SAMPLING = Sampling(max_new_tokens=5, samples=3, seed=4, stop=tuple(range(20)))
 
 
 def start(seed: int = 0, **spec: Any) -> WorkerGroup:
-    spec = {"settings": Settings(seed=seed), "cpu_threads": 1, "device": "cpu", **(spec or {"model": {"config": TEXT}})}
+    spec = {
+        "settings": Settings(seed=seed),
+        "cpu_threads": 1,
+        "device": "cpu",
+        **(spec or {"model": {"config": TEXT}}),
+    }
     return WorkerGroup.start(WorkerSpec.of(**spec))
 
 
@@ -46,7 +58,8 @@ def prompt_of(key: int, batch: PackedBatch, kind: str | None = None) -> Prompt:
 def text_prompts() -> list[Prompt]:
     lengths = {11: 6, 12: 3, 13: 9}
     return [
-        prompt_of(key, PackedBatch.from_sequences([torch.arange(3, 3 + length)])) for key, length in lengths.items()
+        prompt_of(key, PackedBatch.from_sequences([torch.arange(3, 3 + length)]))
+        for key, length in lengths.items()
     ]
 
 
@@ -122,12 +135,22 @@ def test_gap_of_packed_rollouts_on_images_is_zero(temperature: float, tmp_path: 
     ones = media_samples(model, "qwen3_vl")
     prompts = [prompt_of(key, one, "image" if key else None) for key, one in enumerate(ones)]
     with start(path=str(tmp_path)) as group:
-        samples = PackedRollout(group, budget=200).generate(prompts, replace(SAMPLING, temperature=temperature))
+        samples = PackedRollout(group, budget=200).generate(
+            prompts, replace(SAMPLING, temperature=temperature)
+        )
         batch = batch_of(prompts, samples)
-        log_probs = group.infer(batch, ["log_probs"], budget=200, temperature=temperature)["log_probs"]
+        log_probs = group.infer(batch, ["log_probs"], budget=200, temperature=temperature)[
+            "log_probs"
+        ]
     gap = measure_gap(batch, log_probs, prompts)
-    tokens = [sum(len(one.tokens) for one in samples if bool(one.prompt) is image) for image in (False, True)]
-    assert {name: one.tokens for name, one in gap.by_modality.items()} == {"text": tokens[0], "image": tokens[1]}
+    tokens = [
+        sum(len(one.tokens) for one in samples if bool(one.prompt) is image)
+        for image in (False, True)
+    ]
+    assert {name: one.tokens for name, one in gap.by_modality.items()} == {
+        "text": tokens[0],
+        "image": tokens[1],
+    }
     assert max(one.largest for one in gap.by_modality.values()) < 2e-5
     gap.check(1e-5, Letters())
 
@@ -135,8 +158,13 @@ def test_gap_of_packed_rollouts_on_images_is_zero(temperature: float, tmp_path: 
 def measured() -> tuple[PackedBatch, list[Prompt], torch.Tensor]:
     """Two samples of a text and one of an image, and log-probs of a trainer that agrees with the sampler."""
     ids = [torch.arange(20, 24), torch.arange(30, 33)]
-    prompts = [prompt_of(0, PackedBatch.from_sequences(ids[:1])), prompt_of(1, PackedBatch.from_sequences(ids[1:]))]
-    prompts[1] = replace(prompts[1], media=[{"type": "image"}, {"type": "audio"}, {"type": "image"}])
+    prompts = [
+        prompt_of(0, PackedBatch.from_sequences(ids[:1])),
+        prompt_of(1, PackedBatch.from_sequences(ids[1:])),
+    ]
+    prompts[1] = replace(
+        prompts[1], media=[{"type": "image"}, {"type": "audio"}, {"type": "image"}]
+    )
     samples = [Sample(0, [1, 2], [-1.0, -2.0], 0, "stop"), Sample(0, [3], [-0.5], 0, "stop")]
     samples.append(Sample(1, [4, 5, 6], [-1.0, -1.5, -0.5], 0, "length"))
     batch = batch_of(prompts, samples)
@@ -156,7 +184,10 @@ def test_gap_over_the_limit_names_the_modality_and_shows_the_worst_tokens() -> N
         gap.check(0.1, Letters())
     lines = str(raised.value).splitlines()
     assert "rollout.max_gap=0.1" in lines[0]
-    assert "0.2 on average and 0.6 at most over 3 tokens of answers to prompts with audio+image" in lines[0]
+    assert (
+        "0.2 on average and 0.6 at most over 3 tokens of answers to prompts with audio+image"
+        in lines[0]
+    )
     assert "but by 0 with text" in lines[0]
     worst = "  sampler -1.5000, trainer -2.1000: token 5 '<5>' after '<30> <31> <32> <4>' (audio+image, rows.jsonl:1)"
     assert lines[1] == worst

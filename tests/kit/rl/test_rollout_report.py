@@ -15,7 +15,13 @@ from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Reward, reward_metrics
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.rollout_log import RolloutLog, read_rollouts, rl_panels, rollout_sections, rollouts_html
+from mvp_engine.kit.rl.rollout_log import (
+    RolloutLog,
+    read_rollouts,
+    rl_panels,
+    rollout_sections,
+    rollouts_html,
+)
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts, metric_texts
 from mvp_engine.runs import Run
@@ -39,12 +45,20 @@ def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out() -> None:
     }
 
 
-def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails() -> None:
+def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails() -> (
+    None
+):
     samples = [Sample(i // 4, [1], [0.0], 0, "stop") for i in range(200)]
     rewards = [Reward(None, error="timeout") if i % 14 == 0 else Reward(1.0) for i in range(200)]
     metrics = reward_metrics(rewards) | pass_metrics(samples, rewards, 1.0)
     means = {name: total / weight for name, (total, weight) in metrics.items()}
-    assert means == {"reward": 1.0, "reward_errors": 15 / 200, "pass@1": 1.0, "pass@2": 1.0, "pass@4": 1.0}
+    assert means == {
+        "reward": 1.0,
+        "reward_errors": 15 / 200,
+        "pass@1": 1.0,
+        "pass@2": 1.0,
+        "pass@4": 1.0,
+    }
 
 
 def test_pass_metrics_without_samples_are_none() -> None:
@@ -82,7 +96,14 @@ def test_rollout_log_a_run_that_resumes_writes_no_step_twice(run: Any, tmp_path:
     log.rewind(2)
     log.write(3, "train", prompts, *rollouts(kit, 3))
     records = list(read_rollouts(log.file))
-    assert [(one["step"], one["sample"]) for one in records] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    assert [(one["step"], one["sample"]) for one in records] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (3, 0),
+        (3, 1),
+    ]
     first = records[0]
     assert first["columns"] == {"answer": "<b>0</b>"}
     assert first["prompt"] == "How many? 0"
@@ -103,11 +124,22 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run: Any, tmp_
         for split in ("train", "eval"):
             log.write(step, split, prompts, *rollouts(kit, step))
             metrics.append(
-                {"step": step, "epoch": 0, "split": split, "reward": step / 2, "reward_exact": 0.5, "pass@1": 0.5}
+                {
+                    "step": step,
+                    "epoch": 0,
+                    "split": split,
+                    "reward": step / 2,
+                    "reward_exact": 0.5,
+                    "pass@1": 0.5,
+                }
             )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in metrics))
     facts = RunFacts(Run(tmp_path))
-    assert list(rl_panels(facts))[:3] == ["reward", "parts of the reward", "pass@k of held-out prompts"]
+    assert list(rl_panels(facts))[:3] == [
+        "reward",
+        "parts of the reward",
+        "pass@k of held-out prompts",
+    ]
     sections = rollout_sections(tmp_path, kit)
     assert {title: len(found) for title, found in sections.items()} == {
         "Held-out prompts at step 2": 3,
@@ -127,7 +159,11 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run: Any, tmp_
     page = file.read_text()
     assert "&lt;b&gt;2&lt;/b&gt;" in page
     assert "<b>2</b>" not in page
-    assert page.count("data:image/png") == 1 + 2 + 1  # rows have 0, 1 and 2 images; the second section has none
+    assert (
+        page.count("data:image/png") == 1 + 2 + 1
+    )  # rows have 0, 1 and 2 images; the second section has none
     assert page.count("ValueError: x") == 1
-    assert page.count('class="reward good"') == 2 + 2  # every second sample; the last of three prompts failed
+    assert (
+        page.count('class="reward good"') == 2 + 2
+    )  # every second sample; the last of three prompts failed
     assert page.count(">step 1<") == 3

@@ -93,11 +93,15 @@ def prompts(number: int, media: tuple[Any, ...] = (), ids: list[int] | None = No
     for key in range(number):
         text_ids = ids or [5 + key, 9, 11, 3 + key % 7]
         batch = PackedBatch.from_sequences([torch.tensor(text_ids)])
-        found.append(Prompt(key, {}, batch, text_ids, list(media), "source", f"rows.jsonl:{key + 1}", key))
+        found.append(
+            Prompt(key, {}, batch, text_ids, list(media), "source", f"rows.jsonl:{key + 1}", key)
+        )
     return found
 
 
-def worst_gap(model: Any, asked: list[Prompt], samples: list[Sample], temperature: float = 1.0) -> float:
+def worst_gap(
+    model: Any, asked: list[Prompt], samples: list[Sample], temperature: float = 1.0
+) -> float:
     """The largest difference between a sampler's log-probs and transformers'."""
     worst = 0.0
     for sample in samples:
@@ -112,7 +116,9 @@ def worst_gap(model: Any, asked: list[Prompt], samples: list[Sample], temperatur
 
 def check(samples: list[Sample], number: int, version: int) -> None:
     """Each prompt has its samples once, in order, by one version of the weights."""
-    assert [sample.prompt for sample in samples] == [i for i in range(number) for _ in range(SAMPLING.samples)]
+    assert [sample.prompt for sample in samples] == [
+        i for i in range(number) for _ in range(SAMPLING.samples)
+    ]
     assert {sample.version for sample in samples} == {version}
     for sample in samples:
         assert (sample.tokens[-1] == 2) == (sample.reason == "stop")
@@ -142,7 +148,11 @@ def test_vllm_rollout_after_sync_has_log_probs_of_the_sent_weights(
     for fake in fakes:
         assert "/inference/v1/generate" in paths(fake)
         start = paths(fake).index("/pause?mode=wait")
-        assert paths(fake)[start : start + 3] == ["/pause?mode=wait", "/update_weight_version", "/start_weight_update"]
+        assert paths(fake)[start : start + 3] == [
+            "/pause?mode=wait",
+            "/update_weight_version",
+            "/start_weight_update",
+        ]
     (kept,) = tmp_path.iterdir()  # older weights are removed, also those of a run that was killed
     assert kept.name.startswith("version-5-")
     rollout.close()
@@ -207,11 +217,17 @@ def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generat
 
     fake.generate = generate  # type: ignore[method-assign]
     assert rollout.generate(prompts(6), SAMPLING) == before
-    assert f"generated with other weights ({other.name}-1), not with {rollout.name}-1" in "\n".join(logged)
+    assert f"generated with other weights ({other.name}-1), not with {rollout.name}-1" in "\n".join(
+        logged
+    )
 
 
 def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_once(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+    fakes: list[FakeVLLM],
+    folder: Path,
+    tmp_path: Path,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path, concurrency=2)
     rollout.sync(buckets(trainer(folder, 1)), 1)
@@ -225,7 +241,9 @@ def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_o
     assert f"rollout server {fakes[0].url} is back" in "\n".join(logged)
 
 
-@pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize(
+    "route", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
 def test_vllm_rollout_server_killed_in_sync_gets_the_weights_when_it_is_back(
     fakes: list[FakeVLLM], folder: Path, tmp_path: Path, route: str
 ) -> None:
@@ -245,7 +263,9 @@ def test_vllm_rollout_server_whose_engine_died_in_a_request_is_gone_not_a_user_e
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path)
     rollout.sync(buckets(trainer(folder, 1)), 1)
     before = rollout.generate(prompts(4), SAMPLING)
-    fakes[0].generate = lambda body: setattr(fakes[0], "engine_died", True) or fakes[0].answer("/", None)  # type: ignore[method-assign]
+    fakes[0].generate = lambda body: (
+        setattr(fakes[0], "engine_died", True) or fakes[0].answer("/", None)
+    )  # type: ignore[method-assign]
     fakes[0].lock = threading.RLock()  # type: ignore[assignment]
     assert rollout.generate(prompts(4), SAMPLING) == before
     assert [line for line in logged if "does not answer" in line and "HTTP 503: EngineCore" in line]
@@ -253,7 +273,12 @@ def test_vllm_rollout_server_whose_engine_died_in_a_request_is_gone_not_a_user_e
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
 def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
-    fake: FakeVLLM, folder: Path, tmp_path: Path, fault: str, logged: list[str], request: pytest.FixtureRequest
+    fake: FakeVLLM,
+    folder: Path,
+    tmp_path: Path,
+    fault: str,
+    logged: list[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.2)
     if fault == "killed":
@@ -262,7 +287,9 @@ def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
         request.getfixturevalue("quick_health")
         fake.hangs = True
     start = time.monotonic()
-    with pytest.raises(NoServer, match=rf"no server for 0.2 s:\n  {fake.url}: .*(Refused|[Tt]imed? ?out)"):
+    with pytest.raises(
+        NoServer, match=rf"no server for 0.2 s:\n  {fake.url}: .*(Refused|[Tt]imed? ?out)"
+    ):
         rollout.generate(prompts(2), SAMPLING)
     assert time.monotonic() - start < 60
     assert f"rollout server {fake.url} does not answer" in "\n".join(logged)
@@ -298,7 +325,9 @@ def test_vllm_rollout_server_without_weight_transfer_is_refused_with_the_command
     fake: FakeVLLM, folder: Path, tmp_path: Path
 ) -> None:
     fake.configured = False
-    with pytest.raises(UserError, match=r'not configured.*vllm serve MODEL.*--weight-transfer-config.*"mvp_file"'):
+    with pytest.raises(
+        UserError, match=r'not configured.*vllm serve MODEL.*--weight-transfer-config.*"mvp_file"'
+    ):
         synced(fake, folder, tmp_path)
 
 
@@ -319,21 +348,32 @@ def test_vllm_rollout_media_goes_unexpanded_and_another_expansion_is_refused(
     assert body["token_ids"] == [5, 30, 9, 30]
     assert body["sampling_params"]["logit_bias"] == {"30": -100.0}
     urls = [part["url"] for part in body["content_parts"]]
-    assert [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls] == [b"image file", b"more"]
+    assert [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls] == [
+        b"image file",
+        b"more",
+    ]
     fake.media_tokens = 3
-    with pytest.raises(UserError, match=r"rows.jsonl:1: 8 tokens against 6, first difference at 3.*expands image"):
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:1: 8 tokens against 6, first difference at 3.*expands image"
+    ):
         rollout.generate([prompt], SAMPLING)
 
 
-def test_vllm_rollout_that_samples_a_placeholder_is_refused(fake: FakeVLLM, folder: Path, tmp_path: Path) -> None:
+def test_vllm_rollout_that_samples_a_placeholder_is_refused(
+    fake: FakeVLLM, folder: Path, tmp_path: Path
+) -> None:
     rollout = synced(fake, folder, tmp_path)
-    written = {token for sample in rollout.generate(prompts(2), SAMPLING) for token in sample.tokens}
+    written = {
+        token for sample in rollout.generate(prompts(2), SAMPLING) for token in sample.tokens
+    }
     rollout.banned = sorted(written)
     with pytest.raises(UserError, match="a placeholder of media, against its logit bias"):
         rollout.generate(prompts(2), SAMPLING)
 
 
-def test_openai_rollout_samples_with_the_servers_weights_at_version_0(fake: FakeVLLM, folder: Path) -> None:
+def test_openai_rollout_samples_with_the_servers_weights_at_version_0(
+    fake: FakeVLLM, folder: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     rollout = OpenAIRollout([f"{fake.url}/v1/"])
@@ -359,14 +399,18 @@ def test_openai_rollout_server_with_stop_tokens_of_its_own_is_refused(fake: Fake
     write = fake.write
 
     def ends_early(ids: list[int], parameters: Any) -> Any:
-        return [(tokens[:3], log_probs[:3], "stop") for tokens, log_probs, _ in write(ids, parameters)]
+        return [
+            (tokens[:3], log_probs[:3], "stop") for tokens, log_probs, _ in write(ids, parameters)
+        ]
 
     fake.write = ends_early  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"after 3 of 6 tokens.*stop tokens of its own"):
         OpenAIRollout([fake.url]).generate(prompts(1), Sampling(max_new_tokens=6))
 
 
-def test_openai_rollout_without_token_ids_log_probs_or_with_media_is_refused(fake: FakeVLLM) -> None:
+def test_openai_rollout_without_token_ids_log_probs_or_with_media_is_refused(
+    fake: FakeVLLM,
+) -> None:
     rollout = OpenAIRollout([fake.url])
     with pytest.raises(UserError, match=r"rows.jsonl:1: .*takes no media"):
         rollout.generate(prompts(1, ({"type": "image", "bytes": b""},)), SAMPLING)

@@ -33,7 +33,9 @@ CONFIG: dict[str, Any] = {
     "data": {"num_workers": 0},
     "rl": {"algorithm": "grpo", "prompts": 3, "group": 4},
     "rollout": {"backend": "vllm", "max_new_tokens": 6, "max_gap": 1e-4},
-    "reward": {"workers": 0},  # processes that are forked would keep the sockets of the servers open
+    "reward": {
+        "workers": 0
+    },  # processes that are forked would keep the sockets of the servers open
     "loop": {"total_steps": 3, "eval_interval": None},
     "log": {"interval": 1},
     "optim": {"lr": 0.01, "schedule": "constant"},
@@ -45,8 +47,18 @@ def fakes(tmp_path: Path) -> Iterator[list[FakeVLLM]]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    }
     base = tmp_path / "base"
     Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(base)
     train_tokenizer(["one two three"], 300).save_pretrained(base)
@@ -87,12 +99,17 @@ def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[0]["gap/text"] < 1e-5
     assert all(record["gap"] < 1e-5 for record in records)
-    assert all(record["grad_norm"] > 0 for record in records)  # so the weights of the versions differ
+    assert all(
+        record["grad_norm"] > 0 for record in records
+    )  # so the weights of the versions differ
 
 
 @pytest.mark.slow
 def test_training_without_its_server_ends_with_url_and_fix(
-    train: Callable[..., int], tmp_path: Path, fakes: list[FakeVLLM], capfd: pytest.CaptureFixture[str]
+    train: Callable[..., int],
+    tmp_path: Path,
+    fakes: list[FakeVLLM],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     fakes[0].kill()
     code = train("rollout.server_wait=0.1", config=config(tmp_path, [fakes[0].url]))

@@ -20,7 +20,14 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import vllm_plugin
 from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
 from mvp_engine.kit.rl.settings import RolloutSettings
-from mvp_engine.kit.rl.vllm_rollout import Communicator, IPCTransfer, NCCLTransfer, Packed, VLLMRollout, transfer_of
+from mvp_engine.kit.rl.vllm_rollout import (
+    Communicator,
+    IPCTransfer,
+    NCCLTransfer,
+    Packed,
+    VLLMRollout,
+    transfer_of,
+)
 from mvp_engine.worker.buckets import checksum
 
 
@@ -84,7 +91,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             registered[name] = engine
 
     class ParallelLMHead(torch.nn.Module):
-        quant_method = SimpleNamespace(process_weights_after_loading=lambda module: calls.append("pack head"))
+        quant_method = SimpleNamespace(
+            process_weights_after_loading=lambda module: calls.append("pack head")
+        )
 
     base = "vllm.distributed.weight_transfer"
     contents: dict[str, dict[str, Any]] = {
@@ -103,14 +112,18 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, values in contents.items():
         parts = name.split(".")
         for length in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1]))
+            monkeypatch.setitem(
+                sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1])
+            )
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     return SimpleNamespace(calls=calls, registered=registered, ParallelLMHead=ParallelLMHead)
 
 
-def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(vllm: SimpleNamespace, tmp_path: Path) -> None:
+def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(
+    vllm: SimpleNamespace, tmp_path: Path
+) -> None:
     vllm_plugin.register()
     vllm_plugin.register()  # vLLM may load a plugin twice
     loaded: dict[str, torch.Tensor] = {}
@@ -129,13 +142,17 @@ def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(vllm: SimpleNamesp
 
 def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
     code = "import sys, mvp_engine.kit.rl.vllm_plugin; print(sorted(name.split('.')[0] for name in sys.modules))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert not {"torch", "transformers", "hydra", "omegaconf", "numpy"} & set(eval(answer.stdout))
 
 
 def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) -> None:
     urls = ["http://one:8000", "http://two:8000"]
-    rollout = server_rollout(RolloutSettings(backend="vllm", urls=urls, server_wait=5), folder=tmp_path, banned=[7, 3])
+    rollout = server_rollout(
+        RolloutSettings(backend="vllm", urls=urls, server_wait=5), folder=tmp_path, banned=[7, 3]
+    )
     assert isinstance(rollout, VLLMRollout)
     assert [server.url for server in rollout.servers] == urls
     assert (rollout.banned, rollout.wait_seconds) == ([3, 7], 5)

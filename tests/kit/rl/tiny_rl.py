@@ -40,11 +40,15 @@ checkpoint: {{best_metric: null}}
 
 def write_recipe(folder: Path, reward: str) -> str:
     """Write the recipe with this body of `reward(self, row, answer)`; returns its config file."""
-    (folder / "engine.py").write_text(ENGINE.format(body=textwrap.indent(textwrap.dedent(reward), " " * 8)))
+    (folder / "engine.py").write_text(
+        ENGINE.format(body=textwrap.indent(textwrap.dedent(reward), " " * 8))
+    )
     (folder / "train.yaml").write_text(CONFIG.format(folder=folder))
     write(folder / "rows.jsonl", [{"prompt": f"say {i}", "answer": f"{i}"} for i in range(8)])
     words = tokenizer("qwen2_5")
     torch.manual_seed(0)
-    hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT, initializer_range=0.5)).save_pretrained(folder / "model")
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT, initializer_range=0.5)).save_pretrained(
+        folder / "model"
+    )
     words.save_pretrained(folder / "model")
     return str(folder / "train.yaml")

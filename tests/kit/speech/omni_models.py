@@ -34,7 +34,11 @@ _MEDIA_TOKENS = {"audio_token_id": AUDIO, "image_token_id": IMAGE, "video_token_
 
 def qwen3_omni_settings() -> dict[str, Any]:
     """The settings of a tiny Qwen3-Omni, as `model.config` or as arguments of its config class."""
-    tokens = {**_MEDIA_TOKENS, "vision_start_token_id": VISION_START, "audio_start_token_id": AUDIO_START}
+    tokens = {
+        **_MEDIA_TOKENS,
+        "vision_start_token_id": VISION_START,
+        "audio_start_token_id": AUDIO_START,
+    }
     vision = {
         "depth": 2,
         "hidden_size": 16,
@@ -96,7 +100,10 @@ def qwen3_omni_settings() -> dict[str, Any]:
         "codec_eos_token_id": CODEC["eos"],
         "speaker_id": SPEAKERS,
         "initializer_range": 0.2,
-        **{f"codec_{name}_id": CODEC[name] for name in ("pad", "bos", "nothink", "think_bos", "think_eos")},
+        **{
+            f"codec_{name}_id": CODEC[name]
+            for name in ("pad", "bos", "nothink", "think_bos", "think_eos")
+        },
         **tokens,
     }
     vocoder = {
@@ -178,7 +185,14 @@ def qwen2_5_omni(seed: int = 1) -> Any:
         "audio_end_token_id": AUDIO_END,
         **named,
     }
-    talker = {**text, "vocab_size": 48, "hidden_size": 24, "embedding_size": 32, "num_hidden_layers": 2, **named}
+    talker = {
+        **text,
+        "vocab_size": 48,
+        "hidden_size": 24,
+        "embedding_size": 32,
+        "num_hidden_layers": 2,
+        **named,
+    }
     dit = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -195,9 +209,16 @@ def qwen2_5_omni(seed: int = 1) -> Any:
         "look_ahead_layers": [1],
         "look_backward_layers": [0],
     }
-    big_vgan = {"mel_dim": 8, "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4]}
+    big_vgan = {
+        "mel_dim": 8,
+        "upsample_initial_channel": 16,
+        "upsample_rates": [2],
+        "upsample_kernel_sizes": [4],
+    }
     vocoder = {"dit_config": dit, "bigvgan_config": big_vgan}
-    config = Qwen2_5OmniConfig(thinker_config=thinker, talker_config=talker, token2wav_config=vocoder)
+    config = Qwen2_5OmniConfig(
+        thinker_config=thinker, talker_config=talker, token2wav_config=vocoder
+    )
     return Qwen2_5OmniForConditionalGeneration(config).eval()
 
 
@@ -277,10 +298,15 @@ def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> An
     for kind, (shape, fields) in _KINDS.items():
         if kind in found:
             count = torch.tensor([len(found[kind])])
-            media[kind] = Media(found[kind], count, one.clone(), {name: found[name] for name in fields})
+            media[kind] = Media(
+                found[kind], count, one.clone(), {name: found[name] for name in fields}
+            )
         else:
             nothing = torch.zeros(0, dtype=torch.long)
-            empty = {name: torch.zeros(0, *size, dtype=torch.long if size else None) for name, size in fields.items()}
+            empty = {
+                name: torch.zeros(0, *size, dtype=torch.long if size else None)
+                for name, size in fields.items()
+            }
             media[kind] = Media(torch.zeros(0, *shape), nothing, nothing, empty)
     positions = RopePositions(config)(ids, {}, media)
     protocol = SpeechProtocol.for_config(config)
@@ -293,4 +319,6 @@ def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> An
             role, inside = int(ids[place + 1]), False
         loss.append(inside and role == ASSISTANT)
         inside = (inside or (token == NEWLINE and role is not None)) and token != IM_END
-    return PackedBatch.from_sequences([ids], [torch.tensor(loss)], position_ids=[positions], media=media)
+    return PackedBatch.from_sequences(
+        [ids], [torch.tensor(loss)], position_ids=[positions], media=media
+    )

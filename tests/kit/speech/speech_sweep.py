@@ -36,7 +36,9 @@ def folder_of(name: str) -> Iterator[Path]:
 
 def engine_of(folder: Path, engine_class: Any) -> Any:
     """An engine whose preflight passed."""
-    engine = engine_class(engine_class.build_model(ModelSource(str(folder))), alone(), Settings(seed=0))
+    engine = engine_class(
+        engine_class.build_model(ModelSource(str(folder))), alone(), Settings(seed=0)
+    )
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     return engine
 
@@ -82,7 +84,9 @@ def export(name: str) -> bool | str:
             read = type(model).from_pretrained(folder.parent / "out").state_dict()
     except UserError as error:
         return str(error)
-    if old.keys() != new.keys() or not all(torch.equal(new[key], value) for key, value in old.items()):
+    if old.keys() != new.keys() or not all(
+        torch.equal(new[key], value) for key, value in old.items()
+    ):
         return "tensors of the exported folder differ"
     if not all(torch.equal(read[key], value) for key, value in model.state_dict().items()):
         return "transformers reads other weights from the exported folder"

@@ -36,9 +36,25 @@ BOOKS, VOCAB, FRAMES = 4, 35, 6
 
 
 def settings(tied: bool = True) -> dict[str, Any]:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-    common = {"num_codebooks": BOOKS, "vocab_size": VOCAB, "initializer_range": 0.2, "head_dim": 8, **sizes}
-    depth = {**common, "hidden_size": 16, "backbone_hidden_size": 32, "max_position_embeddings": BOOKS + 1}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+    }
+    common = {
+        "num_codebooks": BOOKS,
+        "vocab_size": VOCAB,
+        "initializer_range": 0.2,
+        "head_dim": 8,
+        **sizes,
+    }
+    depth = {
+        **common,
+        "hidden_size": 16,
+        "backbone_hidden_size": 32,
+        "max_position_embeddings": BOOKS + 1,
+    }
     codec = {
         "model_type": "mimi",
         "hidden_size": 16,
@@ -92,7 +108,11 @@ def whole(tied: bool = True) -> Any:
 
 def csm(tied: bool = True) -> CsmModel:
     model = OmniModel.from_config(config(tied))
-    state = {name: value for name, value in whole(tied).state_dict().items() if not name.startswith("codec_model.")}
+    state = {
+        name: value
+        for name, value in whole(tied).state_dict().items()
+        if not name.startswith("codec_model.")
+    }
     model.hf.load_state_dict(state)
     return model.eval()
 
@@ -109,15 +129,21 @@ def turns_of(ids: Tensor, turns: list[SpokenTurn]) -> PackedBatch:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = whole(tied)
     ids = torch.tensor([57, 5, 6, 7, 8])
     logits: list[list[Tensor]] = [[], []]
     hooks = [
         theirs.lm_head.register_forward_hook(lambda m, a, out: logits[0].append(out[0, -1])),
-        theirs.depth_decoder.codebooks_head.register_forward_hook(lambda m, a, out: logits[1].append(out[0, -1])),
+        theirs.depth_decoder.codebooks_head.register_forward_hook(
+            lambda m, a, out: logits[1].append(out[0, -1])
+        ),
     ]
-    codes = theirs.generate(ids[None], max_new_tokens=FRAMES, do_sample=False, depth_decoder_do_sample=False)[0]
+    codes = theirs.generate(
+        ids[None], max_new_tokens=FRAMES, do_sample=False, depth_decoder_do_sample=False
+    )[0]
     for hook in hooks:
         hook.remove()
     found: dict[str, Tensor] = {}
@@ -147,7 +173,9 @@ def generated(model: Any, ids: Tensor, **context: Any) -> Tensor:
     """(F, K): transformers' greedy codes."""
     options = {"max_new_tokens": FRAMES, "do_sample": False, "depth_decoder_do_sample": False}
     # CSM's padding token is its placeholder of audio, so transformers would mask the sounds out.
-    return model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **options, **context)[0]
+    return model.generate(
+        ids[None], attention_mask=torch.ones_like(ids)[None], **options, **context
+    )[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -197,10 +225,14 @@ def test_row_of_csm_with_two_turns_learns_the_second_from_the_first() -> None:
         found = model(both, ["speech_log_probs"])["speech_log_probs"]
         losses = [model(one, ["speech_loss"])["speech_loss"] for one in (both, second, first)]
         end = torch.zeros(1, BOOKS, dtype=torch.long)
-        frames = [theirs.backbone_model.embed_tokens(torch.cat([one, end])[None])[0] for one in codes]
+        frames = [
+            theirs.backbone_model.embed_tokens(torch.cat([one, end])[None])[0] for one in codes
+        ]
         text = theirs.embed_text_tokens(ids)
         embeds = torch.cat([text[:3], frames[0], text[3:], frames[1]])
-        logits = theirs.lm_head(theirs.backbone_model(inputs_embeds=embeds[None]).last_hidden_state[0])
+        logits = theirs.lm_head(
+            theirs.backbone_model(inputs_embeds=embeds[None]).last_hidden_state[0]
+        )
     labels = torch.cat([codes[1][:, 0], end[:, 0]])
     wanted = logits.log_softmax(-1)[10:16].gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(found[5:11, 0], wanted, rtol=0, atol=1e-5)
@@ -217,7 +249,10 @@ def rows() -> list[PackedBatch]:
         ids = torch.randint(1, 57, (length,), generator=g)
         codes = None if frames is None else torch.randint(1, 32, (frames, BOOKS), generator=g)
         found.append(batch_of(ids, codes))
-    two = [SpokenTurn(0, torch.full((2, BOOKS), 7), learnt=False), SpokenTurn(1, torch.full((3, BOOKS), 9))]
+    two = [
+        SpokenTurn(0, torch.full((2, BOOKS), 7), learnt=False),
+        SpokenTurn(1, torch.full((3, BOOKS), 9)),
+    ]
     return [*found, turns_of(torch.tensor([57, 5, 57, 6, 7]), two)]
 
 
@@ -231,11 +266,19 @@ def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
         for batch in group:
             model(batch, ["speech_loss"])["speech_loss"].sum().backward()
         gradients.append({name: param.grad for name, param in model.named_parameters()})
-        outputs.append(torch.cat([model(batch, ["speech_log_probs"])["speech_log_probs"] for batch in group]))
+        outputs.append(
+            torch.cat([model(batch, ["speech_log_probs"])["speech_log_probs"] for batch in group])
+        )
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
     for name, packed in gradients[0].items():
         assert packed is not None, name
-        torch.testing.assert_close(packed, gradients[1][name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            packed,
+            gradients[1][name],
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
 
 
 def test_forward_and_backward_of_csm_read_no_value_of_the_device() -> None:
@@ -277,7 +320,11 @@ def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
     loss = SpeechLossKit()
     batches = [PackedBatch.concat([rows()[member] for member in one]) for one in members]
     engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
-    return {name: full_tensor(param.grad) for name, param in engine.model.named_parameters() if param.grad is not None}
+    return {
+        name: full_tensor(param.grad)
+        for name, param in engine.model.named_parameters()
+        if param.grad is not None
+    }
 
 
 def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -299,4 +346,6 @@ def test_ranks_of_csm_give_the_gradients_of_one(ranks2: Any, sizes: dict[str, in
     for found in ranks2.run(on_ranks, sizes):
         assert found.keys() == wanted.keys()
         for name, grad in wanted.items():
-            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )

@@ -37,7 +37,9 @@ def trained(folder: Path, lora: Lora | None = None) -> OmniModelEngine:
     whole().save_pretrained(folder)
     model = MLLMModelKit(lora).build(ModelSource(str(folder)), "omni_model")
     engine = OmniModelEngine(model, alone(), Settings(seed=7))
-    engine.initialize(lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    engine.initialize(
+        lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    )
     assert not trains_text(engine.model)
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
     loss = SpeechLossKit()
@@ -62,7 +64,9 @@ def check_folder(before: Path, after: Path) -> set[str]:
 def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
     trained(tmp_path / "in").export_hf(tmp_path / "out")
     names = [name for name, _ in entries(tmp_path / "in" / "model.safetensors")]
-    assert check_folder(tmp_path / "in", tmp_path / "out") == {n for n in names if not n.startswith("codec_model.")}
+    assert check_folder(tmp_path / "in", tmp_path / "out") == {
+        n for n in names if not n.startswith("codec_model.")
+    }
 
 
 def test_merge_of_a_csm_with_lora_is_its_export(tmp_path: Path) -> None:
@@ -89,7 +93,9 @@ def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path)
         model.hf.lm_head.weight[32:] = 0  # an untrained model may speak ids that its codec lacks
         model.hf.depth_decoder.codebooks_head.weight[:, :, 32:] = 0
     ids = torch.tensor([57, 5, 6, 7, 8])
-    (sound,) = speak(model, [batch_of(ids, None)], player, settings=SpeechGeneration(max_frames=3, temperature=0))
+    (sound,) = speak(
+        model, [batch_of(ids, None)], player, settings=SpeechGeneration(max_frames=3, temperature=0)
+    )
     assert len(sound.codes) in (0, 3)
     assert sound.seconds > 0 or not len(sound.codes)
     with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
@@ -109,10 +115,16 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     letters = {letter: index for index, letter in enumerate("[]0hi>?")} | {"<": 57}
     bare = Tokenizer(WordLevel(letters, unk_token="?"))
     bare.pre_tokenizer = Split("", "isolated")
-    processor = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?")
+    processor = PreTrainedTokenizerFast(
+        tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?"
+    )
     processor.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     sources = {"train": {"path": str(tmp_path / "rows.jsonl")}}
-    options = {"cache": str(tmp_path / "cache"), "speech": {"codec": None, "books": BOOKS}, "max_bad_fraction": 1.0}
+    options = {
+        "cache": str(tmp_path / "cache"),
+        "speech": {"codec": None, "books": BOOKS},
+        "max_bad_fraction": 1.0,
+    }
     data = SpeechMLLMData(sources=sources, micro_batch_tokens=64, **options)
     kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
     # Its sound would be learnt as that of the user's text.
@@ -133,11 +145,15 @@ def test_processor_of_csm_is_refused_with_the_fix(tmp_path: Path) -> None:
 
     letters = {"<": 0, ">": 1, "?": 2, "A": 3, "E": 4}
     bare = Tokenizer(WordLevel(letters, unk_token="?"))
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?")
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?"
+    )
     tokenizer.audio_token, tokenizer.audio_eos_token = "A", "E"
     tokenizer.audio_token_id, tokenizer.audio_eos_token_id = 3, 4
     CsmProcessor(EncodecFeatureExtractor(), tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has a CsmProcessor, which is not supported: set processor to a folder"):
+    with pytest.raises(
+        UserError, match="has a CsmProcessor, which is not supported: set processor to a folder"
+    ):
         load_processor(tmp_path)
 
 

@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(codec_module, "BATCH_SECONDS", 3.0)  # several batches
     codec = open_codec(str(folder), books=4)
     random = np.random.default_rng(0)
@@ -55,7 +57,9 @@ def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(folder: Path, mon
     assert len(np.unique(together[1])) > 4
     model = MimiModel.from_pretrained(folder).eval()
     with torch.inference_mode():
-        own = model.encode(torch.from_numpy(sounds[0])[None, None], num_quantizers=4).audio_codes[0].T
+        own = (
+            model.encode(torch.from_numpy(sounds[0])[None, None], num_quantizers=4).audio_codes[0].T
+        )
     assert (own.numpy() == together[0]).all()
     assert len(codec.decode(together[1])) == 1920 * 10
 

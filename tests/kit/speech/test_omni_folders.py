@@ -20,11 +20,15 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 
-def trained(folder: Path, lora: Lora | None = None, steps: int = 1, **settings: Any) -> LanguageModelEngine:
+def trained(
+    folder: Path, lora: Lora | None = None, steps: int = 1, **settings: Any
+) -> LanguageModelEngine:
     """An engine of the folder's thinker after one update on random text."""
     model = MLLMModelKit(lora).build(ModelSource(str(folder)))
     engine = LanguageModelEngine(model, alone(), Settings(seed=7, **settings))
-    engine.initialize(lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    engine.initialize(
+        lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    )
     ids = torch.randint(FIRST_TEXT, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
     batch = PackedBatch.from_sequences([ids[:5], ids[5:]])
 
@@ -65,7 +69,9 @@ def check_export(before: Path, after: Path, model_class: Any) -> None:
 
 
 @pytest.mark.parametrize("family", OMNI)
-def test_export_hf_of_a_trained_thinker_keeps_talker_and_vocoder(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_trained_thinker_keeps_talker_and_vocoder(
+    family: str, tmp_path: Path
+) -> None:
     theirs = omni_folder(family, tmp_path / "in", max_shard_size="200KB")
     engine = trained(tmp_path / "in")
     engine.export_hf(tmp_path / "out")
@@ -73,7 +79,9 @@ def test_export_hf_of_a_trained_thinker_keeps_talker_and_vocoder(family: str, tm
     untouched = trained(tmp_path / "in", steps=0)
     untouched.export_hf(tmp_path / "same")
     before = files_of(tmp_path / "in")
-    assert all(torch.equal(value, before[name]) for name, value in files_of(tmp_path / "same").items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in files_of(tmp_path / "same").items()
+    )
 
 
 @pytest.mark.parametrize("family", OMNI)

@@ -23,7 +23,12 @@ def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> Non
         prompts.append(batch_of(config(), {**row, "ids": ids}))
         wanted.append(codes)
     found = generate_codes(
-        omni(), prompts, ["chelsie"] * len(prompts), max_frames=FRAMES, do_sample=False, repetition_penalty=1.0
+        omni(),
+        prompts,
+        ["chelsie"] * len(prompts),
+        max_frames=FRAMES,
+        do_sample=False,
+        repetition_penalty=1.0,
     )
     for spoken, codes in zip(found, wanted, strict=True):
         length = len(spoken.codes)
@@ -35,7 +40,8 @@ def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> Non
 def test_generate_codes_samples_from_the_generator_and_names_unknown_speakers() -> None:
     prompt = batch_of(config(), spoken_row(seed=1, spoken=()))
     one, two = (
-        generate_codes(omni(), [prompt], max_frames=4, generator=torch.Generator().manual_seed(5)) for _ in range(2)
+        generate_codes(omni(), [prompt], max_frames=4, generator=torch.Generator().manual_seed(5))
+        for _ in range(2)
     )
     assert torch.equal(one[0].codes, two[0].codes)
     assert one[0].codes.shape[1] == BOOKS

@@ -26,11 +26,15 @@ from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.model_engine import ModelSource, Settings
 
 
-def speech_trained(folder: Path, lora: Lora | None = None, freeze: tuple[str, ...] = ()) -> OmniModelEngine:
+def speech_trained(
+    folder: Path, lora: Lora | None = None, freeze: tuple[str, ...] = ()
+) -> OmniModelEngine:
     """An engine of the folder after two updates on the speech of one row."""
     model = MLLMModelKit(lora).build(ModelSource(str(folder)), "omni_model")
     engine = OmniModelEngine(model, alone(), Settings(seed=7, freeze=freeze))
-    engine.initialize(lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    engine.initialize(
+        lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    )
     batch = batch_of(read_config(folder, {}), spoken_row(seed=1))
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
     loss = SpeechLossKit()
@@ -76,14 +80,21 @@ def test_merge_of_a_talker_with_lora_is_its_export(tmp_path: Path) -> None:
     engine.export_hf(tmp_path / "out")
     assert main(["merge", str(tmp_path / "step_00000001"), str(tmp_path / "merged")]) == 0
     assert not changed(tmp_path / "out", tmp_path / "merged")
-    assert {name.split(".")[0] for name in changed(tmp_path / "in", tmp_path / "merged")} == {"talker"}
+    assert {name.split(".")[0] for name in changed(tmp_path / "in", tmp_path / "merged")} == {
+        "talker"
+    }
 
 
 def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None:
     model = OmniModel.on_meta(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     parts = parts_of(model)
     assert {part for name, part in parts.items() if name.startswith("talker.")} == {"talker"}
-    assert {part for name, part in parts.items() if name.startswith("hf.")} == {"vision", "audio", "projector", "llm"}
+    assert {part for name, part in parts.items() if name.startswith("hf.")} == {
+        "vision",
+        "audio",
+        "projector",
+        "llm",
+    }
     assert not any("code2wav" in name for name in parts)
 
 
@@ -93,13 +104,24 @@ def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None
         ({"model_type": "qwen2_5_omni"}, "codec was never released.*model.type=language_model"),
         ({"model_type": "qwen3"}, "models with a talker .*not for qwen3"),
         ({"model_type": "qwen3_omni_moe", "enable_audio_output": False}, "enable_audio_output"),
-        ({"model_type": "qwen3_omni_moe"}, "number of codebooks must be the same: .*num_quantizers=16"),
         (
-            {"model_type": "qwen3_omni_moe", **qwen3_omni_settings(), "talker": {"accept_hidden_layer": 9}},
+            {"model_type": "qwen3_omni_moe"},
+            "number of codebooks must be the same: .*num_quantizers=16",
+        ),
+        (
+            {
+                "model_type": "qwen3_omni_moe",
+                **qwen3_omni_settings(),
+                "talker": {"accept_hidden_layer": 9},
+            },
             "accept_hidden_layer=9: the thinker has 3 layers",
         ),
         (
-            {"model_type": "qwen3_omni_moe", **qwen3_omni_settings(), "code2wav": {"codebook_size": 30}},
+            {
+                "model_type": "qwen3_omni_moe",
+                **qwen3_omni_settings(),
+                "code2wav": {"codebook_size": 30},
+            },
             "code2wav_config.codebook_size=30: the talker speaks codes up to 31",
         ),
     ],
@@ -114,8 +136,13 @@ def test_omni_model_refuses_configs_that_cannot_speak(config: dict[str, Any], me
 def test_rotary_keys_of_a_talker_are_no_warning_and_unknown_ones_are() -> None:
     logger = logging.getLogger("transformers.modeling_rope_utils")
     text = "Unrecognized keys in `rope_parameters` for 'rope_type'='default': {}"
-    for keys, is_shown in (("{'mrope_section', 'interleaved'}", False), ("{'mrope_section', 'typo'}", True)):
-        record = logging.LogRecord(logger.name, logging.WARNING, "", 0, text.replace("{}", keys), None, None)
+    for keys, is_shown in (
+        ("{'mrope_section', 'interleaved'}", False),
+        ("{'mrope_section', 'typo'}", True),
+    ):
+        record = logging.LogRecord(
+            logger.name, logging.WARNING, "", 0, text.replace("{}", keys), None, None
+        )
         assert bool(logger.filter(record)) == is_shown
 
 
@@ -126,6 +153,8 @@ def test_omni_model_refuses_another_number_of_codebooks() -> None:
     speech.values = speech.values[:, :-1]
     with torch.device("meta"):
         model = OmniModel.from_config(config)
-    with pytest.raises(UserError, match=f"speech has {BOOKS - 1} codebooks, and the talker {BOOKS}"):
+    with pytest.raises(
+        UserError, match=f"speech has {BOOKS - 1} codebooks, and the talker {BOOKS}"
+    ):
         model.check(batch)
     assert isinstance(batch, PackedBatch)

@@ -46,18 +46,24 @@ def micro_batch(members: list[int]) -> PackedBatch:
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], 1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], 1e-2, weight_decay=0.1
+    )
 
 
 def engine_on(layout: Layout, optimizer: Any = None, **settings: Any) -> OmniModelEngine:
     source = ModelSource(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
-    engine = OmniModelEngine(OmniModelEngine.build_model(source), layout, Settings(seed=3, **settings))
+    engine = OmniModelEngine(
+        OmniModelEngine.build_model(source), layout, Settings(seed=3, **settings)
+    )
     optimizer = optimizer or (lambda m: torch.optim.SGD(m.parameters(), 0.0))
     engine.initialize(optimizer, lambda o: LambdaLR(o, lambda _: 1.0))
     return engine
 
 
-def step(engine: OmniModelEngine, batches: list[PackedBatch], text: bool = True) -> dict[str, Tensor]:
+def step(
+    engine: OmniModelEngine, batches: list[PackedBatch], text: bool = True
+) -> dict[str, Tensor]:
     """Gradients after one step: of the mean over all target positions, text and speech."""
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
     loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit() if text else None)
@@ -66,7 +72,9 @@ def step(engine: OmniModelEngine, batches: list[PackedBatch], text: bool = True)
     return {name: full_tensor(param.grad) for name, param in params if param.grad is not None}
 
 
-def on_ranks(shares: list[Any], sizes: dict[str, int], text: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+def on_ranks(
+    shares: list[Any], sizes: dict[str, int], text: bool, settings: dict[str, Any]
+) -> dict[str, Tensor]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
@@ -85,7 +93,9 @@ def alone(shares: list[Any], text: bool = True) -> dict[str, Tensor]:
 def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_random_weights_of_an_omni_model_are_finite_and_export_loads(tmp_path: Any) -> None:
@@ -94,13 +104,17 @@ def test_random_weights_of_an_omni_model_are_finite_and_export_loads(tmp_path: A
     engine = engine_on(Layout(World(0, 1, 0, 1, torch.device("cpu"))))
     assert all(bool(param.isfinite().all()) for param in engine.model.parameters())
     engine.export_hf(tmp_path / "out")
-    model, info = Qwen3OmniMoeForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(model.talker.codec_head.weight, engine.model.talker.codec_head.weight)
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=CAMPAIGN)])
-def test_accumulation_and_checkpointing_give_the_gradients_of_one_micro_batch(backend: str | None) -> None:
+def test_accumulation_and_checkpointing_give_the_gradients_of_one_micro_batch(
+    backend: str | None,
+) -> None:
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
     engine = engine_on(layout, compile=backend, activation_checkpointing="full")
     found = step(engine, [micro_batch([member]) for member in (2, 0, 0, 1, 3)])
@@ -129,7 +143,9 @@ IN_SUITE = ("ulysses", "a sharded rank without speech, checkpointed", "speech al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in IN_SUITE else CAMPAIGN) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in IN_SUITE else CAMPAIGN) for case in CASES]
+)
 def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2: Any, case: str) -> None:
     shares, sizes, text, settings = CASES[case]
     found = ranks2.run(on_ranks, shares, sizes, text, settings)
@@ -171,7 +187,9 @@ def resumed(folder: str) -> list[list[tuple[float, float]]]:
 
 @pytest.mark.slow
 @CAMPAIGN
-def test_resume_is_bit_equal_and_one_rank_continues_a_training_of_two(ranks2: Any, tmp_path: Any) -> None:
+def test_resume_is_bit_equal_and_one_rank_continues_a_training_of_two(
+    ranks2: Any, tmp_path: Any
+) -> None:
     found = ranks2.run(resumed, str(tmp_path / "step_00000002"))
     for straight, again in found:
         assert straight == again

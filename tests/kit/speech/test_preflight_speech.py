@@ -23,7 +23,12 @@ MODELS: dict[str, Any] = {"qwen3_omni_moe": omni, "csm": csm}
 def test_preflight_of_csm_draws_words_of_its_text_vocabulary() -> None:
     model = csm()
     protocol = SpeechProtocol.for_config(model.whole.config)
-    ids = {token for seed in range(5) for one in _Trial(model, protocol, seed).ids for token in one.tolist()}
+    ids = {
+        token
+        for seed in range(5)
+        for one in _Trial(model, protocol, seed).ids
+        for token in one.tolist()
+    }
     assert 35 <= max(ids - {57, 58, 59}) < 57  # 35 codes, 60 tokens of text
 
 
@@ -87,8 +92,12 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("broken", "message"), BROKEN, ids=lambda one: getattr(one, "__name__", ""))
-def test_preflight_refuses_a_broken_talker_by_name(name: str, broken: Any, message: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "message"), BROKEN, ids=lambda one: getattr(one, "__name__", "")
+)
+def test_preflight_refuses_a_broken_talker_by_name(
+    name: str, broken: Any, message: str, monkeypatch
+) -> None:
     model = MODELS[name]()
     broken(monkeypatch)
     with pytest.raises(UserError, match=f"the talker of {name} cannot be trained: ({message})"):
@@ -97,7 +106,9 @@ def test_preflight_refuses_a_broken_talker_by_name(name: str, broken: Any, messa
 
 def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch) -> None:
     text_a_frame_late(monkeypatch)
-    with pytest.raises(UserError, match="does not read what transformers' generate feeds it: inputs differ by"):
+    with pytest.raises(
+        UserError, match="does not read what transformers' generate feeds it: inputs differ by"
+    ):
         check_speech(omni(), exact=True, group=None)
 
 
@@ -112,5 +123,7 @@ def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch) -
     ],
 )
 def test_omni_model_unsupported_setting_is_a_user_error(name: str, call: Any, key: str) -> None:
-    with pytest.raises(UserError, match=f"omni_model does not support {key}: .* Set {key.split()[0]}="):
+    with pytest.raises(
+        UserError, match=f"omni_model does not support {key}: .* Set {key.split()[0]}="
+    ):
         call(OmniAdapter(MODELS[name]()))

@@ -29,7 +29,15 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.speech.codec import ResidualKMeans, open_codec
 from mvp_engine.kit.speech.row_part import CodeStore, make_codes
-from mvp_engine.kit.speech.rows import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, SPEECH, TEXT, num_speech_labels
+from mvp_engine.kit.speech.rows import (
+    CODES,
+    FIRST_CODE,
+    FRAME_COUNTS,
+    LABEL,
+    SPEECH,
+    TEXT,
+    num_speech_labels,
+)
 from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.tools.inspect import inspect_kit
 
@@ -71,12 +79,16 @@ def test_speech_pack_holds_codes_of_each_sound_and_text_of_each_row(tmp_path: Pa
         assert text == ("one two" if sample == 0 else "four <tts_eos>")
     assert num_speech_labels(batch) == int(speech.fields[FRAME_COUNTS].sum()) + 2
     # The sound is no token of the text.
-    assert batch.num_tokens == sum(len(row) for row in batch.input_ids.split(batch.lengths.tolist()))
+    assert batch.num_tokens == sum(
+        len(row) for row in batch.input_ids.split(batch.lengths.tolist())
+    )
     assert tokenizer().decode(batch.input_ids).count("assistant") == 3
 
 
 def test_speech_pack_budget_counts_text_and_talker_positions(tmp_path: Path) -> None:
-    rows = [spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.8, 200 + i)) for i in range(6)]
+    rows = [
+        spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.8, 200 + i)) for i in range(6)
+    ]
     kit = speech_kit(tmp_path, rows)
     sizes = []
     for batch in kit.loader("train", shuffle=False):
@@ -108,7 +120,11 @@ BAD = [
         "speech_codes",
         r"shape \(2, 3\) seem to be books by frames; wanted \(frames, 2",
     ),
-    ({"codes": [[1] * 40, [2] * 40, [3] * 40]}, "speech_codes", r"shape \(3, 40\) seem to be books by frames"),
+    (
+        {"codes": [[1] * 40, [2] * 40, [3] * 40]},
+        "speech_codes",
+        r"shape \(3, 40\) seem to be books by frames",
+    ),
     ({"codes": []}, "speech_empty", "shorter than one frame"),
     ({"codes": "missing.npy"}, "missing_file", "missing.npy"),
     ({"codes": [[1, 2]], "speaker": "carl"}, "speech_speaker", "no speaker 'carl'.*anna, bert"),
@@ -183,14 +199,21 @@ def test_code_store_encodes_each_content_once_and_again_when_it_changes(
 
 def test_code_store_of_another_codec_is_another_folder(tmp_path: Path) -> None:
     write_codec(tmp_path / "codec")
-    other = ResidualKMeans.fit([sine(1.0, 200)], 8000, mels=20, books=BOOKS, size=SIZE, iterations=1)
+    other = ResidualKMeans.fit(
+        [sine(1.0, 200)], 8000, mels=20, books=BOOKS, size=SIZE, iterations=1
+    )
     other.save(tmp_path / "other")
-    stores = [CodeStore(str(tmp_path / name), BOOKS, tmp_path / "cache") for name in ("codec", "other")]
+    stores = [
+        CodeStore(str(tmp_path / name), BOOKS, tmp_path / "cache") for name in ("codec", "other")
+    ]
     assert stores[0].folder != stores[1].folder
 
 
 def test_make_codes_leaves_out_unreadable_sounds_and_counts(tmp_path: Path) -> None:
-    rows = [spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.4, 200 + 50 * i)) for i in range(3)]
+    rows = [
+        spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.4, 200 + 50 * i))
+        for i in range(3)
+    ]
     rows += [spoken_row("two", audio="missing.wav"), rows[0], spoken_row("one", codes=[[1, 2]])]
     kit = speech_kit(tmp_path, rows)
     settings = kit.sources("train")[0]
@@ -224,10 +247,12 @@ def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_
     speech = only_batch(speech_kit(tmp_path, rows, codec=f"{file}:Loud")).media[SPEECH]
     assert int(speech.fields[FRAME_COUNTS][0]) == 10
     assert len(open_codec(f"{file}:Loud").fingerprint) == 32
-    rows = [spoken_row("one", audio=write_sound(tmp_path / "short.wav", seconds=0.03))]  # a frame has 0.04 s
-    assert [bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")] == [
-        "speech_empty"
-    ]
+    rows = [
+        spoken_row("one", audio=write_sound(tmp_path / "short.wav", seconds=0.03))
+    ]  # a frame has 0.04 s
+    assert [
+        bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")
+    ] == ["speech_empty"]
     with pytest.raises(UserError, match=r"has 2 codebooks; mllm\.speech\.books=4"):
         open_codec(f"{file}:Loud", 4)
     with pytest.raises(UserError, match="not a subclass"):
@@ -242,7 +267,11 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
 
     def kit(config: Any, **speech: Any) -> MLLMDataKit:
         source = {"path": str(tmp_path / "rows.jsonl")}
-        values = {"sources": [source], "micro_batch_tokens": 64, "speech": {"codec": codec, "books": BOOKS, **speech}}
+        values = {
+            "sources": [source],
+            "micro_batch_tokens": 64,
+            "speech": {"codec": codec, "books": BOOKS, **speech},
+        }
         return MLLMDataKit(SpeechMLLMData.model_validate(values), tokenizer(), model_config=config)
 
     with pytest.raises(UserError, match=r"mllm\.speech\.books=16, but the model's talker speaks 2"):
@@ -251,7 +280,9 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
         kit(None)
     for size in (8, 32):
         predictor = {"vocab_size": size, "num_code_groups": BOOKS}
-        with pytest.raises(UserError, match=f"has 16 entries in a codebook; the model's talker speaks {size}"):
+        with pytest.raises(
+            UserError, match=f"has 16 entries in a codebook; the model's talker speaks {size}"
+        ):
             kit(omni_config(code_predictor_config=predictor))
 
 

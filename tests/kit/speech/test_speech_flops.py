@@ -33,7 +33,9 @@ def tiny() -> tuple[OmniModel, Any]:
 def test_mfu_flops_of_speech_equal_the_torch_flop_counter(text: bool) -> None:
     model, config = tiny()
     model.hf.requires_grad_(text)
-    batch = PackedBatch.concat([batch_of(config, spoken_row(seed=1, frames=40, text=9)) for _ in range(2)])
+    batch = PackedBatch.concat(
+        [batch_of(config, spoken_row(seed=1, frames=40, text=9)) for _ in range(2)]
+    )
     with FlopCounterMode(display=False) as counter:
         out = model(batch, ["loss", "speech_loss"] if text else ["speech_loss"])
         sum(one.sum() for one in out.values()).backward()
@@ -56,7 +58,11 @@ def test_mfu_flops_of_speech_alone_leave_out_the_thinker() -> None:
 
 
 def test_plan_of_talker_training_fits_where_training_all_does_not() -> None:
-    real = {"num_code_groups": 16, "code_predictor_config": {"num_code_groups": 16}, "spatial_merge_size": 2}
+    real = {
+        "num_code_groups": 16,
+        "code_predictor_config": {"num_code_groups": 16},
+        "spatial_merge_size": 2,
+    }
     text = {"num_hidden_layers": 48, "num_experts": 128, "num_attention_heads": 32, "head_dim": 128}
     model = OmniModel.on_meta(
         None,
@@ -68,7 +74,9 @@ def test_plan_of_talker_training_fits_where_training_all_does_not() -> None:
     )
     settings = PlanSettings(precision="bf16", activation_checkpointing={"talker": "selective"})
     batch, _, _ = facts_of(model).assumed_batch(8192)  # type: ignore[misc]
-    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    parameters = {
+        name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
+    }
     assert 2.5e9 < parameters["talker"] < 4e9
     sizes = []
     for freeze in (False, True):

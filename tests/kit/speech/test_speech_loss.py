@@ -43,7 +43,9 @@ def test_speech_loss_is_the_sum_and_the_weight_of_all_target_positions() -> None
         with torch.no_grad():
             loss, weight = SpeechLossKit(settings, tokens)(log, omni(), batch)
         labels = int(batch.num_loss_tokens) if tokens else 0
-        assert float(loss) == pytest.approx(0.7 * (first + 0.3 * rest) + (text if tokens else 0), rel=1e-5)
+        assert float(loss) == pytest.approx(
+            0.7 * (first + 0.3 * rest) + (text if tokens else 0), rel=1e-5
+        )
         assert float(weight) == labels + sum(frames) + 2  # tokens, frames, ends of speech
         assert log.means["speech_first"] == pytest.approx((first, sum(frames) + 2), rel=1e-5)
         assert log.means["speech_rest"] == pytest.approx((rest, sum(frames)), rel=1e-5)

@@ -52,7 +52,9 @@ def test_speech_row_user_audio_stays_input() -> None:
 
 
 def test_speech_row_codes_are_taken_as_given() -> None:
-    spoken = read_row(row(TEXT, {"type": "audio", "codes": [[1, 2], [3, 4]]}), SPEECH).messages[1].target
+    spoken = (
+        read_row(row(TEXT, {"type": "audio", "codes": [[1, 2], [3, 4]]}), SPEECH).messages[1].target
+    )
     assert spoken is not None
     assert spoken.value == Codes([[1, 2], [3, 4]])
 
@@ -74,7 +76,10 @@ def test_speech_row_that_cannot_be_spoken_is_bad(raw: dict[str, Any], reason: st
 
 def test_speech_row_turn_without_loss_keeps_its_sound_for_talkers_that_read_answers() -> None:
     raw = row(TEXT, AUDIO, loss=False)
-    raw["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "eight"}]
+    raw["messages"] += [
+        {"role": "user", "content": "Again."},
+        {"role": "assistant", "content": "eight"},
+    ]
     message = read_row(raw, SPEECH).messages[1]
     assert message.text == "seven"
     assert message.target is not None

@@ -22,4 +22,6 @@ def test_speaking_type_is_as_listed(name: str, ranks2: RankPool) -> None:
         assert lora(name) is True
     if name == "csm":  # layouts of others are in tests/kit/test_vlm_sweep.py
         for column in ("ulysses", "tensor"):
-            assert (entry[column] is True) == (on_two_ranks(name, ranks2, **{column: 2}) is True), column
+            assert (entry[column] is True) == (on_two_ranks(name, ranks2, **{column: 2}) is True), (
+                column
+            )

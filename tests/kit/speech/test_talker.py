@@ -66,9 +66,15 @@ def generated(row: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
     model = whole()
     logits: list[list[Tensor]] = [[] for _ in range(BOOKS)]
     codes: list[Tensor] = []
-    handles = [model.talker.codec_head.register_forward_hook(lambda m, a, out: logits[0].append(out[0, -1]))]
+    handles = [
+        model.talker.codec_head.register_forward_hook(
+            lambda m, a, out: logits[0].append(out[0, -1])
+        )
+    ]
     for book, head in enumerate(model.talker.code_predictor.lm_head, 1):
-        handles.append(head.register_forward_hook(lambda m, a, out, book=book: logits[book].append(out[0, -1])))
+        handles.append(
+            head.register_forward_hook(lambda m, a, out, book=book: logits[book].append(out[0, -1]))
+        )
     handles.append(model.code2wav.register_forward_pre_hook(lambda m, args: codes.append(args[0])))
     specials = [i for i in range(CODES, 48) if i != CODEC["eos"]]
     media = dict(row["media"])
@@ -125,22 +131,30 @@ def spoken_batch(row: dict[str, Any]) -> tuple[PackedBatch, list[Tensor]]:
     return batch, logits
 
 
-def differences(batch: PackedBatch, steps: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def differences(
+    batch: PackedBatch, steps: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
     """The largest difference of the logits of each codebook."""
     found = teacher_forced(batch, monkeypatch)
     assert len(found) == len(steps) == BOOKS
     assert min(map(len, steps)) >= FRAMES
-    return [float((one[: len(step)] - step).abs().max()) for one, step in zip(found, steps, strict=True)]
+    return [
+        float((one[: len(step)] - step).abs().max()) for one, step in zip(found, steps, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_one_pass_has_the_logits_of_step_by_step_generation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_has_the_logits_of_step_by_step_generation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = spoken_row(**ROWS[name], spoken=(), prompt_only=True)
     batch, steps = spoken_batch(row)
     assert max(differences(batch, steps, monkeypatch)) < 1e-5
 
 
-def test_one_pass_with_text_shifted_by_a_frame_differs_from_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_with_text_shifted_by_a_frame_differs_from_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch, steps = spoken_batch(spoken_row(seed=1, spoken=(), prompt_only=True))
     values = batch.media[SPEECH].values
     values[-FRAMES:, TEXT] = values[-FRAMES:, TEXT].roll(1)
@@ -183,7 +197,9 @@ def test_pack_of_spoken_and_silent_rows_equals_each_alone_with_every_gradient() 
         alone = gradients[1][name]
         assert packed is not None, name
         assert alone is not None, name
-        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            packed, alone, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_speech_outputs_fit_to_each_other() -> None:

@@ -88,7 +88,12 @@ def spoken_row(text: str, **audio: Any) -> dict[str, Any]:
 
 
 def text_row(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": f"say {text}"}, {"role": "assistant", "content": text}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"say {text}"},
+            {"role": "assistant", "content": text},
+        ]
+    }
 
 
 def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech: Any) -> MLLMDataKit:

@@ -18,7 +18,13 @@ CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 MISTRAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
-R1 = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"]  # noqa: RUF001
+R1 = [
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁outputs▁end｜>",
+]  # noqa: RUF001
 PHI = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
 SPECIAL = {
     "qwen2_5": CHATML,
@@ -37,16 +43,22 @@ SPECIAL = {
 
 
 @lru_cache
-def tokenizer(name: str, trim: bool = False, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def tokenizer(
+    name: str, trim: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
     """A tiny byte-level BPE with the format's special tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(["assistant user system\n\n hello world the sum is four </s>"] * 3, trainer)
+    backend.train_from_iterator(
+        ["assistant user system\n\n hello world the sum is four </s>"] * 3, trainer
+    )
     backend.post_processor = processors.ByteLevel(trim_offsets=trim)
-    bos = next((token for token in SPECIAL[name] if token in ("<s>", "<bos>", R1[0], LLAMA[0])), None)
+    bos = next(
+        (token for token in SPECIAL[name] if token in ("<s>", "<bos>", R1[0], LLAMA[0])), None
+    )
     ends = ("</s>", "<eos>", R1[1], "<|eot_id|>", "<|endoftext|>")
     eos = next(token for token in SPECIAL[name] if token in ends)
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
@@ -67,7 +79,9 @@ def message(role: str, *content: Any, loss: bool | None = None, **extra: Any) ->
     return Message(role, tuple(parts), loss, extra)
 
 
-def texts_with_loss(template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()) -> list[str]:
+def texts_with_loss(
+    template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()
+) -> list[str]:
     """The runs of tokens with loss, as text. The tokens must be those of the tokenizer's own call on the text."""
     rendered = template.render(Row(messages=messages, tools=tools))
     ids, loss, _ = template.tokenize(rendered)
@@ -85,9 +99,15 @@ def texts_with_loss(template: ChatTemplate, *messages: Message, tools: tuple[Any
 
 SYSTEM, HI, BYE = message("system", "Be brief."), message("user", "Hi\n"), message("user", " Bye?")
 HELLO, CIAO = message("assistant", "Hello  there!"), message("assistant", "Ciao\n\n  now.")
-CALL = message("assistant", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
+CALL = message(
+    "assistant",
+    tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+)
 RESULT = message("tool", '{"sum": "fünf"}', name="add")
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}},
+}
 
 STOPS = {
     "qwen2_5": "<|im_end|>",
@@ -121,7 +141,9 @@ IMAGE, VIDEO = Part("image", b"\x89PNG"), Part("video", ["a.png", "b.png"])
 def adds_bos(name: str) -> PreTrainedTokenizerFast:
     made = copy.deepcopy(tokenizer(name))
     bos = (made.bos_token, made.bos_token_id)
-    made._tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    made._tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos[0]} $A", special_tokens=[bos]
+    )
     return made
 
 
@@ -144,14 +166,22 @@ Pieces = list[tuple[str, bool]]
 
 def chatml(chat: Turns) -> Pieces:
     """Qwen2.5's format written by hand (below: Phi-3, Llama-3): pieces of the text, and whether they carry loss."""
-    system = [] if chat[0][0] == "system" else [("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", False)]
+    system = (
+        []
+        if chat[0][0] == "system"
+        else [("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", False)]
+    )
     turns = [(f"<|im_start|>{role}\n", text + "<|im_end|>", has) for role, text, has in chat]
-    return system + [piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))]
+    return system + [
+        piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))
+    ]
 
 
 def phi(chat: Turns) -> Pieces:
     turns = [(f"<|{role}|>\n", text + "<|end|>", has) for role, text, has in chat]
-    pieces = [piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))]
+    pieces = [
+        piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))
+    ]
     return [*pieces, ("<|endoftext|>", False)]
 
 

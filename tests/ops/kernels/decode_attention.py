@@ -27,9 +27,14 @@ for (sequences, heads, kv_heads, size, value_size, capacity), options in CASES:
     newest = torch.randint(capacity, (sequences,), generator=generator).to(device)
     newest[0] = 0
     token = torch.arange(capacity, device=device)[None]
-    allowed = (token <= newest[:, None]) & (token > newest[:, None] - options.get("window", capacity))
+    allowed = (token <= newest[:, None]) & (
+        token > newest[:, None] - options.get("window", capacity)
+    )
     plain = {"softcap": options.get("softcap"), "sinks_H": options.get("sinks_H")}
     expected = attend_to_cache(q, k, v, allowed, scale=0.3, **plain)
     found = decode_attention(q, k, v, newest, scale=0.3, **options)
     assert (found - expected).abs().max() < 2e-5, (sequences, options)
-    assert decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), newest, **options).dtype == torch.bfloat16
+    assert (
+        decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), newest, **options).dtype
+        == torch.bfloat16
+    )

@@ -33,6 +33,8 @@ for rows, size in [(21, 24), (8, 300), (0, 16)]:
         assert is_supported(half[0])
         compiled = torch.compile(gated_rows, fullgraph=True)(*half)
         for one, other in zip(
-            (compiled, *torch.autograd.grad((compiled * upstream).sum(), half)), results[1], strict=True
+            (compiled, *torch.autograd.grad((compiled * upstream).sum(), half)),
+            results[1],
+            strict=True,
         ):
             assert (one - other).norm() < 0.02 * other.norm(), (rows, size)

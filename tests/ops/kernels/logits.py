@@ -21,13 +21,17 @@ all_terms = UpstreamGrads(label, p, entropy, uniform / 9e3)
 for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_terms):
     on_host = UpstreamGrads(*(None if x is None else x.cpu() for x in upstream))
     stats = (plain.log_z, plain.entropy)
-    theirs = logit_gradients.logit_gradient_(raw.cpu(), labels.cpu(), *(x.cpu() for x in stats), on_host, spec)
+    theirs = logit_gradients.logit_gradient_(
+        raw.cpu(), labels.cpu(), *(x.cpu() for x in stats), on_host, spec
+    )
     ours = logit_kernels.to_gradient_(raw.clone(), labels, *stats, *upstream, spec.factor)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-6)
 raw[:, [1, 9000]] = logit_stats.EXCLUDED
 plain = logit_stats.torch_stats(logit_stats.logits_of(raw, spec), labels, False)
 for ours, theirs in zip(logit_kernels.row_stats(raw, labels, spec.factor)[:3], plain, strict=False):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-gradient = logit_kernels.to_gradient_(raw, labels, plain.log_z, plain.entropy, label, p, entropy, None, spec.factor)
+gradient = logit_kernels.to_gradient_(
+    raw, labels, plain.log_z, plain.entropy, label, p, entropy, None, spec.factor
+)
 assert gradient.isfinite().all()
 assert not gradient[:, [1, 9000]].any(), "excluded rows have no gradient"

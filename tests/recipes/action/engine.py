@@ -73,7 +73,9 @@ def text_row(row: PackedBatch, has_image: bool) -> PackedBatch:
     fields = {name: torch.zeros_like(value) for name, value in row.sequence_fields.items()}
     media = {name: one if has_image else one.select([]) for name, one in row.media.items()}
     types = {"token_type_ids": [is_answer.long()]}
-    return PackedBatch.from_sequences([ids], [is_answer], token_fields=types, sequence_fields=fields, media=media)
+    return PackedBatch.from_sequences(
+        [ids], [is_answer], token_fields=types, sequence_fields=fields, media=media
+    )
 
 
 def regressor_rows() -> list[PackedBatch]:

@@ -33,7 +33,9 @@ class KitEngine(Engine):
         return LanguageModel.from_config(model_config())
 
     def prepare_dataloader(self, split: str) -> Any:
-        return MLLMDataKit(self.config.mllm, qwen3_vl(), model_config=model_config()).engine_loader(self, split)
+        return MLLMDataKit(self.config.mllm, qwen3_vl(), model_config=model_config()).engine_loader(
+            self, split
+        )
 
     def before_train(self) -> None:
         super().before_train()
@@ -41,15 +43,27 @@ class KitEngine(Engine):
 
     def train_pre_step(self, ctx: StepContext) -> None:
         rows = [batch.sequence_fields["sample"].tolist() for batch in ctx.micro_batches]
-        note = {"began": self.began, "step": ctx.step, "rank": self.world.rank, "ranks": self.world.size, "rows": rows}
+        note = {
+            "began": self.began,
+            "step": ctx.step,
+            "rank": self.world.rank,
+            "ranks": self.world.size,
+            "rows": rows,
+        }
         with open(self.run.dir / f"seen-{self.world.rank}.jsonl", "a") as out:
             out.write(json.dumps(note) + "\n")
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        if ctx.step == self.config.fate.kill_step and self.world.rank == 1 and micro_batch is ctx.micro_batches[-1]:
+        if (
+            ctx.step == self.config.fate.kill_step
+            and self.world.rank == 1
+            and micro_batch is ctx.micro_batches[-1]
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         ctx.count("tokens", micro_batch.num_tokens)
-        return -self.model(micro_batch, ["log_probs"])["log_probs"].sum(), micro_batch.num_loss_tokens
+        return -self.model(micro_batch, ["log_probs"])[
+            "log_probs"
+        ].sum(), micro_batch.num_loss_tokens
 
     def train_post_step(self, ctx: StepContext) -> None:
         if ctx.step == self.config.fate.stop_step and self.world.is_main:

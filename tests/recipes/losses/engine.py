@@ -24,7 +24,11 @@ class LossesConfig(Config):
 class Model(nn.Module):
     def __init__(self, layer: str, unused: bool) -> None:
         super().__init__()
-        layers = {"none": nn.Identity(), "dropout": nn.Dropout(0.5), "batch_norm": nn.BatchNorm1d(16)}
+        layers = {
+            "none": nn.Identity(),
+            "dropout": nn.Dropout(0.5),
+            "batch_norm": nn.BatchNorm1d(16),
+        }
         self.layers = nn.Sequential(nn.Linear(4, 16), layers[layer], nn.Tanh(), nn.Linear(16, 4))
         if unused:
             self.unused = nn.Linear(4, 4)

@@ -17,7 +17,9 @@ from mvp_engine.kit import Lora, MLLMModelKit
 class Lm(Section):
     family: str
     sequences: int
-    weights: bool = False  # create weights at once instead of on the meta device, for backends that need them
+    weights: bool = (
+        False  # create weights at once instead of on the meta device, for backends that need them
+    )
 
 
 class LmConfig(Config):

@@ -81,12 +81,16 @@ class TinyEngine(Engine):
 
     def prepare_model(self) -> nn.Module:
         dropout = nn.Dropout(self.config.tiny.dropout)
-        return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), dropout, nn.Linear(16, 1))
+        return nn.Sequential(
+            nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), dropout, nn.Linear(16, 1)
+        )
 
     def prepare_dataloader(self, split: str) -> Any:
         tiny, batch = self.config.tiny, self.config.data.micro_batch_size
         data = Lines(
-            tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0, tiny.load_seconds
+            tiny.samples if split == "train" else 20,
+            tiny.noise if split == "train" else 0.0,
+            tiny.load_seconds,
         )
         if split == "train":
             data.slow_row = tiny.slow_row, tiny.slow_seconds
@@ -103,7 +107,9 @@ class TinyEngine(Engine):
             return DataLoader(Stream(Lines(16 + 16 * self.world.rank, 0.0)), batch)
         return None if tiny.loader == "none" else self.sample_loader(Lines(0, 0.0), split)
 
-    def forward_step(self, ctx: StepContext, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward_step(
+        self, ctx: StepContext, micro_batch: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         micro_batch, extra = self.plant(micro_batch)
         error = self.model(micro_batch["x"]).squeeze(-1) - micro_batch["y"]
         loss = (micro_batch["weight"] * error.square()).sum() + extra
@@ -134,7 +140,11 @@ class TinyEngine(Engine):
         time.sleep(tiny.step_seconds)
         if tiny.fault == "raise_everywhere" and ctx.step == tiny.fault_step:
             raise KeyError("the bug of a user")
-        if tiny.fault == "raise" and self.world.rank != tiny.fault_rank and ctx.step == tiny.fault_step:
+        if (
+            tiny.fault == "raise"
+            and self.world.rank != tiny.fault_rank
+            and ctx.step == tiny.fault_step
+        ):
             for _ in range(100):  # a rank that still prints while another one fails
                 print("still printing", flush=True)
                 time.sleep(0.01)
@@ -158,7 +168,10 @@ class TinyEngine(Engine):
             os._exit(9)
         if tiny.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if tiny.fault == "crash_once" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        if (
+            tiny.fault == "crash_once"
+            and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+        ):
             raise RuntimeError("only the first time")
         return loss
 
