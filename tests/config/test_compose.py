@@ -100,7 +100,9 @@ def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe: Pat
     assert compose(recipe).config.tiny.samples == 9
     assert compose(recipe, ["tiny=big"]).config.seed == 99
     assert compose(recipe, ["tiny={samples: 7}"]).config.seed == 7
-    assert f"{recipe} inherits 'tiny/huge': {recipe.parent} has no tiny/huge.yaml" in error(recipe, "tiny=huge")
+    assert f"{recipe} inherits 'tiny/huge': {recipe.parent} has no tiny/huge.yaml" in error(
+        recipe, "tiny=huge"
+    )
     (recipe.parent / "optim").mkdir()  # no group of the config: the word is a key
     assert "'optim' is 'big'. It is a section" in error(recipe, "optim=big")
 

@@ -35,7 +35,7 @@ def loaders(data: Any, ranks: int, states: list[Any] | None = None) -> list[Stre
 
 def test_stream_loader_moved_to_any_ranks_gives_each_row_once(
     file: Path, campaign_size: Callable[..., int]
-) -> None:  # noqa: F811
+) -> None:
     dice = random.Random(campaign_size(1, 2))
     data = kit(file)
     for _ in range(campaign_size(4, 100)):

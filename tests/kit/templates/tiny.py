@@ -24,7 +24,7 @@ R1 = [
     "<｜User｜>",
     "<｜Assistant｜>",
     "<｜tool▁outputs▁end｜>",
-]  # noqa: RUF001
+]
 PHI = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
 SPECIAL = {
     "qwen2_5": CHATML,
