@@ -111,7 +111,7 @@ def tiny(steps: int = 120) -> Recipe:
 
 def vision_language() -> Recipe:
     config = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-    jobs: list[tuple[int, list[str]]] = [(1, []), (2, []), (4, ["parallel.shard=2"])]
+    jobs = [(1, []), (2, []), (4, ["parallel.shard=2"])]
     return Recipe("vision-language", config, VLM_SETTINGS, jobs, 40, workers=lambda _: True)
 
 
@@ -177,7 +177,7 @@ class Job:
         log: Path,
         module: str = "mvp_engine.launch",
         **env: str,
-    ) -> None:
+    ):
         shared = {
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(nproc),
@@ -198,7 +198,7 @@ class Job:
         for reader in self._readers:
             reader.start()
 
-    def _read(self, rank: Any) -> None:
+    def _read(self, rank):
         text = rank.stdout.read()
         with open(self.log, "a") as out:
             out.write(text)
@@ -238,7 +238,7 @@ class Job:
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, report: Callable[[str, Tally], None]) -> None:
+    def __init__(self, folder: Path, seed: int, report: Callable[[str, Tally], None]):
         self.folder = folder
         self.dice = random.Random(seed)
         self.report = report  # called after every launch
@@ -273,7 +273,7 @@ class Campaign:
 
     # ---- Faults ---------------------------------------------------------------------------------------------------
 
-    def disturb(self, fault: Fault) -> None:
+    def disturb(self, fault: Fault):
         """One training under faults, one for each of its launches."""
         tally, recipe = fault.tally, fault.recipe
         nproc, extra = self.dice.choice(recipe.jobs)
@@ -328,9 +328,9 @@ class Campaign:
             if is_lost or set(job.codes) == {0}:
                 return not is_lost
 
-    def _count_survivors(self, tally: Tally, kind: str | None) -> None:
+    def _count_survivors(self, tally: Tally, kind: str | None):
         """Count the processes that a launch has left, and kill them."""
-        ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+        ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
         deadline = time.monotonic() + SURVIVOR_SECONDS
         while (left := descendants(os.getpid()) - ours) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -341,9 +341,7 @@ class Campaign:
                 os.kill(pid, signal.SIGKILL)
                 tally.survivors += 1
 
-    def _compare(
-        self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path
-    ) -> None:
+    def _compare(self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path):
         """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
         if not list_runs(runs):
             return  # it was ended before it had a run
@@ -424,7 +422,7 @@ class Campaign:
             time.sleep(0.002)
         before = last_step(runs)
         per_epoch = 6
-        reached: dict[str, Callable[[], bool]] = {
+        reached = {
             "first steps": lambda: last_step(runs) != before,
             "save": lambda: any(runs.glob("*/checkpoints/.tmp-step_*")),
             "evaluation": lambda: (
@@ -496,9 +494,9 @@ def run(
     recipes: Callable[[Path], list[tuple[Recipe, float]]] | None = None,
 ) -> dict[str, Tally]:
     began = time.monotonic()
-    faults: list[Fault] = []
+    faults = []
 
-    def report(name: str, tally: Tally) -> None:
+    def report(name: str, tally: Tally):
         """Print a line, and write the table."""
         clock = f"{(time.monotonic() - began) / 60:.1f} min"
         all_faults = sum(fault.done for fault in faults)
@@ -528,7 +526,7 @@ def run(
             "module": str(ROOT / "tests" / "slow_disk.py"),
             "env": {"MVP_FSYNC_SECONDS": "0.05"},
         }
-        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))  # type: ignore[arg-type]
+        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))
         for name, inject, place in (
             ("full disk", Campaign.full_disk, disk),
             ("read-only disk", Campaign.read_only, folder),

@@ -29,7 +29,7 @@ def last_step(runs: Path) -> int:
 
 def records(run: Run, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
     """All metrics of a run but its timings, by step and split; `cut_short`: the last line may not be complete."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    found = {}
     file = run.dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.is_file() or not cut_short else []
     if cut_short and lines and not lines[-1].endswith("\n"):

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -45,7 +44,7 @@ class FakeHub:
     uploads: dict[str, bytes] = field(default_factory=dict)  # large files by their hash
     url: str = ""
 
-    def add(self, name: str, files: Files | Path, branch: str = "main", **options: Any) -> str:
+    def add(self, name: str, files: Files | Path, branch: str = "main", **options) -> str:
         """Add a commit to a repository, from a folder or from contents by name; returns its hash."""
         if isinstance(files, Path):
             found = [file for file in files.rglob("*") if file.is_file()]
@@ -75,7 +74,7 @@ class FakeHub:
             server.server_close()
 
 
-def use_hub(url: str, home: Path, patch: pytest.MonkeyPatch | None = None) -> None:
+def use_hub(url: str, home: Path, patch: pytest.MonkeyPatch | None = None):
     """Let `huggingface_hub` use the Hub at `url`, with its cache in `home`. It reads its variables when imported."""
     from huggingface_hub import constants
 
@@ -94,22 +93,22 @@ class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._handle()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._handle()
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         self._handle()
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self._handle()
 
-    def _handle(self) -> None:
+    def _handle(self):
         url = urlsplit(self.path)
         path = unquote(url.path)
         self.hub.requests.append(f"{self.command} {path}")
@@ -130,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._repo_request(path, body)
 
-    def _repo_request(self, path: str, body: bytes) -> None:
+    def _repo_request(self, path: str, body: bytes):
         api = re.fullmatch(
             r"/api/(models/|(?=datasets/))(?P<repo>(datasets/)?[^/]+/[^/]+)(/(?P<rest>.*))?", path
         )
@@ -159,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._api(repo, found["repo"], found["rest"] or "revision/main", body)
 
-    def _api(self, repo: Repo, name: str, rest: str, body: bytes) -> None:
+    def _api(self, repo: Repo, name: str, rest: str, body: bytes):
         action, _, rest = rest.partition("/")
         if action == "preupload":
             files = json.loads(body)["files"]
@@ -200,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
 
-    def _commit(self, repo: Repo, name: str, body: bytes) -> None:
+    def _commit(self, repo: Repo, name: str, body: bytes):
         files = dict(repo.commits[repo.branches["main"]])
         for line in body.splitlines():
             entry = json.loads(line)
@@ -214,11 +213,11 @@ class _Handler(BaseHTTPRequestHandler):
             {"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "success": True}
         )
 
-    def _lfs_object(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _lfs_object(self, wanted):
         upload = {"href": f"{self.hub.url}/upload/{wanted['oid']}"}
         return {"oid": wanted["oid"], "size": wanted["size"], "actions": {"upload": upload}}
 
-    def _create(self, wanted: dict[str, Any]) -> None:
+    def _create(self, wanted):
         if not self.headers.get("Authorization"):
             self._refuse(401, "")
             return
@@ -232,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._answer({"url": url, "name": name})
 
-    def _list(self, path: str, author: str) -> None:
+    def _list(self, path: str, author: str):
         prefix = f"datasets/{author}/" if path.endswith("datasets") else f"{author}/"
         names = [
             name.removeprefix("datasets/") for name in self.hub.repos if name.startswith(prefix)
@@ -249,12 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return commit, rest.removeprefix(branch).removeprefix("/")
         return None, ""
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status: int, code: str):
         self._answer({"error": code}, {"X-Error-Code": code} if code else {}, status)
 
-    def _answer(
-        self, content: Any, headers: dict[str, str] | None = None, status: int = 200
-    ) -> None:
+    def _answer(self, content, headers: dict[str, str] | None = None, status: int = 200):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():

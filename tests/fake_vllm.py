@@ -28,7 +28,7 @@ from mvp_engine.kit.decoding import Decoding, complete
 
 
 class Refused(Exception):
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str):
         super().__init__(text)
         self.status = status
 
@@ -36,7 +36,7 @@ class Refused(Exception):
 class FakeVLLM:
     """`folder`: the model that the server starts with. `restart` starts it again on the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         self.processed = True  # --logprobs-mode processed_logprobs
         self.has_token_ids = True
@@ -56,7 +56,7 @@ class FakeVLLM:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self):
         self.version = "default"
         self.paused = self.updating = self.engine_died = False
         self.received: dict[str, torch.Tensor] = {}
@@ -64,14 +64,14 @@ class FakeVLLM:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 fake.serve(self, None)
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fake.serve(self, json.loads(data) if data else {})
 
-            def log_message(self, *args: Any) -> None:
+            def log_message(self, *args):
                 pass
 
         self.connections: set[socket.socket] = set()
@@ -79,7 +79,7 @@ class FakeVLLM:
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
-    def kill(self) -> None:
+    def kill(self):
         """As SIGKILL: connections are reset, later ones are refused."""
         if self.http is None:
             return
@@ -94,11 +94,11 @@ class FakeVLLM:
             with suppress(OSError):  # closed by its own thread meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def restart(self) -> None:
+    def restart(self):
         self.kill()
         self.start()
 
-    def serve(self, handler: Any, body: Any) -> None:
+    def serve(self, handler, body):
         self.connections.add(handler.connection)
         path = urlsplit(handler.path).path
         self.requests.append((handler.path, body))
@@ -122,7 +122,7 @@ class FakeVLLM:
             handler.wfile.write(data)
         self.connections.discard(handler.connection)
 
-    def answer(self, path: str, body: Any) -> Any:
+    def answer(self, path: str, body):
         if path == "/health":
             if self.engine_died:
                 raise Refused(503, "EngineCore encountered an issue")
@@ -151,7 +151,7 @@ class FakeVLLM:
                     self.update(path, body)
             return {}
 
-    def update(self, path: str, body: Any) -> None:
+    def update(self, path: str, body):
         if not self.configured:
             raise Refused(500, "Weight transfer not configured. Please set weight_transfer_config")
         match path:
@@ -176,13 +176,13 @@ class FakeVLLM:
             case _:
                 raise Refused(404, "Not Found")
 
-    def load(self) -> None:
+    def load(self):
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(self.folder / "config.json", folder)
             save_file(self.received, Path(folder) / "model.safetensors", {"format": "pt"})
             self.engine = language_model(Path(folder))
 
-    def generate(self, body: Any) -> Any:
+    def generate(self, body):
         assert not self.paused
         parameters = body["sampling_params"]
         assert (parameters["top_p"], parameters["top_k"], parameters["min_p"]) == (1.0, 0, 0.0)
@@ -204,7 +204,7 @@ class FakeVLLM:
             )
         return {"prompt_token_ids": ids, "choices": choices}
 
-    def completions(self, body: Any) -> Any:
+    def completions(self, body):
         assert body["model"] == "tiny"
         choices = []
         for index, (tokens, log_probs, reason) in enumerate(self.write(body["prompt"], body)):
@@ -221,7 +221,7 @@ class FakeVLLM:
             i for one in ids for i in [one] * (self.media_tokens if one == self.media_token else 1)
         ]
 
-    def write(self, ids: list[int], parameters: Any) -> list[tuple[list[int], list[float], str]]:
+    def write(self, ids: list[int], parameters) -> list[tuple[list[int], list[float], str]]:
         bias = {int(token): value for token, value in (parameters.get("logit_bias") or {}).items()}
         if certain := [token for token, value in bias.items() if value > 0]:
             return [(certain, [0.0 if self.processed else -5.0], "length")]

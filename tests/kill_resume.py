@@ -41,7 +41,7 @@ class Job(Protocol):
 
     def is_running(self) -> bool: ...
 
-    def kill(self) -> None: ...
+    def kill(self): ...
 
     def exit_code(self) -> int:
         """Wait for the end of all processes."""
@@ -51,7 +51,7 @@ class Job(Protocol):
 class FreshJob:
     """Processes that start from nothing, several ranks under torchrun."""
 
-    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path) -> None:
+    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
         launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
         command = [sys.executable, *(torchrun if nproc > 1 else []), *launch]
@@ -64,7 +64,7 @@ class FreshJob:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def kill(self) -> None:
+    def kill(self):
         # torchrun's workers have their own sessions: kill them too, or leave it to them to see that torchrun died.
         kill_workers = self.nproc > 1 and time.monotonic_ns() // 1_000_000 % 2
         workers = child_pids(self.process.pid) if kill_workers else []
@@ -79,7 +79,7 @@ class FreshJob:
 class ForkedJob:
     """Ranks forked from the tests' fork server: no imports, no torchrun, otherwise the same."""
 
-    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path) -> None:
+    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path):
         launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
         job = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         self.held = reserve_port()  # for as long as this job lives
@@ -91,7 +91,7 @@ class ForkedJob:
     def is_running(self) -> bool:
         return any(rank.poll() is None for rank in self.ranks)
 
-    def kill(self) -> None:
+    def kill(self):
         for rank in self.ranks:
             rank.kill()
 
@@ -140,7 +140,7 @@ def compare(
     config: Path = TINY,
     seed: int = 0,
     start: Callable[[Path, int, list[str], Path], Job] = FreshJob,
-) -> dict[str, Any]:
+):
     """Train once without and once with `kills` kills; raises AssertionError where the two differ."""
     log = folder / "output.txt"
     log.touch()
@@ -172,7 +172,7 @@ def settings_for(kills: int) -> list[str]:
     return [*SETTINGS, f"loop.total_steps={60 + 60 * kills}"]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 ALWAYS = (
     "test_preflight",
@@ -20,7 +19,7 @@ ALWAYS = (
     "test_mixers",
 )
 FILE = [""]  # the test file that is running, in a rank process
-_PASSED: set[tuple[Any, ...]] = set()
+_PASSED = set()
 
 
 def current_file() -> str:
@@ -28,19 +27,19 @@ def current_file() -> str:
     return Path(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]).stem
 
 
-def forget() -> None:
+def forget():
     """Let the next engine of this process run its probe."""
     _PASSED.clear()
 
 
-def install(on_ranks: bool = False) -> None:
+def install(on_ranks: bool = False):
     """Replace the probe by one that remembers what has passed, as soon as it is imported."""
-    module: Any = sys.modules.get("mvp_engine.hf.model.adapter")
+    module = sys.modules.get("mvp_engine.hf.model.adapter")
     if module is None or hasattr(module.HFAdapter.preflight, "always"):
         return
     always = module.HFAdapter.preflight
 
-    def preflight(self: Any, layout: Any, exact: bool) -> None:
+    def preflight(self, layout, exact: bool):
         file = FILE[0] if on_ranks else current_file()
         sizes = [
             getattr(layout, name)
@@ -55,5 +54,5 @@ def install(on_ranks: bool = False) -> None:
         if not self.model.padded_rows:
             _PASSED.add(key)
 
-    preflight.always = always  # type: ignore[attr-defined]
+    preflight.always = always
     module.HFAdapter.preflight = preflight

@@ -45,14 +45,13 @@ class MovedBatch(PackedBatch):
 
     @classmethod
     def of(cls, batch: PackedBatch) -> MovedBatch:
-        moved: Any = batch._map(Tensor.clone)
+        moved = batch._map(Tensor.clone)
         moved.__class__ = cls
         moved.host = batch
         return moved
 
     def _on_host(self, name: str) -> Tensor:
-        value: Tensor = getattr(self.host, name)
-        return value
+        return getattr(self.host, name)
 
 
 class SyncWatch:
@@ -62,12 +61,12 @@ class SyncWatch:
     ids, may be read. Both modes are needed: `tolist` of a CPU tensor dispatches nothing, a backward calls no function.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.syncs: list[str] = []
         self._on_device: Any = WeakIdKeyDictionary()
         self._modes: list[Any] = []
 
-    def mark(self, model: torch.nn.Module, batch: MovedBatch) -> None:
+    def mark(self, model: torch.nn.Module, batch: MovedBatch):
         host = {one.untyped_storage().data_ptr() for one in batch.host.tensors().values()}
         of_batch = [
             one for one in batch.tensors().values() if one.untyped_storage().data_ptr() not in host
@@ -81,21 +80,21 @@ class SyncWatch:
             mode.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         for mode in reversed(self._modes):
             mode.__exit__(*error)
 
-    def is_on_device(self, values: Any) -> bool:
+    def is_on_device(self, values) -> bool:
         return any(one.untyped_storage() in self._on_device for one in _tensors(values))
 
-    def found(self, what: str) -> None:
+    def found(self, what: str):
         frames = [one for one in traceback.extract_stack() if "/torch/" not in one.filename]
         place = next((one for one in reversed(frames) if one.filename != __file__), frames[-1])
         if not place.filename.endswith(CPU_KERNELS):
             self.syncs.append(f"{what} at {place.filename}:{place.lineno}: {place.line}")
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values) -> list[Tensor]:
     return [
         one
         for one in tree_leaves(values)
@@ -104,22 +103,22 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, watch: SyncWatch) -> None:
+    def __init__(self, watch: SyncWatch):
         super().__init__()
         self.watch = watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _METHODS and self.watch.is_on_device(args[:1]):
             self.watch.found(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 class _Dispatches(TorchDispatchMode):
-    def __init__(self, watch: SyncWatch) -> None:
+    def __init__(self, watch: SyncWatch):
         super().__init__()
         self.watch = watch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = (args, kwargs or {})
         on_device = self.watch.is_on_device(given)
         name = func._schema.name.removeprefix("aten::")
@@ -131,7 +130,7 @@ class _Dispatches(TorchDispatchMode):
                 self.watch._on_device[one.untyped_storage()] = True
         return result
 
-    def _reads(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _reads(self, name: str, args, kwargs) -> bool:
         if name.rstrip("_") in ("index", "index_put", "_index_put_impl"):
             masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype == torch.bool]
             return self.watch.is_on_device(masks)
@@ -140,7 +139,7 @@ class _Dispatches(TorchDispatchMode):
         return name in _READS
 
 
-def device_reads(model: Any, batch: MovedBatch, *wanted: list[str]) -> list[str]:
+def device_reads(model, batch: MovedBatch, *wanted: list[str]) -> list[str]:
     """The host syncs of a forward and backward for each list of outputs."""
     watch = SyncWatch()
     watch.mark(model, batch)

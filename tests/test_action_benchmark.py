@@ -7,7 +7,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,31 +16,31 @@ from mvp_engine.config import compose
 from mvp_engine.imports import import_file
 
 SCRIPT = ROOT / "benchmarks" / "actions.py"
-BENCH: Any = import_file(SCRIPT)
+BENCH = import_file(SCRIPT)
 ARGS = Namespace(tiny=True, workers=0, steps=2)
 
 
 def test_action_benchmark_config_of_ours_is_valid_and_has_room_for_the_samples(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "robot").mkdir()
-    config: Any = compose(BENCH.ours_config(tmp_path, ARGS, 4, "full", 2)).config
+    config = compose(BENCH.ours_config(tmp_path, ARGS, 4, "full", 2)).config
     assert config.mllm.micro_batch_tokens == 4 * (3 * 16 + 32)
     assert config.actions.draws == 2
     assert config.model.type == "action_model"
 
 
-def test_action_benchmark_real_shape_is_pi0s_own() -> None:
+def test_action_benchmark_real_shape_is_pi0s_own():
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.for_model(**BENCH.model_config(tiny=False))
+    config = AutoConfig.for_model(**BENCH.model_config(tiny=False))
     assert config.chunk_size == 50
     assert config.vlm_config.text_config.hidden_size == 2048
     assert BENCH.tokens_of_a_sample(tiny=False) == 3 * 256 + 32
 
 
-def test_action_benchmark_batch_of_transformers_trains_all_samples() -> None:
+def test_action_benchmark_batch_of_transformers_trains_all_samples():
     found = BENCH.theirs(Path(), ARGS, ["2"])
     assert found["samples"] == 2
     assert torch.tensor(found["loss"]).isfinite()
@@ -49,7 +48,7 @@ def test_action_benchmark_batch_of_transformers_trains_all_samples() -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_action_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_action_benchmark_runs_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
     words = [
         "--tiny",

@@ -15,7 +15,7 @@ SLEEPS = "import os; os.execlp('sh', 'sh', '-c', 'sleep 99 & echo $!; sleep 99')
 
 
 @pytest.mark.slow
-def test_session_kills_jobs_at_their_limits_with_their_children(tmp_path: Path) -> None:
+def test_session_kills_jobs_at_their_limits_with_their_children(tmp_path):
     shown = "import os, time; print(float(os.environ['BENCHMARK_ENDS']) - time.time() > 15)"
     jobs = [f'+60 -c "{shown}"', f'+4 -S -c "{SLEEPS}"', "60 -c 'raise SystemExit(3)'"]
     command = [sys.executable, str(ROOT / "benchmarks/session.py"), "--logs", str(tmp_path), *jobs]
@@ -28,7 +28,7 @@ def test_session_kills_jobs_at_their_limits_with_their_children(tmp_path: Path) 
     assert is_gone(int((tmp_path / "1.txt").read_text()))
 
 
-def test_watch_reads_output_that_ends_inside_of_a_character(tmp_path: Path, monkeypatch) -> None:
+def test_watch_reads_output_that_ends_inside_of_a_character(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.watch import watch
 
@@ -38,8 +38,8 @@ def test_watch_reads_output_that_ends_inside_of_a_character(tmp_path: Path, monk
 
 
 def test_session_job_after_its_time_is_not_started_and_one_without_arguments_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     command = [sys.executable, str(ROOT / "benchmarks/session.py"), "--logs", str(tmp_path)]
     (tmp_path / "0.txt").write_text("of an earlier session")
     done = subprocess.run(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,30 +14,34 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from run_files import json_lines
 from torch.nn.functional import scaled_dot_product_attention
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
 from mvp_engine.kit.data.read import decode_image
 
-HARDWARE: Any = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
+HARDWARE = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
 
+@pytest.mark.campaign
+def test_hardware_cells_are_what_is_estimated(campaign_size):
+    cells = json.loads(HARDWARE.RESULTS.read_text())["cells"]
+    for cell in cells[: campaign_size(1, len(cells))]:
+        assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell
+
+
 @pytest.fixture
-def bench(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packed_attention", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def bench(monkeypatch):
+    module = import_file(SCRIPT)
     monkeypatch.setitem(sys.modules, "packed_attention", module)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(module, "timed", lambda *_, **__: 2.0)
     return module
 
 
-def across_boundaries(bench: ModuleType) -> Any:
-    def attend(*qkv: Any) -> Any:
+def across_boundaries(bench: ModuleType):
+    def attend(*qkv):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
             0, 1
@@ -48,9 +50,7 @@ def across_boundaries(bench: ModuleType) -> Any:
     return lambda case: bench._with_autograd(case, attend)
 
 
-def test_packed_attention_dry_run_prints_each_mix_with_its_flops(
-    bench: ModuleType, monkeypatch, capsys
-) -> None:
+def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry"])
     bench.main()
     output = capsys.readouterr().out
@@ -66,8 +66,8 @@ def test_packed_attention_dry_run_prints_each_mix_with_its_flops(
 
 def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_packs(
     monkeypatch, capsys
-) -> None:
-    share: Any = import_file(ROOT / "benchmarks" / "context_share.py")
+):
+    share = import_file(ROOT / "benchmarks" / "context_share.py")
     monkeypatch.setattr(sys, "argv", ["context_share.py", "--dry", "--context", "4"])
     share.main()
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
@@ -79,9 +79,7 @@ def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_
         assert all(len(one.keys.rows) <= 2 * sum(lengths) for one in shares)
 
 
-def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(
-    bench: ModuleType, monkeypatch
-) -> None:
+def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(bench, monkeypatch):
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
     monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
@@ -100,43 +98,37 @@ def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(
 
 
 @pytest.fixture
-def compare(monkeypatch) -> ModuleType:
+def compare(monkeypatch):
     folder = ROOT / "benchmarks" / "sft"
     monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("sft_compare", folder / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(folder / "compare.py")
 
 
-def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path) -> None:
+def stored(name: str):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path):
+    docs = (ROOT / "docs" / "performance.md").read_text()
     page = tmp_path / "page.md"
-    page.write_text(
-        (ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |")
-    )
+    page.write_text(docs.replace("| ours |", "| theirs |"))
     for name in ("text_sft", "vlm_sft"):
-        compare.into_page(
-            name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page
-        )
-    assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
+        compare.into_page(name, stored(name), page)
+    assert page.read_text() == docs
     readme = (ROOT / "README.md").read_text()
     for name, key, value in (
         ("text_sft", "mix", "mix"),
         ("recipes", "work", "text_1.7b_fp8"),
         ("vlm_sft", "mix", "images"),
     ):
-        rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+        rows = stored(name)["rows"]
         mine = next(row for row in rows if (row["side"], row[key]) == ("ours", value))
         assert f"| {mine['tokens_per_s']:,.0f} | {100 * mine['mfu']:.1f} % |" in readme
     assert len(compare.rows("mix", 1)) == 32
     assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
 
 
-def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(
-    compare: Any, tmp_path, monkeypatch
-) -> None:
+def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(compare, tmp_path, monkeypatch):
     perf = {"step_s": 2.0, "data_wait": 0.1, "memory_gib": 3.0}
     totals = {"tokens": 100, "flops": 1e9}
     records = [
@@ -157,7 +149,8 @@ def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(
             assert row["why"] == f"ended with {code or 124}"
 
 
-def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
+@pytest.mark.slow
+def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
     data, trainer = (
         import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
@@ -176,12 +169,10 @@ def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(
-    compare: Any, tmp_path, monkeypatch, train
-) -> None:
+def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, monkeypatch, train):
     pytest.importorskip("sklearn")
-    engine: Any = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
-    data: Any = sys.modules[engine.rows.__module__]
+    engine = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
+    data = sys.modules[engine.rows.__module__]
     monkeypatch.setitem(data.PER_STEP, "images", 6)
     keys = [
         "sft.source=files",
@@ -200,7 +191,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(
 
     expected, found = (
         data.rows("images", 4),
-        list[Any](),
+        [],
     )  # two steps are trained, two more are read
     for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(global_batch_size=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
@@ -230,7 +221,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(
             )  # a photo, not one colour
 
     (log,) = tmp_path.glob("*/metrics.jsonl")
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = json_lines(log)
     monkeypatch.setattr(compare, "INTERVAL", 1)
     figures = compare.figures(records)
     assert figures["tokens"] == records[1]["totals"]["tokens"]
@@ -238,9 +229,9 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(
     assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
 
 
-def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, monkeypatch) -> None:
+def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
-    curves: Any = import_file(ROOT / "benchmarks" / "sft" / "curves.py")
+    curves = import_file(ROOT / "benchmarks" / "sft" / "curves.py")
     losses = {
         "ours": [4.0, 3.0, 2.0, 1.0],
         "ours, 4 packs": [4.0, 3.0, 2.0, 1.001],
@@ -265,22 +256,22 @@ def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, mon
     assert line == f"| text | {shown}"
 
 
-def test_trl_sequence_lengths_are_read_from_packed_labels() -> None:
-    side: Any = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
+def test_trl_sequence_lengths_are_read_from_packed_labels():
+    side = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
     labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])
     tokens = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])  # the last three are padding
     assert side.lengths(labels, tokens) == [3, 3, 1, 2]
     assert side.lengths(labels[:1], None) == [3, 3]
 
 
-def test_trl_token_counts_equal_what_it_trained_on(compare: Any, tmp_path, monkeypatch) -> None:
+def test_trl_token_counts_equal_what_it_trained_on(compare, tmp_path, monkeypatch):
     pytest.importorskip("trl")
     data, trainer = (
         import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
     )
-    make, made = trainer.trl_trainer, list[Any]()
+    make, made = trainer.trl_trainer, []
 
-    def run_in_process(command: list[str], check: bool) -> None:
+    def run_in_process(command, check):
         how = json.loads(command[-1])
         trainer.run(**{**how, "out": Path(how["out"])})
 
@@ -303,17 +294,18 @@ def test_trl_token_counts_equal_what_it_trained_on(compare: Any, tmp_path, monke
         )  # bfd keeps rows whole, the other packing cuts them
 
 
-def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -> None:
+def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):
     pytest.importorskip("datasets")
-    bench: Any = import_file(ROOT / "benchmarks" / "loader.py")
+    bench = import_file(ROOT / "benchmarks" / "loader.py")
     ours, padded = bench.compare(tmp_path, 24, rounds=1, workers=0)
     assert ours["rounds"][0]["useful"] == padded["rounds"][0]["useful"] > 24 * 20
     assert ours["empty"] < padded["empty"]
     assert padded["rounds"][0]["slots"] > padded["rounds"][0]["useful"]
 
 
-def test_generation_benchmark_compares_equal_tokens(tmp_path: Path) -> None:
-    bench: Any = import_file(ROOT / "benchmarks" / "generation.py")
+@pytest.mark.campaign(only=True)
+def test_generation_benchmark_compares_equal_tokens(tmp_path):
+    bench = import_file(ROOT / "benchmarks" / "generation.py")
     words = [
         "--shape",
         "tiny",
@@ -339,8 +331,8 @@ def test_generation_benchmark_compares_equal_tokens(tmp_path: Path) -> None:
     assert "old" not in page.read_text()
 
 
-def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_targets() -> None:
-    bench: Any = import_file(ROOT / "benchmarks" / "generation.py")
+def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_targets():
+    bench = import_file(ROOT / "benchmarks" / "generation.py")
     result = json.loads((ROOT / "benchmarks" / "results" / "generation.json").read_text())
     assert bench.table(result) in (ROOT / "docs" / "performance.md").read_text()
     seconds = {row["side"]: row["seconds"] for row in result["rows"]}
@@ -351,13 +343,13 @@ def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_ta
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
 def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign_size: Callable[[int, int], int]
-) -> None:
+    tmp_path, monkeypatch, campaign_size
+):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(
         decode_image, "open_image", decode_image.open_image
     )  # the script replaces it
-    bench: Any = import_file(ROOT / "benchmarks" / "measure_rows.py")
+    bench = import_file(ROOT / "benchmarks" / "measure_rows.py")
     bench.TRAINED_PACKS = campaign_size(1, 20)
     count = campaign_size(400, 50_000)
     delay = campaign_size(2, 50) / 1e3
@@ -372,24 +364,13 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     assert found[9]["exit_code"] == 0
 
 
-def test_hardware_table_of_the_docs_is_that_of_its_data() -> None:
+def test_hardware_table_of_the_docs_is_that_of_its_data():
     cells = json.loads(HARDWARE.RESULTS.read_text())["cells"]
     assert HARDWARE.table(cells) in (ROOT / "docs" / "hardware.md").read_text()
 
 
-def test_hardware_cell_is_what_is_estimated() -> None:
-    first = json.loads(HARDWARE.RESULTS.read_text())["cells"][0]
-    assert HARDWARE.estimate_cell(first["model"], first["gpu"], first["gpus"]) == first
-
-
 @pytest.mark.campaign(only=True)
-def test_hardware_cells_are_all_what_is_estimated() -> None:
-    for cell in json.loads(HARDWARE.RESULTS.read_text())["cells"]:
-        assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell
-
-
-@pytest.mark.campaign(only=True)
-def test_activation_offload_benchmark_finds_equal_results(tmp_path: Path) -> None:
+def test_activation_offload_benchmark_finds_equal_results(tmp_path):
     out = tmp_path / "found.json"
     words = [
         "benchmarks/activation_offload.py",

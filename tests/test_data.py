@@ -6,7 +6,6 @@ import random
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from mvp_engine.errors import UserError
 
 
 class Numbers(Dataset[Any]):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int):
         self.size = size
 
     def __len__(self) -> int:
@@ -31,7 +30,7 @@ class Numbers(Dataset[Any]):
 
 
 def loader(
-    size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more: Any
+    size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more
 ) -> SampleLoader:
     return SampleLoader(
         Numbers(size),
@@ -45,7 +44,7 @@ def loader(
 
 def order(loaders: list[SampleLoader]) -> list[set[int]]:
     """The samples of each global step, put together from all ranks."""
-    steps: list[set[int]] = []
+    steps = []
     for part in loaders:
         for i, batch in enumerate(part):
             step = i // part.accumulation
@@ -57,9 +56,7 @@ def order(loaders: list[SampleLoader]) -> list[set[int]]:
 @pytest.mark.parametrize("micro", [2, 5, 16])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("size", [1, 7, 48, 50])
-def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(
-    world: int, size: int, micro: int
-) -> None:
+def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(world, size, micro):
     alone = order([loader(size, total=16, micro=4)])
     parts = [loader(size, rank, world, micro=micro, total=16) for rank in range(world)]
     assert order(parts) == alone
@@ -68,7 +65,7 @@ def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(
         assert max((len(batch[0]) for batch in part), default=0) <= micro
 
 
-def test_sample_loader_epochs_differ_and_repeat_with_the_seed() -> None:
+def test_sample_loader_epochs_differ_and_repeat_with_the_seed():
     first, second = loader(), loader()
     second.set_epoch(1)
     assert order([first]) != order([second])
@@ -77,11 +74,11 @@ def test_sample_loader_epochs_differ_and_repeat_with_the_seed() -> None:
 
 
 @pytest.mark.parametrize("worlds", [(1, 1), (2, 1), (1, 2), (4, 2), (3, 2), (2, 3), (9, 3)])
-def test_sample_loader_cursor_is_valid_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
+def test_sample_loader_cursor_is_valid_on_another_number_of_ranks(worlds):
     straight = order([loader()])
     before, after = worlds
     parts = [loader(rank=r, world=before) for r in range(before)]
-    done: list[set[int]] = [set(), set()]
+    done = [set(), set()]
     for part in parts:
         iterator = iter(part)
         for step in range(2):
@@ -93,8 +90,8 @@ def test_sample_loader_cursor_is_valid_on_another_number_of_ranks(worlds: tuple[
     assert done + order(resumed) == straight
 
 
-def test_sample_randomness_depends_only_on_seed_epoch_and_index() -> None:
-    def values(part: SampleLoader) -> dict[int, float]:
+def test_sample_randomness_depends_only_on_seed_epoch_and_index():
+    def values(part):
         return {int(i): float(v) for batch in part for i, v in zip(*batch, strict=True)}
 
     alone = values(loader())
@@ -105,7 +102,7 @@ def test_sample_randomness_depends_only_on_seed_epoch_and_index() -> None:
     assert values(other) != alone
 
 
-def test_sample_loading_does_not_change_the_training_generators() -> None:
+def test_sample_loading_does_not_change_the_training_generators():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     list(loader())
     list(loader(num_workers=1))
@@ -114,7 +111,7 @@ def test_sample_loading_does_not_change_the_training_generators() -> None:
     assert states[2] == np.random.get_state()[1].tolist()
 
 
-def test_sample_ids_are_those_of_the_loaded_samples() -> None:
+def test_sample_ids_are_those_of_the_loaded_samples():
     part = loader(rank=1, world=2)
     iterator = iter(part)
     for _ in range(3):
@@ -126,8 +123,8 @@ def test_sample_ids_are_those_of_the_loaded_samples() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ranks(
-    world: int,
-) -> None:
+    world,
+):
     for batches, expected in ((3, range(6)), (100, range(11))):
         found = []
         for rank in range(world):
@@ -143,23 +140,23 @@ def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ra
 
 
 class Growing(Numbers):
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int):
         self.size = 7 + 5 * epoch
 
 
-def test_sample_loader_steps_of_another_epoch_are_counted_without_leaving_this_one() -> None:
+def test_sample_loader_steps_of_another_epoch_are_counted_without_leaving_this_one():
     part = SampleLoader(Growing(7), micro_batch_size=2, global_batch_size=8)
     assert [part.steps_in_epoch(epoch) for epoch in range(4)] == [1, 2, 3, 3]
     assert (part.epoch, len(part.dataset), part.steps_per_epoch) == (0, 7, 1)
 
 
 class Broken(Numbers):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int):
         raise StopIteration if index % 2 else ValueError("rotten")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sample_that_raises_is_named(workers: int) -> None:
+def test_sample_that_raises_is_named(workers):
     with pytest.raises((ValueError, RuntimeError), match=r"rotten|StopIteration") as caught:
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
@@ -172,12 +169,10 @@ def test_sample_that_raises_is_named(workers: int) -> None:
 @pytest.mark.parametrize(
     ("workers", "ahead"), [(0, 2), (1, 4)]
 )  # with workers the micro-batches of a step
-def test_pinning_thread_prefetches_a_few_micro_batches(
-    monkeypatch, workers: int, ahead: int
-) -> None:
+def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers, ahead):
     begun, threads = [], set()
 
-    def pin(item: Any) -> Any:  # what torch does needs a GPU
+    def pin(item):  # what torch does needs a GPU
         threads.add(threading.current_thread())
         begun.append(item)
         return item
@@ -189,7 +184,7 @@ def test_pinning_thread_prefetches_a_few_micro_batches(
     )
     assert part.accumulation == 4
     items = part._items
-    read: list[Any] = []
+    read = []
     monkeypatch.setattr(part, "_items", lambda: (read.append(item) or item for item in items()))
     for count, batch in enumerate(part):
         assert len(read) == min(len(plain), count + (ahead if count >= ahead else 2) + 1)
@@ -201,8 +196,8 @@ def test_pinning_thread_prefetches_a_few_micro_batches(
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_pinning_thread_delivers_micro_batches_before_a_failing_sample(monkeypatch) -> None:
-    def items() -> Iterator[int]:
+def test_pinning_thread_delivers_micro_batches_before_a_failing_sample(monkeypatch):
+    def items():
         yield from range(4)
         raise ValueError("rotten")
 
@@ -213,21 +208,21 @@ def test_pinning_thread_delivers_micro_batches_before_a_failing_sample(monkeypat
     assert seen == [0, 1, 2, 3]
 
 
-def test_pinning_thread_that_fails_raises_in_the_training(monkeypatch) -> None:
-    def pin(item: int) -> int:
+def test_pinning_thread_that_fails_raises_in_the_training(monkeypatch):
+    def pin(item):
         if item == 2:
             raise RuntimeError("no memory to pin")
         return item
 
     monkeypatch.setattr(data_loader, "pin", pin)
-    seen: list[int] = []
+    seen = []
     with pytest.raises(RuntimeError, match="no memory to pin"):
         seen.extend(data_loader.pinned(iter(range(9)), 4))
     assert seen == [0, 1]
 
 
 class Large(Numbers):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int):
         """How many of the large ones before are still there, in this process."""
         self.before = [one for one in getattr(self, "before", []) if one() is not None]
         made = torch.full((1 << 10,), float(len(self.before)))
@@ -236,9 +231,7 @@ class Large(Numbers):
 
 
 @pytest.mark.parametrize(("workers", "there"), [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
-def test_worker_keeps_its_last_micro_batches_in_shared_memory(
-    workers: int, there: list[int]
-) -> None:
+def test_worker_keeps_its_last_micro_batches_in_shared_memory(workers, there):
     part = SampleLoader(
         Large(6),
         micro_batch_size=1,
@@ -249,13 +242,13 @@ def test_worker_keeps_its_last_micro_batches_in_shared_memory(
     assert [int(one[0]) for one in part] == there
 
 
-def test_accumulation_steps_of_uneven_parts_are_each_ranks_own() -> None:
+def test_accumulation_steps_of_uneven_parts_are_each_ranks_own():
     assert accumulation_steps(64, 8, 4) == 2
     assert [accumulation_steps(128, 128, 3, rank) for rank in range(3)] == [1, 1, 1]
     assert [accumulation_steps(3, 1, 2, rank) for rank in range(2)] == [2, 1]
     assert [accumulation_steps(1, 1, 2, rank) for rank in range(2)] == [1, 0]
 
 
-def test_sample_loader_on_an_iterator_is_refused() -> None:
+def test_sample_loader_on_an_iterator_is_refused():
     with pytest.raises(UserError, match="needs a map-style dataset"):
-        SampleLoader(iter([1]), micro_batch_size=1)  # type: ignore[arg-type]
+        SampleLoader(iter([1]), micro_batch_size=1)

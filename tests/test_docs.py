@@ -33,12 +33,12 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_docs_links_resolve(page: Path) -> None:
+def test_docs_links_resolve(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_install_page_lists_every_extra_of_the_package() -> None:
+def test_install_page_lists_every_extra_of_the_package():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -48,9 +48,7 @@ def test_install_page_lists_every_extra_of_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = 0
     for before, code in blocks(ROOT / "README.md", "python") + blocks(ROOT / "README.md", "yaml"):
@@ -77,7 +75,7 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(
 
 
 @pytest.mark.slow
-def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
+def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     # The four commands that fine-tune a model: test_hub_commands.py.
     [text] = [code for _, code in blocks(ROOT / "README.md", "bash") if "magic_transformer" in code]
@@ -103,7 +101,7 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
     assert seen == {"train", "evaluate", "check", "config", "runs"}
 
 
-def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
+def test_readme_hardware_table_is_part_of_the_hardware_page():
     table = (
         (ROOT / "README.md")
         .read_text()
@@ -115,7 +113,7 @@ def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
     assert set(table.splitlines()) <= set(page)
 
 
-def test_readme_table_lists_every_recipe() -> None:
+def test_readme_table_lists_every_recipe():
     text = (ROOT / "README.md").read_text()
     for folder in sorted((ROOT / "recipes").glob("*/configs")):
         assert f"| [{folder.parent.name}](recipes/{folder.parent.name}) |" in text, (
@@ -123,7 +121,7 @@ def test_readme_table_lists_every_recipe() -> None:
         )
 
 
-def test_readme_has_the_words_that_people_search_for() -> None:
+def test_readme_has_the_words_that_people_search_for():
     text = (ROOT / "README.md").read_text().lower()
     for word in (
         "pip install",
@@ -138,7 +136,8 @@ def test_readme_has_the_words_that_people_search_for() -> None:
         assert word in text, word
 
 
-def test_docs_python_blocks_run() -> None:
+@pytest.mark.slow
+def test_docs_python_blocks_run():
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
             continue
@@ -147,7 +146,7 @@ def test_docs_python_blocks_run() -> None:
             exec(compile(code, f"<{page.name}>", "exec"), {"__name__": "example"})
 
 
-def test_docs_config_keys_exist() -> None:
+def test_docs_config_keys_exist():
     from mvp_engine.config.explain import all_keys
     from mvp_engine.kit import MLLMConfig
 
@@ -161,7 +160,7 @@ def test_docs_config_keys_exist() -> None:
                 assert word in known, f"{page.name}: {word}"
 
 
-def test_docs_recipe_hooks_exist() -> None:
+def test_docs_recipe_hooks_exist():
     from mvp_engine.kit import MLLMEngine
 
     text = (ROOT / "docs" / "recipes.md").read_text().partition("## Logging backends")[0]

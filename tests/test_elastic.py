@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from test_nodes import resolve  # noqa: F401 - a fixture
 
 from mvp_engine.errors import JOB_ID, UserError
 from mvp_engine.runs import launcher_id, list_runs
-from mvp_engine.tools.nodes import Nodes
 
 WORDS = [
     "log.interval=1",
@@ -25,7 +23,7 @@ WORDS = [
 ]
 
 
-def test_nodes_of_a_range_are_elastic(resolve: Callable[..., Nodes]) -> None:  # noqa: F811
+def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
     nodes = resolve("--nnodes", "1:4", "--node-rank", "2", "--master-addr", "gpu07", "--nproc", "8")
     assert (nodes.least, nodes.count, nodes.rank) == (1, 4, 2)
     options = nodes.torchrun_options(600)
@@ -42,9 +40,7 @@ def test_nodes_of_a_range_are_elastic(resolve: Callable[..., Nodes]) -> None:  #
             resolve("--nnodes", wrong, "--node-rank", "0", "--master-addr", "a")
 
 
-def test_restarted_elastic_job_continues_its_own_run(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatch):
     """Its ranks may be those of another launcher; a job of another id is a new run."""
     monkeypatch.setenv(JOB_ID, "first")
     assert launcher_id() == "first"
@@ -58,9 +54,7 @@ def test_restarted_elastic_job_continues_its_own_run(
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_killed_launcher_of_one_node_is_survived_by_the_other(
-    train: Callable[..., int], tmp_path: Path, port: int
-) -> None:
+def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, port):
     """The other node continues within a minute, with the losses and the samples of an undisturbed training."""
     steps = "loop.total_steps=60"
     assert train(*WORDS, steps, dir=tmp_path / "straight") == 0

@@ -23,7 +23,7 @@ def everything_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_atomic_path_new_file_appears_only_after_the_block(tmp_path: Path) -> None:
+def test_atomic_path_new_file_appears_only_after_the_block(tmp_path):
     file = tmp_path / "a.txt"
     with atomic_path(file) as temporary:
         temporary.write_text("new")
@@ -33,14 +33,14 @@ def test_atomic_path_new_file_appears_only_after_the_block(tmp_path: Path) -> No
     assert everything_in(tmp_path) == ["a.txt"]
 
 
-def write_half(file: Path, error: BaseException) -> None:
+def write_half(file: Path, error: BaseException):
     with atomic_path(file) as temporary:
         temporary.write_text("half")
         raise error
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_atomic_path_exception_keeps_the_old_file(tmp_path: Path, error: BaseException) -> None:
+def test_atomic_path_exception_keeps_the_old_file(tmp_path, error):
     file = tmp_path / "a.txt"
     file.write_text("old")
     with pytest.raises(type(error)):
@@ -49,7 +49,7 @@ def test_atomic_path_exception_keeps_the_old_file(tmp_path: Path, error: BaseExc
     assert everything_in(tmp_path) == ["a.txt"]
 
 
-def test_atomic_path_killed_process_keeps_the_old_file(tmp_path: Path) -> None:
+def test_atomic_path_killed_process_keeps_the_old_file(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("old")
     code = f"""
@@ -71,7 +71,7 @@ with atomic_path(Path({str(file)!r})) as temporary:
     assert file.read_text() == "old"
 
 
-def test_atomic_path_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+def test_atomic_path_replaced_file_keeps_its_permissions(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("old")
     file.chmod(0o640)
@@ -80,14 +80,14 @@ def test_atomic_path_replaced_file_keeps_its_permissions(tmp_path: Path) -> None
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-def test_atomic_path_new_file_has_the_default_permissions(tmp_path: Path) -> None:
+def test_atomic_path_new_file_has_the_default_permissions(tmp_path):
     (tmp_path / "ordinary").touch()
     atomic_write_text(tmp_path / "a.txt", "ü")
     assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     assert (tmp_path / "a.txt").read_bytes() == "ü".encode()
 
 
-def test_atomic_path_existing_folder_is_replaced_only_on_request(tmp_path: Path) -> None:
+def test_atomic_path_existing_folder_is_replaced_only_on_request(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with atomic_path(folder) as temporary:  # an empty one is free to take
@@ -103,7 +103,7 @@ def test_atomic_path_existing_folder_is_replaced_only_on_request(tmp_path: Path)
     assert everything_in(tmp_path) == ["folder"]
 
 
-def test_atomic_path_leftover_of_a_crash_is_not_reused(tmp_path: Path) -> None:
+def test_atomic_path_leftover_of_a_crash_is_not_reused(tmp_path):
     folder = tmp_path / "folder"
     temporary_path(folder).mkdir()
     (temporary_path(folder) / "stale").touch()
@@ -113,8 +113,8 @@ def test_atomic_path_leftover_of_a_crash_is_not_reused(tmp_path: Path) -> None:
     assert everything_in(folder) == ["new"]
 
 
-def test_atomic_path_rename_comes_after_fsync(tmp_path: Path, monkeypatch) -> None:
-    calls: list[str] = []
+def test_atomic_path_rename_comes_after_fsync(tmp_path, monkeypatch):
+    calls = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("fsync"), fsync(descriptor)))
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
@@ -122,7 +122,7 @@ def test_atomic_path_rename_comes_after_fsync(tmp_path: Path, monkeypatch) -> No
     assert calls == ["fsync", "rename", "fsync"]  # the file, the rename, the folder that lists it
 
 
-def test_atomic_symlink_existing_link_is_repointed(tmp_path: Path) -> None:
+def test_atomic_symlink_existing_link_is_repointed(tmp_path):
     link = tmp_path / "latest"
     for target in ("step_1", "step_2"):
         (tmp_path / target).mkdir()
@@ -131,7 +131,7 @@ def test_atomic_symlink_existing_link_is_repointed(tmp_path: Path) -> None:
     assert everything_in(tmp_path) == ["latest", "step_1", "step_2"]
 
 
-def test_remove_symlink_keeps_its_target(tmp_path: Path) -> None:
+def test_remove_symlink_keeps_its_target(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "file").touch()
     (tmp_path / "link").symlink_to("target")

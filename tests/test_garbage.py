@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 
 import forked
 import pytest
@@ -16,7 +15,7 @@ from mvp_engine.process.garbage import settled, without_collections
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_in_a_launch(monkeypatch):
     monkeypatch.setattr(garbage, "settle", forked.SETTLE)
     monkeypatch.setattr(garbage, "gc", gc)
     yield
@@ -24,11 +23,11 @@ def as_in_a_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Cycle:
-    def __init__(self) -> None:
+    def __init__(self):
         self.me = self
 
 
-def test_settled_frees_cycles_made_before_inside_and_after_it() -> None:
+def test_settled_frees_cycles_made_before_inside_and_after_it():
     before, kept = Cycle(), Cycle()
     seen = [weakref.ref(before), weakref.ref(kept)]
     del before
@@ -45,13 +44,13 @@ def test_settled_frees_cycles_made_before_inside_and_after_it() -> None:
     assert seen[1]() is None  # dropped inside: freed afterwards
 
 
-def test_without_collections_collects_again_afterwards() -> None:
+def test_without_collections_collects_again_afterwards():
     with without_collections():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_frozen_cycle_is_freed_when_the_interpreter_ends() -> None:
+def test_frozen_cycle_is_freed_when_the_interpreter_ends():
     """Libraries with a check for leaks, such as Triton's bindings, would report it."""
     made = "class Cycle:\n  def __del__(self): print('freed')\none = Cycle()\none.me = one\ngc.freeze()\ndel one\n"
     for imported, printed in (("", ""), ("import mvp_engine.process.garbage\n", "freed\n")):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 
 from mvp_engine.distributed import World
 
@@ -21,7 +18,7 @@ def reduced() -> tuple[list[float], list[float], list[bool]]:
     return total, largest, flags
 
 
-def test_world_all_reduce_equals_reduction_over_four_ranks(ranks4: RankPool) -> None:
+def test_world_all_reduce_equals_reduction_over_four_ranks(ranks4):
     found = ranks4.run(reduced)
     assert found == [found[0]] * 4  # bit-equal on all ranks
     total, largest, flags = found[0]
@@ -31,7 +28,7 @@ def test_world_all_reduce_equals_reduction_over_four_ranks(ranks4: RankPool) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 13])
-def test_world_all_reduce_on_any_size_has_logarithmic_messages(size: int, monkeypatch) -> None:
+def test_world_all_reduce_on_any_size_has_logarithmic_messages(size, monkeypatch):
     """All ranks in one process: each is a generator of its messages, which are delivered in turn."""
     import queue
     import threading
@@ -41,14 +38,14 @@ def test_world_all_reduce_on_any_size_has_logarithmic_messages(size: int, monkey
     local = threading.local()
 
     class Sent:
-        def wait(self) -> None: ...
+        def wait(self): ...
 
-    def send(tensor: torch.Tensor, dst: int, group: Any = None) -> Sent:
+    def send(tensor, dst, group=None):
         sent[local.rank] += 1
         boxes[local.rank, dst].put(tensor.clone())
         return Sent()
 
-    def recv(tensor: torch.Tensor, src: int, group: Any = None) -> None:
+    def recv(tensor, src, group=None):
         tensor.copy_(boxes[src, local.rank].get(timeout=60))
 
     monkeypatch.setattr(dist, "send", send)
@@ -56,7 +53,7 @@ def test_world_all_reduce_on_any_size_has_logarithmic_messages(size: int, monkey
     monkeypatch.setattr(dist, "recv", recv)
     results = {}
 
-    def run(rank: int) -> None:
+    def run(rank):
         local.rank = rank
         world = World(rank, size, 0, 1, torch.device("cpu"))
         results[rank] = world.all_reduce([float(rank), 0.1 * rank], torch.add)

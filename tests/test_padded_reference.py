@@ -15,7 +15,7 @@ PROMPTS, ANSWERS = [3, 6, 1, 5], [4, 2, 7, 1]
 
 
 @pytest.fixture
-def rows() -> dict[str, torch.Tensor]:
+def rows():
     return padded_batch(PROMPTS, ANSWERS, seed=7)
 
 
@@ -24,9 +24,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
-def test_language_model_packed_log_probs_and_entropy_equal_padded(
-    rows: dict[str, torch.Tensor], family: str
-) -> None:
+def test_language_model_packed_log_probs_and_entropy_equal_padded(rows, family):
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(
         config_of(family), attn_implementation="eager"
@@ -50,7 +48,7 @@ def test_language_model_packed_log_probs_and_entropy_equal_padded(
     assert torch.allclose(responses(out["entropy"], batch), entropy, rtol=1e-5, atol=1e-5)
 
 
-def test_value_model_packed_values_equal_padded(rows: dict[str, torch.Tensor]) -> None:
+def test_value_model_packed_values_equal_padded(rows):
     torch.manual_seed(0)
     model = ValueModel.from_config(config_of("qwen3")).eval()
     eager = type(model.hf)._from_config(config_of("qwen3"), attn_implementation="eager").eval()

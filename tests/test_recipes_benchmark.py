@@ -7,24 +7,22 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
 
 from mvp_engine.imports import import_file
 
-BENCH: Any = import_file(ROOT / "benchmarks" / "recipes.py")
-session_members: Any = import_file(ROOT / "benchmarks" / "watch.py").session_members
+BENCH = import_file(ROOT / "benchmarks" / "recipes.py")
+session_members = import_file(ROOT / "benchmarks" / "watch.py").session_members
 
 
-def record(step: int, step_s: float) -> dict[str, Any]:
+def record(step: int, step_s: float):
     perf = {"step_s": step_s, "tokens_per_s": 100 / step_s, "data_wait": 0.1, "memory_gib": 3.0}
     return {"split": "train", "step": step, "loss": 2.0, "perf": perf}
 
 
-def test_figures_count_the_second_half_and_find_full_speed() -> None:
+def test_figures_count_the_second_half_and_find_full_speed():
     seen = [
         (20.0, record(1, 9.0)),
         (40.0, record(5, 4.0)),
@@ -53,14 +51,14 @@ def test_figures_count_the_second_half_and_find_full_speed() -> None:
     assert len({line.count("|") for line in BENCH.table({"rows": rows}).splitlines()}) == 1
 
 
-def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path: Path, monkeypatch) -> None:
-    def ours(*_: Any) -> dict[str, Any]:
+def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path, monkeypatch):
+    def ours(*_):
         raise OSError("no space left on device\nmore")
 
     out = tmp_path / "new" / "out.json"
-    seen = list[int]()
+    seen = []
 
-    def theirs(side: str, *_: Any) -> dict[str, Any]:
+    def theirs(side, *_):
         seen.append(len(json.loads(out.read_text())["rows"]))  # what came before is written
         return {"why": f"of {side}"}
 
@@ -78,7 +76,7 @@ def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path: Path, mo
     assert seen == [1, 3]
 
 
-def test_rows_are_made_once_for_each_count(tmp_path: Path) -> None:
+def test_rows_are_made_once_for_each_count(tmp_path):
     work = BENCH.WORKS["text_0.6b"]
     file = BENCH.make_rows(work, 3, tmp_path)
     before = file.stat().st_mtime_ns
@@ -88,7 +86,8 @@ def test_rows_are_made_once_for_each_count(tmp_path: Path) -> None:
     assert len(BENCH.make_rows(work, 4, tmp_path).read_text().splitlines()) == 4
 
 
-def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path):
     code = "set -m; sleep 600 & echo step 1 of $$; sleep 600"  # -m: a child in a process group of its own
     seen = BENCH.watch(["bash", "-c", code], tmp_path, 3.0, pattern=BENCH.FIRST_STEP)
     assert seen.code is None
@@ -98,13 +97,13 @@ def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", list(BENCH.WORKS))
-def test_works_name_shipped_configs_and_shapes(name: str) -> None:
+def test_works_name_shipped_configs_and_shapes(name):
     work = BENCH.WORKS[name]
     assert (ROOT / "recipes" / work.config).is_file()
     assert BENCH.shape(work.shape)["model_type"] == BENCH.shape(work.tiny)["model_type"]
 
 
-def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path):
     peer = replace(BENCH.PEERS["Unsloth"], packages=("no-such-trainer",))
     found = BENCH.train_peer(peer, {"lora": 16}, sys.executable, {}, 60.0, tmp_path)
     assert found == {"why": "not installed: no-such-trainer"}
@@ -112,7 +111,7 @@ def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> Non
     assert "| lora_8b | Unsloth | not installed: no-such-trainer |" in BENCH.table({"rows": [row]})
 
 
-def test_clock_of_peers_writes_after_each_step(tmp_path: Path) -> None:
+def test_clock_of_peers_writes_after_each_step(tmp_path):
     clock = import_file(ROOT / "benchmarks" / "recipes_clock.py").Clock(
         str(tmp_path / "peer.json"), time.monotonic() - 100, "sdpa"
     )
@@ -130,14 +129,14 @@ def test_clock_of_peers_writes_after_each_step(tmp_path: Path) -> None:
     }
 
 
-def test_starts_table_lists_each_start_and_its_failures() -> None:
+def test_starts_table_lists_each_start_and_its_failures():
     times = [{"first_step_s": 14.04, "full_speed_s": 40.0}, {"why": "ended with 1"}]
     text = BENCH.starts_table({"starts": {"text_0.6b": {"cold": times}}})
     assert "| text_0.6b | cold | 14.0, - s | 40.0, - s |" in text
     assert BENCH.starts_table({"rows": []}) == ""
 
 
-def test_table_of_shipped_configs_in_docs_equals_the_stored_results() -> None:
+def test_table_of_shipped_configs_in_docs_equals_the_stored_results():
     page = (ROOT / "docs" / "performance.md").read_text()
     lines = page.partition("## The shipped configs")[2].partition("###")[0].splitlines()
     for row in json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import MAGIC, TINY
+from run_files import json_lines
 from torch.distributed.run import parse_args
 
 from mvp_engine.cli import main
@@ -25,7 +26,7 @@ def newest(folder: Path) -> Run:
     return list_runs(folder)[-1]
 
 
-def replayed(capsys: Any, folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+def replayed(capsys, folder: Path, *words: str, code: int = 0):
     capsys.readouterr()
     assert main(["check", str(newest(folder).dir), "--json", *words]) == code
     return json.loads(capsys.readouterr().out)
@@ -43,8 +44,8 @@ def where(run: Run, step: int, sample: int) -> int:
     [("weight", "4.bias", None), ("huge", "4.bias", "1"), ("log", None, None)],
 )
 def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
-    train, tmp_path: Path, capsys, kind: str, parameter: str | None, module: str | None
-) -> None:
+    train, tmp_path, capsys, kind, parameter, module
+):
     words = [
         "tiny.bad_rows=[17]",
         f"tiny.bad_kind={kind}",
@@ -65,7 +66,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     assert len(list_runs(tmp_path)) == 1  # nothing is left behind
 
 
-def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, capsys) -> None:
+def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys):
     assert (
         train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path)
         == EXIT_BUG
@@ -78,9 +79,8 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, c
     assert (entry["rows"], entry["error"]) == ([17], "IndexError: Target 7 is out of bounds.")
 
 
-def test_replay_after_a_learning_rate_blow_up_blames_the_weights(
-    train, tmp_path: Path, capsys
-) -> None:
+@pytest.mark.slow
+def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path, capsys):
     words = [
         "optim.lr=50",
         "optim.warmup_steps=0",
@@ -106,9 +106,10 @@ def test_replay_after_a_learning_rate_blow_up_blames_the_weights(
     assert all(record["skipped"] == 0 for record in newest(tmp_path).records("train"))
 
 
+@pytest.mark.slow
 def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_row(
-    train, tmp_path: Path, capsys
-) -> None:
+    train, tmp_path, capsys
+):
     """log(0) in 0.3 % of the rows, in steps of 128 rows."""
     rows = list(range(0, 2000, 333))[:6]
     words = [
@@ -125,9 +126,7 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
     ]
     assert train(*words, dir=tmp_path) == 0
     run = newest(tmp_path)
-    records = [
-        json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()
-    ]
+    records = json_lines(run.dir / "skipped_steps.jsonl")
     share = f"{len(records)} of 16 steps ({len(records) / 16:.0%}) were skipped"
     assert len(records) >= 5
     assert share in (run.dir / "log.txt").read_text()
@@ -137,8 +136,9 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
         assert names == sorted({*rows} & {*record["sample_ids"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
-def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path: Path, shard: int) -> None:
+def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
     words = [
         "tiny.bad_rows=[17]",
         f"parallel.shard={shard}",
@@ -169,7 +169,7 @@ def _replay_rank(arguments: list[str]) -> int:
     return replay_main(arguments)
 
 
-def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path: Path, capsys) -> None:
+def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path, capsys):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     run = str(newest(tmp_path).dir)
     assert main(["check", run]) == EXIT_USER_ERROR
@@ -178,7 +178,7 @@ def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path: Path, capsys)
     assert [entry["micro_batch"] for entry in found["micro_batches"]] == [1, 2]
 
 
-def test_replay_uses_the_nearest_checkpoint_and_the_config_of_the_step(tmp_path: Path) -> None:
+def test_replay_uses_the_nearest_checkpoint_and_the_config_of_the_step(tmp_path):
     run = Run.create(tmp_path, "any", None)
     for name in ("step_00000004", "diverged-step_00000006", "step_00000008"):
         (run.checkpoints / name).mkdir(parents=True)
@@ -197,7 +197,7 @@ class Pair(NamedTuple):
     class_weights: torch.Tensor
 
 
-def test_rows_of_nested_micro_batches_are_selected() -> None:
+def test_rows_of_nested_micro_batches_are_selected():
     batch = {
         "x": torch.arange(6).view(3, 2),
         "names": ["a", "b", "c"],
@@ -218,13 +218,13 @@ def test_rows_of_nested_micro_batches_are_selected() -> None:
     assert [value.tolist() for value in select_rows(pair, [1])] == [[1], [0, 1, 2, 3, 4]]
 
 
-def test_rows_of_packed_batches_are_those_of_one_source() -> None:
+def test_rows_of_packed_batches_are_those_of_one_source():
     fields = {"sample": torch.tensor([4, 4, 4, 1]), "source": torch.tensor([0, 0, 1, 1])}
     batch = PackedBatch.from_sequences([torch.arange(2)] * 4, sequence_fields=fields)
     assert row_groups(batch) == [[0, 1], [2], [3]]
 
 
-def test_check_labels_names_the_row_and_the_value() -> None:
+def test_check_labels_names_the_row_and_the_value():
     check_labels(torch.tensor([[0, 2], [-100, 1]]), 3)
     with pytest.raises(RowError, match="label 3 is outside of the 3 classes") as error:
         check_labels(torch.tensor([[0, 2], [-100, 3]]), 3)

@@ -6,7 +6,6 @@ import ctypes
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,14 @@ from mvp_engine.tools.launcher import DRIVER, created_meanwhile
 
 def fake_driver(monkeypatch: pytest.MonkeyPatch, init_code: int = 0) -> list[str]:
     """Put a stand-in in the place of NVIDIA's driver library; returns the calls that it gets."""
-    calls: list[str] = []
+    calls = []
 
     def init(flags: int) -> int:
         time.sleep(0.05)  # while the imports are running
         calls.append("init")
         return init_code
 
-    def device_get(device: Any, index: int) -> int:
+    def device_get(device, index: int) -> int:
         calls.append(f"device {index}")
         return 0
 
@@ -35,9 +34,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, init_code: int = 0) -> list[str
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cuda_context_is_created_when_the_imports_end_or_fail(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_context_is_created_when_the_imports_end_or_fail(fails, monkeypatch):
     calls = fake_driver(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "3")
     try:
@@ -52,8 +49,8 @@ def test_cuda_context_is_created_when_the_imports_end_or_fail(
 
 
 def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     calls = fake_driver(monkeypatch, init_code=100)  # CUDA_ERROR_NO_DEVICE
     with created_meanwhile("cpu"):
         pass
@@ -74,13 +71,13 @@ def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(
     ],
 )
 def test_compile_workers_start_for_inductor_on_a_gpu(
-    device: str, setting: object, started: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+    device, setting, started, monkeypatch, tmp_path
+):
     from torch._inductor.async_compile import AsyncCompile
 
-    calls: list[str] = []
+    calls = []
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: calls.append("started"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    model: Any = SimpleNamespace(compile=setting, compile_cache=str(tmp_path))
+    model = SimpleNamespace(compile=setting, compile_cache=str(tmp_path))
     start_compile_workers(torch.device(device), model)
     assert bool(calls) == started

@@ -35,7 +35,7 @@ for words in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel, built from a copy of the files that it is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "outputs")
@@ -68,9 +68,7 @@ def commands(run: str = "RUN") -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
     assert (tmp_path / "site/mvp_engine/_skills/recipe/SKILL.md").is_file()
@@ -88,9 +86,7 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(
 
 
 @pytest.mark.campaign(only=True)
-def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel, tmp_path):
     """In an environment of its own, with the versions of constraints.txt."""
     subprocess.run(["uv", "venv", "--quiet", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -108,7 +104,7 @@ def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(
     empty.mkdir()
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
-    def mvp(*words: str) -> subprocess.CompletedProcess[str]:
+    def mvp(*words):
         command = [python.with_name("mvp"), *words]
         return subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
 
@@ -131,7 +127,7 @@ def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
-def test_package_resolves_next_to_the_newest(other: str, tmp_path: Path) -> None:
+def test_package_resolves_next_to_the_newest(other, tmp_path):
     """The newest release that pip would choose alone is also chosen with this package, and its transformers is ours."""
     alone = resolve(tmp_path, other)
     together = resolve(tmp_path, f"{other}=={alone[other]}", f"{ROOT}[data,cuda]")

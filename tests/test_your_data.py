@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -32,7 +30,7 @@ def run(words: list[str], *more: str) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Images, rows as on the page, and a model: the demo's, after one step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -76,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys: Any) -> None:
+def test_your_data_page_commands_give_the_outputs_it_shows(folder, capsys):
     commands = [
         shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()
     ]
@@ -122,11 +120,11 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     assert capsys.readouterr().out.strip()
     assert ask[:3] == ["python", "recipes/digits_vlm/ask.py", "outputs/shapes_model"]
     assert (folder / ask[2] / "model.safetensors").is_file()
-    script: dict[str, Any] = {}
+    script = {}
     exec((ROOT / ask[1]).read_text(), script)
     assert isinstance(script["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
 
 
-def _printed(capsys: Any) -> str:
+def _printed(capsys) -> str:
     output = capsys.readouterr()
     return " ".join((output.out + output.err).split())

@@ -9,7 +9,7 @@ import pytest
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 
 R = random.Random(0)
-MIXES: dict[str, list[list[int]]] = {
+MIXES = {
     "one long sequence": [[R.randint(8_000, 300_000)] for _ in range(20)],
     "short sequences": [[R.randint(1, 500) for _ in range(200)] for _ in range(20)],
     "long and short ones": [
@@ -24,7 +24,7 @@ MIXES: dict[str, list[list[int]]] = {
 }
 
 
-def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]) -> None:
+def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]):
     chunks = sorted(chunk for chunks in of_ranks for chunk in chunks)
     at = 0
     for chunk in chunks:
@@ -44,7 +44,7 @@ def largest_over_mean(values: list[int]) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("mix", MIXES)
-def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix: str, ranks: int) -> None:
+def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix, ranks):
     for lengths in MIXES[mix]:
         of_ranks = zigzag(lengths, ranks)
         assert_partition(lengths, of_ranks)
@@ -57,7 +57,7 @@ def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix: str, ranks: int) -> 
         )
 
 
-def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole() -> None:
+def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole():
     for lengths in ([32_768] * 8, [2_048] * 64, [4_096] * 8 + [1_024] * 32):
         chunks = [chunk for chunks in zigzag(lengths, 8) for chunk in chunks]
         assert len(chunks) == len(lengths)
@@ -68,7 +68,7 @@ def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole() -> None:
     ]  # of the long one two chunks, or two neighbours
 
 
-def test_zigzag_pairs_are_those_of_the_causal_mask() -> None:
+def test_zigzag_pairs_are_those_of_the_causal_mask():
     lengths = [37, 5]
     of_ranks = zigzag(lengths, 4)
     found = sum(chunk.pairs for chunks in of_ranks for chunk in chunks)
@@ -78,7 +78,7 @@ def test_zigzag_pairs_are_those_of_the_causal_mask() -> None:
 
 
 @pytest.mark.parametrize("smallest", [1, 2])
-def test_zigzag_pack_of_few_tokens_gives_every_rank_some(smallest: int) -> None:
+def test_zigzag_pack_of_few_tokens_gives_every_rank_some(smallest):
     g = random.Random(1)
     for _ in range(500):
         ranks = g.choice([2, 3, 4, 8])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import read_metrics
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     """A config file of a tiny pi0 on frames of videos and on questions with and without images."""
     folder = tmp_path_factory.mktemp("mixture")
     train_tokenizer(TEXTS, 300, ("<image>",)).save_pretrained(folder / "tokenizer")
@@ -80,9 +78,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(
-    config: Path, tmp_path: Path, ranks2: Any
-) -> None:
+def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config, tmp_path, ranks2):
     """With shards a rank may have no image, or no action, in a forward in which the other one has."""
     assert launch(str(config), [f"project.dir={tmp_path / 'alone'}"]) == 0
     alone = read_metrics(tmp_path / "alone")
@@ -99,9 +95,7 @@ def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_action_engine_killed_and_resumed_is_bit_equal(
-    config: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_action_engine_killed_and_resumed_is_bit_equal(config, tmp_path, ranks):
     words = ["loop.total_steps=30", "checkpoint.interval=2"]
     result = compare(2, ranks, words, tmp_path, config=config, start=ForkedJob)
     assert result["bit_equal"]

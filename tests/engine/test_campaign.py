@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import campaign
 import pytest
@@ -14,9 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.campaign(only=True)
-def test_campaign_short_loses_hangs_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2", "data.num_workers=2"])])
     out = tmp_path / "table.md"
     table = campaign.run(
@@ -31,7 +28,7 @@ def test_campaign_short_loses_hangs_and_changes_nothing(
         assert sum(tally.faults.values()) > 0
 
 
-def test_campaign_difference_names_a_changed_weight_or_record(tmp_path: Path, train) -> None:
+def test_campaign_difference_names_a_changed_weight_or_record(tmp_path, train):
     """A comparison that cannot fail would prove nothing."""
     for name, words in (("a", []), ("same", []), ("b", ["optim.lr=0.0100001"])):
         assert train("log.interval=1", "loop.total_steps=6", *words, dir=tmp_path / name) == 0
@@ -46,7 +43,7 @@ def test_campaign_difference_names_a_changed_weight_or_record(tmp_path: Path, tr
     assert "steps without a record" in found
 
 
-def test_watchdog_zombie_is_a_dead_rank() -> None:
+def test_watchdog_zombie_is_a_dead_rank():
     """A killed rank stays a zombie until its launcher reads its exit code."""
     watch = RankWatchdog.__new__(RankWatchdog)  # without its thread, which would end this process
     watch.siblings = [os.getpid()]

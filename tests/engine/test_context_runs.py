@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,8 +30,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
-    train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
-) -> None:
+    train, ranks2, ranks4, tmp_path, campaign_size
+):
     steps = campaign_size(6, 8)
     assert (
         train(
@@ -60,7 +59,7 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
 
 
 @pytest.mark.campaign(only=True)
-def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) -> None:
+def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     words = [*WORDS, "parallel.context=2"]
     assert ranks2.launch(
         LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}"
@@ -77,7 +76,7 @@ def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) 
 @pytest.mark.campaign(only=True)
 def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
     train, ranks2, ranks4, tmp_path
-) -> None:
+):
     """Each launch resumes at the last step, does nothing, and saves again."""
     words = [*WORDS, "loop.total_steps=2"]
     assert train(*words, config=LM, dir=tmp_path / "0") == 0

@@ -6,7 +6,6 @@ import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,12 @@ from conftest import MAGIC, ROOT, TINY, losses, read_metrics, run_process
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
+IN_CAMPAIGN = pytest.mark.campaign(only=True)
 QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
 
 
 @pytest.mark.slow
-def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) -> None:
+def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path):
     words = [
         "loop.total_steps=4",
         "log.interval=1",
@@ -42,14 +42,14 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) ->
 
     # One of them from nothing: without git, a terminal or a writable folder.
     environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
-    bare: dict[str, Any] = {
+    bare = {
         "fresh": True,
         "env": environment,
         "cwd": "/proc",
         "stdin": subprocess.DEVNULL,
     }
 
-    def run(name: str) -> tuple[int, str]:
+    def run(name):
         options = bare if name == "python" else {}
         return run_process(*ways[name], f"project.dir={tmp_path / name}", *words, **options)
 
@@ -62,10 +62,10 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) ->
     assert list_runs(tmp_path / "python")[0].info["git"] is None
 
 
-@pytest.mark.parametrize("micro", [8, 3, 1])
-def test_training_on_two_ranks_gives_the_losses_of_one(
-    train, ranks2, tmp_path: Path, micro: int
-) -> None:
+@pytest.mark.parametrize(
+    "micro", [pytest.param(8, marks=IN_CAMPAIGN), 3, pytest.param(1, marks=IN_CAMPAIGN)]
+)
+def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path, micro):
     words = [
         "loop.epochs=2",
         "log.interval=1",
@@ -89,10 +89,11 @@ def test_training_on_two_ranks_gives_the_losses_of_one(
                 assert a[key] == pytest.approx(b[key], rel=1e-5), (split, a["step"], key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 3])
 def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
-    train, ranks2, ranks4, tmp_path: Path, batches: int
-) -> None:
+    train, ranks2, ranks4, tmp_path, batches
+):
     """20 held-out samples in micro-batches of 4."""
     words = [
         "loop.total_steps=1",
@@ -111,18 +112,7 @@ def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
     assert read_metrics(tmp_path / "all", "eval")[0]["loss"] != pytest.approx(one["loss"], rel=1e-3)
 
 
-def test_magic_transformer_on_two_ranks_gives_the_losses_of_one(
-    train, ranks2, tmp_path: Path
-) -> None:
-    words = ["loop.total_steps=4", "log.interval=1", "data.global_batch_size=32", *QUIET]
-    assert train(*words, "data.micro_batch_size=32", config=MAGIC, dir=tmp_path / "one") == 0
-    assert ranks2.launch(
-        MAGIC, *words, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"
-    ) == [0, 0]
-    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
-
-
-def test_gradients_do_not_depend_on_micro_batch_split(train, tmp_path: Path) -> None:
+def test_gradients_do_not_depend_on_micro_batch_split(train, tmp_path):
     seen = []
     for micro in (8, 4, 2, 1):
         folder = tmp_path / str(micro)
@@ -132,7 +122,7 @@ def test_gradients_do_not_depend_on_micro_batch_split(train, tmp_path: Path) -> 
         assert torch.allclose(torch.tensor(seen[0]), torch.tensor(other), rtol=1e-5)
 
 
-def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path: Path) -> None:
+def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path):
     words = ["optim.lr=0", "optim.weight_decay=0", "loop.total_steps=4"]
     assert train("log.interval=1", *words, dir=tmp_path / "each") == 0
     assert train("log.interval=4", *words, dir=tmp_path / "all") == 0
@@ -145,7 +135,7 @@ def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path: Pat
     )  # step 1 has its own record
 
 
-def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]]) -> None:
+def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]]):
     """Train in one go, and stopped by SIGTERM at each of `cuts` and resumed; the records must be the same bits."""
     assert set(run(*words, f"project.dir={folder / 'straight'}")) == {0}
     for cut in cuts:
@@ -164,51 +154,45 @@ RESUME_WORDS = ["tiny.dropout=0.3", "tiny.noise=0.1", "loop.eval_interval=5", "l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", ["sample", "torch", "iterable"])
-@pytest.mark.parametrize("stop", [2, 6])  # an epoch has 6 steps (11 micro-batches in twos)
-def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(
-    train, tmp_path: Path, loader: str, stop: int
-) -> None:
+@pytest.mark.parametrize(
+    ("loader", "stop"),  # an epoch has 6 steps (11 micro-batches in twos)
+    [
+        ("sample", 2),
+        ("sample", 6),
+        ("torch", 6),
+        pytest.param("torch", 2, marks=IN_CAMPAIGN),
+        ("iterable", 6),
+        pytest.param("iterable", 2, marks=IN_CAMPAIGN),
+    ],
+)
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, tmp_path, loader, stop):
     words = [f"tiny.loader={loader}", *RESUME_WORDS]
     # Stop twice: a second resume must not start the data again.
     cuts = [[f"tiny.fault_step={stop}"], [f"tiny.fault_step={stop + 2}"]]
     straight_and_cut(lambda *w: [train(*w)], words, tmp_path, cuts)
 
 
-def test_resumed_run_with_loader_workers_is_bit_equal(train, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_resumed_run_with_loader_workers_is_bit_equal(train, tmp_path):
     words = ["data.num_workers=2", *RESUME_WORDS]
     straight_and_cut(lambda *w: [train(*w)], words, tmp_path, [["tiny.fault_step=4"]])
 
 
-@pytest.mark.parametrize("size", [8, 1])  # with 1 the second rank has no samples
-def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.global_batch_size=8"],
+        ["data.global_batch_size=1"],  # the second rank has no samples
+        ["data.global_batch_size=3", "parallel.shard=2"],  # one rank runs a dummy in every step
+    ],
+)
+def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path, words):
     cuts = [["tiny.fault_step=4", "tiny.fault_rank=1"], ["tiny.fault_step=7"]]
-    words = [*RESUME_WORDS, "data.micro_batch_size=2", f"data.global_batch_size={size}"]
+    words = [*RESUME_WORDS, f"data.micro_batch_size={1 if len(words) > 1 else 2}", *words]
     straight_and_cut(lambda *w: ranks2.launch(TINY, *w), words, tmp_path, cuts)
 
 
-def test_resumed_run_on_another_number_of_ranks_gives_equal_losses(
-    train, ranks2, ranks4, tmp_path: Path
-) -> None:
-    """No randomness in the model here: then the losses agree whatever the number of ranks."""
-    words = [
-        "tiny.noise=0.1",
-        "log.interval=3",
-        "data.micro_batch_size=2",
-        "data.global_batch_size=3",
-    ]
-    words += ["tiny.samples=20"]  # an epoch has 7 steps, the last of 2 samples
-    assert train(*words, dir=tmp_path / "straight") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
-    assert ranks2.launch(TINY, *cut, "tiny.fault_step=4") == [EXIT_INTERRUPTED] * 2
-    assert ranks4.launch(TINY, *cut, "tiny.fault_step=8") == [EXIT_INTERRUPTED] * 4
-    assert train(*cut, "tiny.fault=null", dir=tmp_path / "cut") == 0
-    straight, cut_losses = losses(tmp_path / "straight"), losses(tmp_path / "cut")
-    assert len(straight) == 5
-    assert straight == pytest.approx(cut_losses, rel=1e-5)
-
-
-def test_deterministic_mode_when_configured_is_enabled(train) -> None:
+def test_deterministic_mode_when_configured_is_enabled(train):
     try:
         assert train("deterministic=true", "loop.total_steps=1") == 0
         assert torch.are_deterministic_algorithms_enabled()
@@ -216,7 +200,7 @@ def test_deterministic_mode_when_configured_is_enabled(train) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_seed_changed_changes_losses_and_repeated_repeats_them(train, tmp_path: Path) -> None:
+def test_seed_changed_changes_losses_and_repeated_repeats_them(train, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert train(f"seed={seed}", "tiny.dropout=0.3", "tiny.noise=0.1", dir=tmp_path / name) == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")

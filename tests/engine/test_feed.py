@@ -18,7 +18,7 @@ from mvp_engine.errors import UserError
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
-def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options: Any) -> SampleLoader:
+def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options) -> SampleLoader:
     return kind(
         TensorDataset(torch.arange(size)),
         **{"micro_batch_size": 2, "global_batch_size": 4, **options},
@@ -28,13 +28,13 @@ def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options: A
 class Wrapper:
     """Passes everything on to another loader."""
 
-    def __init__(self, inner: SampleLoader) -> None:
+    def __init__(self, inner: SampleLoader):
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.inner)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
 
@@ -43,7 +43,7 @@ class Filtering(SampleLoader):
         return (batch for batch in super().__iter__() if len(batch[0]) > 1)
 
 
-def test_plan_of_a_sample_loader_has_the_micro_batches_of_the_step() -> None:
+def test_plan_of_a_sample_loader_has_the_micro_batches_of_the_step():
     feed = Feed(loader(), 2, ALONE)
     sizes = []
     while micro_batches := feed.take():
@@ -58,15 +58,15 @@ def test_plan_of_a_sample_loader_has_the_micro_batches_of_the_step() -> None:
     assert plan.num_micro_batches == 0
 
 
-def test_plan_of_a_loader_with_other_steps_than_the_feed_is_not_used() -> None:
+def test_plan_of_a_loader_with_other_steps_than_the_feed_is_not_used():
     assert Feed(loader(), 1, ALONE).next_plan() is None
 
 
-def test_plan_of_a_subclass_that_changes_what_is_loaded_is_not_used() -> None:
+def test_plan_of_a_subclass_that_changes_what_is_loaded_is_not_used():
     assert Feed(loader(Filtering), 2, ALONE).next_plan() is None
 
 
-def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan() -> None:
+def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan():
     wrapper = Wrapper(loader())
     feed = Feed(wrapper, 2, ALONE)
     assert feed.next_plan() is None
@@ -76,11 +76,11 @@ def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan() -> None:
 
 
 class Growing(TensorDataset):
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int):
         self.tensors = (torch.arange(8 + 3 * epoch),)
 
 
-def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length() -> None:
+def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length():
     feed = Feed(SampleLoader(Growing(torch.arange(8)), micro_batch_size=4), 1, ALONE)
     made = 0
     while feed.epoch < 4:
@@ -108,13 +108,15 @@ class OwnCursor(SampleLoader):
     global_cursor = False
 
 
-def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide() -> None:
+def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide():
     three = Layout(World(2, 3, 2, 3, torch.device("cpu")), replicate=3)
     ranks = {"rank": 2, "world_size": 3}
     assert micro_batches_per_step(loader(**ranks), 4, 2, three) == 1
     assert micro_batches_per_step(loader(global_batch_size=2, **ranks), 2, 2, three) == 0
     assert micro_batches_per_step([], 12, 2, three) == 2
-    refused = "global_batch_size=4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
+    refused = (
+        "4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
+    )
     with pytest.raises(UserError, match=refused):
         micro_batches_per_step([], 4, 2, three)
     with pytest.raises(

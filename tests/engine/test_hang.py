@@ -7,10 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +23,10 @@ ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
-def reports() -> Iterator[list[str]]:
-    found: list[str] = []
+def reports():
+    found = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: found.append(record.getMessage())
     logger = logging.getLogger("mvp_engine")
     logger.addHandler(handler)
     yield found
@@ -38,7 +36,7 @@ def reports() -> Iterator[list[str]]:
 class Clock:
     """The seconds of HangWatch, which pass when a test says so: a busy machine makes no step slow."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         self.looks = 0  # of the watching thread, and one for each beat
 
@@ -46,14 +44,14 @@ class Clock:
         self.looks += 1
         return self.now
 
-    def let_watch(self) -> None:
+    def let_watch(self):
         """Wait until the watching thread has looked at the step: once, and after that."""
         before = self.looks
         wait_until(lambda: self.looks >= before + 2)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(
         hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
@@ -61,9 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(
-    reports: list[str], clock: Clock
-) -> None:
+def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports, clock):
     with HangWatch(0.2, ALONE) as watch:
         for step in range(1, 6):
             watch.beat(step)
@@ -88,7 +84,7 @@ def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(
 class Store:
     """The part of a TCPStore that HangWatch uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: dict[str, str] = {}
         self.set = self.values.__setitem__
         self.get = self.values.__getitem__
@@ -97,11 +93,9 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(
-    reports: list[str], clock: Clock
-) -> None:
+def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(reports, clock):
     store = Store()
-    rank_0, rank_1 = (World(rank, 2, 0, 1, torch.device("cpu"), store=store) for rank in range(2))  # type: ignore[arg-type]
+    rank_0, rank_1 = (World(rank, 2, 0, 1, torch.device("cpu"), store=store) for rank in range(2))
     with HangWatch(0.2, rank_1) as first, HangWatch(0.2, rank_0) as second:
         first.beat(7)
         clock.now += 0.3
@@ -118,7 +112,7 @@ def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(
     assert "2 ranks (0, 1)" in reports[1]
 
 
-def answer(step: int, *frames: str) -> dict[str, Any]:
+def answer(step: int, *frames: str):
     return {
         "time": 0.0,
         "step": step,
@@ -130,7 +124,7 @@ def answer(step: int, *frames: str) -> dict[str, Any]:
 COLLECTIVE = ("engine.py", "/x/mvp_engine/distributed/world.py", "/x/torch/distributed/c10d.py")
 
 
-def test_describe_names_the_rank_that_is_not_in_a_collective() -> None:
+def test_describe_names_the_rank_that_is_not_in_a_collective():
     text = describe(
         {0: answer(7, *COLLECTIVE), 1: answer(7, "rows.py"), 2: answer(7, *COLLECTIVE)}, 3, 60.0
     )
@@ -144,7 +138,7 @@ def test_describe_names_the_rank_that_is_not_in_a_collective() -> None:
     assert 'File "rows.py"' in text
 
 
-def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ() -> None:
+def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
     assert "rank 1 did not answer" in describe({0: answer(7, *COLLECTIVE)}, 2, 60.0)
     other = answer(7, "engine.py", "/x/torch/distributed/fsdp.py", "/x/torch/distributed/c10d.py")
     assert "all ranks wait in collectives, which differ" in describe(
@@ -156,7 +150,7 @@ def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ() -
 @pytest.mark.parametrize(
     "how", ["hangs", pytest.param("is stopped", marks=pytest.mark.campaign(only=True))]
 )
-def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: str) -> None:
+def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
     words = [
         "loop.total_steps=100000",
         "tiny.step_seconds=0.02",
@@ -175,8 +169,7 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: 
         *words,
         fresh_workers=how != "hangs",
     )
-    assert process.stdout is not None
-    lines: list[str] = []
+    lines = []
     for line in process.stdout:
         lines.append(line)
         if how != "hangs" and "step 4/" in line:
@@ -206,15 +199,13 @@ class Sleeper:
         return "done"
 
 
-def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(
-    reports: list[str], clock: Clock
-) -> None:
-    def until_reported() -> None:
+def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(reports, clock):
+    def until_reported():
         clock.now += 0.3
         wait_until(lambda: bool(reports))
 
     host = WorkerHost(Place(0, 1, "cpu"))
-    host.workers["actor"] = Sleeper()  # type: ignore[assignment]
+    host.workers["actor"] = Sleeper()
     with HangWatch(0.2, ALONE) as host.hang:
         assert host.call("actor", "update", clock.let_watch) == "done"
         clock.now += 0.6

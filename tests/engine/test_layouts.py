@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import MAGIC, ROOT, TINY, losses, read_metrics
@@ -24,6 +22,7 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
     ("name", "ranks", "replicate", "shard"),
     [
         *(("tiny", *sizes) for sizes in SHARDED),
+        ("magic", 2, 2, 1),
         ("magic", *SHARDED[0]),
         *(
             pytest.param("magic", *sizes, marks=pytest.mark.campaign(only=True))
@@ -32,8 +31,8 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
     ],
 )
 def test_sharded_layouts_give_the_losses_of_one_rank(
-    request, train, tmp_path: Path, name: str, ranks: int, replicate: int, shard: int
-) -> None:
+    request, train, tmp_path, name, ranks, replicate, shard
+):
     config = {"tiny": TINY, "magic": MAGIC}[name]
     words = [
         "loop.total_steps=4",
@@ -63,10 +62,10 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
 
 
 @pytest.mark.slow
-def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
-    train, ranks2, ranks4, tmp_path: Path
-) -> None:
-    words = ["log.interval=3", "data.micro_batch_size=2"]
+def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(train, ranks2, ranks4, tmp_path):
+    """No randomness in the model here: then the losses agree whatever the layout."""
+    words = ["tiny.noise=0.1", "log.interval=3", "tiny.samples=20"]
+    words += ["data.micro_batch_size=2", "data.global_batch_size=3"]  # the last step has 2 samples
     assert train(*words, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
     assert (
@@ -85,8 +84,8 @@ def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 
 @pytest.mark.slow
 def test_half_logged_interval_resumed_on_another_layout_counts_once(
-    train, ranks2, ranks4, tmp_path: Path
-) -> None:
+    train, ranks2, ranks4, tmp_path
+):
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
     words = [
         "log.interval=4",
@@ -118,23 +117,7 @@ def test_half_logged_interval_resumed_on_another_layout_counts_once(
     assert read_metrics(tmp_path / "2")[-1]["step"] == 2
 
 
-def test_sharded_run_resumed_is_bit_equal(ranks2, tmp_path: Path) -> None:
-    words = ["tiny.dropout=0.3", "log.interval=3", "parallel.shard=2"]
-    words += [
-        "data.micro_batch_size=1",
-        "data.global_batch_size=3",
-    ]  # one rank runs a dummy in every step
-    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
-    assert (
-        ranks2.launch(TINY, *cut, "tiny.fault=sigterm", "tiny.fault_step=4")
-        == [EXIT_INTERRUPTED] * 2
-    )
-    assert ranks2.launch(TINY, *cut) == [0, 0]
-    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
-
-
-def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Path) -> None:
+def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path):
     words = [
         "loop.total_steps=2",
         "parallel.shard=2",
@@ -151,7 +134,7 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Pa
     assert bool(reader.read("model.0.weight").isfinite().all())
 
 
-def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1() -> None:
+def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1():
     base = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
     assert layout_text(Parallel(**base), 1) == "1 rank"
     many = Parallel(
@@ -165,7 +148,7 @@ def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1() -> None:
     "words",
     [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}],
 )
-def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[str, int]) -> None:
+def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words):
     four = World(0, 4, 0, 4, torch.device("cpu"))
     config = Parallel(
         **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, losses, read_metrics
+from run_files import log_of
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -37,8 +37,8 @@ def bad_step(monkeypatch):
     engine_class = compose(TINY).engine_class
     forward = engine_class.forward_step
 
-    def plant(steps: Any, loss: float = 1.0, weight: float = 1.0, grad: bool = False) -> None:
-        def planted(self: Any, ctx: Any, micro_batch: Any) -> Any:
+    def plant(steps, loss=1.0, weight=1.0, grad=False):
+        def planted(self, ctx, micro_batch):
             loss_sum, weight_sum = forward(self, ctx, micro_batch)
             if ctx.split != "train" or ctx.step not in steps:
                 return loss_sum, weight_sum
@@ -53,9 +53,7 @@ def bad_step(monkeypatch):
     return plant
 
 
-def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(
-    train, bad_step, tmp_path: Path
-) -> None:
+def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(train, bad_step, tmp_path):
     bad_step({3}, loss=1e22, grad=True)
     assert train("log.interval=4", dir=tmp_path) == 0
     assert max(losses(tmp_path)) < 100
@@ -64,12 +62,10 @@ def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(
     assert record["totals"]["tokens"] > 0  # computed, though not learnt
 
 
-def test_nan_weight_is_the_reason_and_names_the_micro_batch(
-    train, bad_step, tmp_path: Path
-) -> None:
+def test_nan_weight_is_the_reason_and_names_the_micro_batch(train, bad_step, tmp_path):
     bad_step({3}, weight=float("nan"))
     assert train(dir=tmp_path) == 0
-    log = (newest(tmp_path).dir / "log.txt").read_text()
+    log = log_of(tmp_path)
     assert (
         "step 3 skipped on all ranks: the loss weight is not finite, in micro-batch 1, 2 of rank 0"
         in log
@@ -77,16 +73,14 @@ def test_nan_weight_is_the_reason_and_names_the_micro_batch(
     assert "1 of 12 steps (8%) were skipped: their samples were not learnt" in log
 
 
-def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_path: Path) -> None:
+def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_path):
     bad_step(range(4, 7), loss=float("nan"))
     assert train("checkpoint.interval=4", "checkpoint.keep_n=null", dir=tmp_path) == 0
     assert checkpoints(tmp_path) == ["step_00000007", "step_00000008", "step_00000012"]
 
 
 @pytest.mark.parametrize("interval", [1, 100])  # with and without checkpoints from before
-def test_advice_after_a_learning_rate_blow_up_works(
-    train, tmp_path: Path, capsys, interval: int
-) -> None:
+def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, interval):
     words = [
         f"checkpoint.interval={interval}",
         "guard.max_consecutive_skips=4",
@@ -111,7 +105,7 @@ def test_advice_after_a_learning_rate_blow_up_works(
     assert all(record["loss"] < 100 and record["skipped"] == 0 for record in records)
 
 
-def test_loss_trend_ends_with_a_loss_near_the_average() -> None:
+def test_loss_trend_ends_with_a_loss_near_the_average():
     trend = LossTrend()
     seen = []
     for step, loss in enumerate(
@@ -122,9 +116,7 @@ def test_loss_trend_ends_with_a_loss_near_the_average() -> None:
     assert seen == [None, None, 3, 3, 3, None, None, 8]
 
 
-def test_interrupted_run_prints_the_command_that_continues_it(
-    train, tmp_path: Path, capsys
-) -> None:
+def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path, capsys):
     assert train("tiny.fault=sigterm", "loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
     assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
     assert [r["step"] for r in read_metrics(tmp_path)] == [
@@ -137,9 +129,7 @@ def test_interrupted_run_prints_the_command_that_continues_it(
     ]  # not the 12 steps of the YAML file
 
 
-def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(
-    train, tmp_path: Path, capsys
-) -> None:
+def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_path, capsys):
     assert train("loop.total_steps=15", dir=tmp_path) == 0
     config = (newest(tmp_path).dir / "config.yaml").read_text()
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
@@ -156,7 +146,7 @@ def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(
     assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 
-def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path: Path) -> None:
+def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path):
     """44 samples in steps of 8: the sixth has 4."""
     assert train("loop.total_steps=7", "log.interval=1", dir=tmp_path) == 0
     perf = [record["perf"] for record in newest(tmp_path).records("train")]

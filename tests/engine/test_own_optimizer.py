@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, TINY, read_metrics
+from run_files import log_of
 from safetensors.torch import load_file
 from test_optim import IDS, net, settings
 
@@ -23,8 +23,8 @@ from mvp_engine.runs import list_runs
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None) -> None:
-    def forward(ids: Any) -> Any:
+def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None):
+    def forward(ids):
         loss = torch.nn.functional.cross_entropy(made.model(ids), ids.flip(0), reduction="sum")
         return loss * (float("nan") if step == bad_step else 1.0), float(len(ids))
 
@@ -38,7 +38,7 @@ def averages(made: FSDPEngine) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in made.model.named_parameters()}
 
 
-def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path: Path) -> None:
+def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path):
     kit = OptimKit(settings(ema=0.6))
     of_kit = FSDPEngine(net(), ALONE, Settings(ema=0.6))
     of_kit.initialize(kit.build_optimizer)
@@ -49,14 +49,14 @@ def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path: Pa
     ]
     where = {param: name for name, param in of_kit.model.named_parameters()}
 
-    def adamw(model: Any) -> torch.optim.Optimizer:
+    def adamw(model):
         own = [
             {**group, "params": [model.get_parameter(where[p]) for p in group["params"]]}
             for group in groups
         ]
         return torch.optim.AdamW(own, betas=(0.9, 0.95), fused=True)
 
-    def engine() -> FSDPEngine:
+    def engine():
         made = FSDPEngine(net(), ALONE, Settings(ema=0.6))
         made.initialize(adamw)
         return made
@@ -89,9 +89,7 @@ def tiny_engine() -> type[Engine]:
     return compose(TINY).engine_class
 
 
-def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(
-    train, tmp_path: Path, monkeypatch
-) -> None:
+def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Engine,
         "prepare_optimizer",
@@ -121,8 +119,8 @@ def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(
     assert "optim.ema" not in line
 
 
-def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path: Path, monkeypatch) -> None:
-    def own(engine: Engine, model: Any) -> torch.optim.Optimizer:
+def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path, monkeypatch):
+    def own(engine, model):
         return torch.optim.SGD(model.parameters(), lr=engine.config.optim.lr)
 
     words = [
@@ -135,8 +133,8 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path: Path, monk
     assert train(*words, dir=tmp_path / "default") == 0
     monkeypatch.setattr(Engine, "prepare_optimizer", own)
     assert train(*words, dir=tmp_path / "own") == 0
-    assert "without effect" not in (list_runs(tmp_path / "default")[-1].dir / "log.txt").read_text()
-    text = (list_runs(tmp_path / "own")[-1].dir / "log.txt").read_text()
+    assert "without effect" not in log_of(tmp_path / "default")
+    text = log_of(tmp_path / "own")
     assert "optim.eps, optim.weight_decay: set, but without effect" in text
 
 
@@ -153,7 +151,7 @@ log: {backends: [jsonl], interval: 1}
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
+def example(tmp_path):
     page = (ROOT / "docs" / "optim.md").read_text()
     (code,) = re.findall(r"`plane/engine.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "engine.py").write_text(code)
@@ -163,8 +161,8 @@ def example(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
-    ranks2, train, example: Path, tmp_path: Path
-) -> None:
+    ranks2, train, example, tmp_path
+):
     shard = ["parallel.shard=2", "optim.ema=0.9"]
     assert ranks2.launch(example, *shard, f"project.dir={tmp_path / 'all'}") == [0, 0]
     middle = list_runs(tmp_path / "all")[-1].checkpoint_list()[0]
@@ -196,7 +194,7 @@ def check_rank(config: str, folder: str, *words: str) -> int:
     )
 
 
-def checked(example: Path, folder: Path, ranks: Any = None, *words: str) -> dict[str, Any]:
+def checked(example: Path, folder: Path, ranks=None, *words: str):
     from mvp_engine.tools.check.record import read_facts
 
     folder.mkdir()
@@ -206,9 +204,7 @@ def checked(example: Path, folder: Path, ranks: Any = None, *words: str) -> dict
 
 
 @pytest.mark.slow
-def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(
-    ranks2, example: Path, tmp_path: Path
-) -> None:
+def test_check_saves_and_loads_the_optimizer_and_reports_what_changes(ranks2, example, tmp_path):
     sound = checked(example, tmp_path / "sound", ranks2, "parallel.shard=2")
     assert sound["problems"] == []
     assert not any("attribute" in text for text in sound["warnings"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from run_files import log_of
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -80,9 +80,7 @@ def script_model() -> nn.Module:
     )
 
 
-def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(
-    train, tmp_path: Path
-) -> None:
+def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(train, tmp_path):
     config = recipe(tmp_path / "plane")
     assert (
         train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs")
@@ -94,8 +92,8 @@ def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(
 
 
 def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
-    train, tmp_path: Path, capsys
-) -> None:
+    train, tmp_path, capsys
+):
     config = recipe(tmp_path / "plane")
     assert train(config=config, dir=tmp_path / "runs") == 0
     run = list_runs(tmp_path / "runs")[-1]
@@ -127,16 +125,14 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
 
 
 @pytest.mark.parametrize(("shuffle", "is_ordered"), [(None, False), (False, True), (True, False)])
-def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(
-    shuffle: bool | None, is_ordered: bool
-) -> None:
-    engine: Any = SimpleNamespace(
+def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(shuffle, is_ordered):
+    engine = SimpleNamespace(
         config=SimpleNamespace(data=SimpleNamespace(micro_batch_size=4, num_workers=0), seed=3),
         global_batch_size=8,
         layout=SimpleNamespace(data_rank=0, data_size=1),
         device=torch.device("cpu"),
     )
-    data: Any = torch.arange(32)
+    data = torch.arange(32)
     rows = torch.cat(list(EngineHooks.sample_loader(engine, data, "train", shuffle=shuffle)))
     assert sorted(rows.tolist()) == data.tolist()
     assert (rows.tolist() == data.tolist()) is is_ordered
@@ -150,7 +146,7 @@ SAME = "data-parallel ranks 0 and 1 of 2 got the same micro-batches in the first
 
 
 def warnings_of(folder: Path) -> str:
-    return (list_runs(folder)[-1].dir / "log.txt").read_text()
+    return log_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +158,7 @@ def warnings_of(folder: Path) -> str:
     ],
     ids=["ignores its rank", "divides", "constant data"],
 )
-def test_ranks_with_the_same_micro_batches_are_a_warning(
-    ranks2, tmp_path: Path, rows: str, warns: bool
-) -> None:
+def test_ranks_with_the_same_micro_batches_are_a_warning(ranks2, tmp_path, rows, warns):
     config = recipe(tmp_path / "plane", f"Rows({rows}, 4)")
     assert ranks2.launch(config, "log.backends=[file]", f"project.dir={tmp_path / 'runs'}") == [
         0,
@@ -176,18 +170,18 @@ def test_ranks_with_the_same_micro_batches_are_a_warning(
 @pytest.mark.parametrize(
     "data_ranks", [[0, 0, 1, 1], [0, 1, 2, 3]], ids=["model parallel", "data parallel"]
 )
-def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks: list[int]) -> None:
+def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks):
     """Four ranks: the first two have the same micro-batches, and so have the other two."""
 
     class FourRanks(World):
-        def all_gather(self, own: Any) -> list[Any]:
+        def all_gather(self, own):
             others = [(rank, [place // 2, 7]) for place, rank in enumerate(data_ranks)]
             return [own if rank == 0 else (rank, found) for rank, found in others[1:]] + [
                 (0, [0, 7])
             ]
 
     world = FourRanks(0, 4, 0, 4, torch.device("cpu"))
-    layout: Any = SimpleNamespace(data_rank=0, data_size=len(set(data_ranks)))
+    layout = SimpleNamespace(data_rank=0, data_size=len(set(data_ranks)))
     feed = Feed([torch.zeros(1), torch.ones(1)], 1, world, layout)
     feed.take()
     feed.take()
@@ -201,7 +195,7 @@ def check_rank(config: str, folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_check_of_ranks_with_the_same_micro_batches_is_a_problem(ranks2, tmp_path: Path) -> None:
+def test_check_of_ranks_with_the_same_micro_batches_is_a_problem(ranks2, tmp_path):
     from mvp_engine.tools.check.record import read_facts
 
     config = recipe(tmp_path / "plane", "Rows(None, 4)")

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,23 +22,24 @@ from mvp_engine.runs import list_runs
 
 
 @pytest.fixture
-def tiny_engine() -> type:
+def tiny_engine():
     return compose(TINY).engine_class
 
 
-def test_finished_run_in_a_relative_folder_is_not_written_again(
-    train, tmp_path: Path, monkeypatch
-) -> None:
+def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train(dir=Path("rel")) == 0
-    meta = list_runs(Path("rel"))[0].checkpoint_list()[-1] / "meta.json"
-    before = meta.stat().st_ino, meta.read_text()
+    [run] = list_runs(Path("rel"))
+    files = run.checkpoint_list()[-1] / "meta.json", run.dir / "metrics.jsonl"
+    before = [(file.stat().st_ino, file.read_text()) for file in files]
     assert train("resume=auto", dir=Path("rel")) == 0
-    assert (meta.stat().st_ino, meta.read_text()) == before
+    assert [(file.stat().st_ino, file.read_text()) for file in files] == before
+    assert len(list_runs(Path("rel"))) == 1
+    assert "nothing left to do" in (run.dir / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("loader", ["sample", "iterable"])  # of known and of unknown length
-def test_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loader: str) -> None:
+def test_last_step_is_logged_and_evaluated_once(train, tmp_path, loader):
     words = [
         "loop.total_steps=null",
         "loop.epochs=1",
@@ -56,7 +56,7 @@ def test_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loader: s
     assert best["best"]["step"] == best["step"]
 
 
-def test_kill_between_remove_and_rename_keeps_a_checkpoint(train, tmp_path: Path) -> None:
+def test_kill_between_remove_and_rename_keeps_a_checkpoint(train, tmp_path):
     assert train("checkpoint.interval=3", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoint_list()[-1]
@@ -69,10 +69,8 @@ def test_kill_between_remove_and_rename_keeps_a_checkpoint(train, tmp_path: Path
     assert run.checkpoint_list()[-1] != last
 
 
-def test_interrupt_whose_save_fails_exits_with_an_error_code(
-    train, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    def full(*_: Any) -> None:
+def test_interrupt_whose_save_fails_exits_with_an_error_code(train, tmp_path, monkeypatch, capsys):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage, "write", full)
@@ -80,10 +78,10 @@ def test_interrupt_whose_save_fails_exits_with_an_error_code(
     assert "the state at step 3 could not be saved" in capsys.readouterr().err
 
 
-def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path: Path, monkeypatch) -> None:
+def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path, monkeypatch):
     write, calls = storage.write, []
 
-    def first_fails(*args: Any) -> None:
+    def first_fails(*args):
         calls.append(args)
         if len(calls) == 1:
             raise OSError(28, "No space left on device")
@@ -95,12 +93,12 @@ def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path: Path, monk
 
 
 def test_checkpoint_written_during_training_holds_the_state_of_its_step(
-    train, tmp_path: Path, monkeypatch
-) -> None:
+    train, tmp_path, monkeypatch
+):
     """The write is slow, and the steps meanwhile must not get into it."""
     write = storage.write
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         time.sleep(0.3)
         write(*args)
 
@@ -120,12 +118,10 @@ def test_checkpoint_written_during_training_holds_the_state_of_its_step(
     assert torch.equal(*found)
 
 
-def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
-    train, tmp_path: Path, monkeypatch
-) -> None:
+def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_path, monkeypatch):
     write, seen = storage.write, []
 
-    def look(folder: Path, *args: Any) -> None:
+    def look(folder, *args):
         seen.append(sorted(p.name for p in folder.parent.glob("step_*")))
         write(folder, *args)
 
@@ -134,7 +130,7 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(
     assert seen == [[], ["step_00000004"], ["step_00000008"]]
 
 
-def test_best_checkpoint_is_kept_on_resume(train, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_on_resume(train, tmp_path):
     words = [
         "loop.eval_interval=2",
         "optim.schedule=constant",
@@ -150,32 +146,40 @@ def test_best_checkpoint_is_kept_on_resume(train, tmp_path: Path) -> None:
     assert (run.checkpoints / "best").resolve().name == best
 
 
-def test_evaluation_does_not_change_training(
-    train, tmp_path: Path, monkeypatch, tiny_engine: type
-) -> None:
-    prepare, step = tiny_engine.prepare_dataloader, tiny_engine.eval_step
+def test_evaluation_does_not_change_training_nor_modules_in_eval_mode(
+    train, tmp_path, monkeypatch, tiny_engine
+):
+    start, prepare = tiny_engine.before_train, tiny_engine.prepare_dataloader
+    step = tiny_engine.eval_step
+    modes = []
 
-    def drawing_loader(self: Any, split: str) -> Any:
+    def before_train(self):
+        start(self)
+        self.model[1].eval()
+
+    def prepare_dataloader(self, split):
         torch.rand(3 if split == "eval" else 0)
         return prepare(self, split)
 
-    def drawing_step(self: Any, ctx: Any, batch: Any) -> None:
+    def eval_step(self, ctx, batch):
         torch.rand(5)
         step(self, ctx, batch)
 
-    monkeypatch.setattr(tiny_engine, "prepare_dataloader", drawing_loader)
-    monkeypatch.setattr(tiny_engine, "eval_step", drawing_step)
+    def train_post_step(self, ctx):
+        modes.append(self.model[1].training)
+
+    for hook in (before_train, prepare_dataloader, eval_step, train_post_step):
+        monkeypatch.setattr(tiny_engine, hook.__name__, hook)
     for interval in ("null", "2", "5"):
-        assert (
-            train("tiny.dropout=0.3", f"loop.eval_interval={interval}", dir=tmp_path / interval)
-            == 0
-        )
+        words = ["tiny.dropout=0.3", f"loop.eval_interval={interval}"]
+        assert train(*words, dir=tmp_path / interval) == 0
     assert losses(tmp_path / "null") == losses(tmp_path / "2") == losses(tmp_path / "5")
+    assert modes == [False] * 36
 
 
 def test_nan_eval_metric_is_not_logged_and_never_the_best(
-    train, tmp_path: Path, monkeypatch, tiny_engine
-) -> None:
+    train, tmp_path, monkeypatch, tiny_engine
+):
     monkeypatch.setattr(
         tiny_engine, "eval_step", lambda self, ctx, batch: ctx.log("loss", float("nan"), 1)
     )
@@ -184,7 +188,7 @@ def test_nan_eval_metric_is_not_logged_and_never_the_best(
     assert not (list_runs(tmp_path)[0].checkpoints / "best").exists()
 
 
-def test_resume_auto_ignores_launches_without_a_step(train, tmp_path: Path) -> None:
+def test_resume_auto_ignores_launches_without_a_step(train, tmp_path):
     assert train("loop.total_steps=6", dir=tmp_path) == 0
     assert train("tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
     assert train("workflow=shout", dir=tmp_path) == 0
@@ -193,19 +197,19 @@ def test_resume_auto_ignores_launches_without_a_step(train, tmp_path: Path) -> N
     assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [1, 2, 4, 6, 8, 10, 12]
 
 
-def test_resume_with_a_user_error_leaves_the_state_of_the_run(train, tmp_path: Path) -> None:
+def test_failed_resume_leaves_the_run_as_it_was_and_no_copy(train, tmp_path):
     assert train("loop.total_steps=2", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
-    before = run.info
-    assert (before["status"], before["step"]) == ("finished", 2)
-    assert train("resume=auto", "tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
-    assert train("resume=auto", "model.freeze=[nothing]", dir=tmp_path) == EXIT_USER_ERROR
-    assert run.info == before
+    before = run.info, sorted(run.dir.iterdir())
+    assert (run.info["status"], run.info["step"]) == ("finished", 2)
+    for source in ("auto", run.checkpoint_list()[-1]):
+        for word in ("tiny.loader=none", "model.freeze=[nothing]"):
+            assert train(f"resume={source}", word, dir=tmp_path) == EXIT_USER_ERROR
+            assert (run.info, sorted(run.dir.iterdir())) == before
+            assert len(list_runs(tmp_path)) == 1
 
 
-def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(
-    train, tmp_path: Path
-) -> None:
+def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(train, tmp_path):
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = list_runs(tmp_path)[-1]
     branch = [
@@ -224,75 +228,46 @@ def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(
     assert "starts again from" in (second.dir / "log.txt").read_text()
 
 
-def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path: Path) -> None:
+def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path):
     (tmp_path / "mine").mkdir()
     assert train("project.run_id=mine", "resume=auto", dir=tmp_path) == 0
 
 
-def test_torch_loader_with_its_own_generator_resumes_bit_equal(
-    train, tmp_path: Path, monkeypatch, tiny_engine
-) -> None:
+def test_own_loader_generator_and_momentum_schedule_resume_bit_equal(
+    train, tmp_path, monkeypatch, tiny_engine
+):
     prepare = tiny_engine.prepare_dataloader
 
-    def own_generator(self: Any, split: str) -> Any:
-        found = prepare(self, split)
+    def own_generator(self, split):
+        loader = prepare(self, split)
         if split == "eval":
-            return found
-        return DataLoader(
-            found.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(3)
-        )
+            return loader
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(loader.dataset, 4, shuffle=True, generator=generator)
 
-    monkeypatch.setattr(tiny_engine, "prepare_dataloader", own_generator)
-    assert train("loop.total_steps=20", dir=tmp_path / "straight") == 0
-    cut = ["loop.total_steps=20", "resume=auto", "tiny.fault=sigterm"]
-    for step in (8, 15):
-        assert train(*cut, f"tiny.fault_step={step}", dir=tmp_path / "cut") == EXIT_INTERRUPTED
-    assert train("loop.total_steps=20", "resume=auto", dir=tmp_path / "cut") == 0
-    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
-
-
-def test_scheduler_that_changes_momentum_resumes_bit_equal(
-    train, tmp_path: Path, monkeypatch, tiny_engine
-) -> None:
-    def one_cycle(self: Any, optimizer: Any) -> Any:
+    def one_cycle(self, optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
+    monkeypatch.setattr(tiny_engine, "prepare_dataloader", own_generator)
     monkeypatch.setattr(tiny_engine, "prepare_scheduler", one_cycle)
-    assert train(dir=tmp_path / "straight") == 0
-    assert (
-        train("tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path / "cut") == EXIT_INTERRUPTED
-    )
-    assert train("resume=auto", dir=tmp_path / "cut") == 0
+    words = ["loop.total_steps=20", "resume=auto"]
+    assert train(*words, dir=tmp_path / "straight") == 0
+    for step in (8, 15):
+        cut = [*words, "tiny.fault=sigterm", f"tiny.fault_step={step}"]
+        assert train(*cut, dir=tmp_path / "cut") == EXIT_INTERRUPTED
+    assert train(*words, dir=tmp_path / "cut") == 0
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
 def test_state_that_cannot_be_loaded_is_refused_at_save(
     train, tmp_path, monkeypatch, capsys, tiny_engine
-) -> None:
+):
     monkeypatch.setattr(tiny_engine, "extra_state", lambda self: {"where": Path("/tmp")})
     assert train(dir=tmp_path) == EXIT_USER_ERROR
     assert "Look at extra_state()" in capsys.readouterr().err
 
 
-def test_module_kept_in_eval_mode_by_a_recipe_stays_in_it(
-    train, tmp_path: Path, monkeypatch, tiny_engine
-) -> None:
-    before = tiny_engine.before_train
-    modes = []
-
-    def frozen(self: Any) -> None:
-        before(self)
-        self.model[3].eval()
-
-    monkeypatch.setattr(tiny_engine, "before_train", frozen)
-    monkeypatch.setattr(
-        tiny_engine, "train_post_step", lambda self, ctx: modes.append(self.model[3].training)
-    )
-    assert train("loop.eval_interval=2", "loop.total_steps=4", dir=tmp_path) == 0
-    assert modes == [False] * 4
-
-
-def test_set_epoch_reaches_nested_samplers() -> None:
+def test_set_epoch_reaches_nested_samplers():
     from torch.utils.data import BatchSampler
 
     from mvp_engine.distributed import World
@@ -306,22 +281,22 @@ def test_set_epoch_reaches_nested_samplers() -> None:
     assert sampler.epoch == 1
 
 
-def test_resume_gives_every_rank_its_own_cursor(ranks2, tmp_path: Path) -> None:
+def test_resume_gives_every_rank_its_own_cursor(ranks2, tmp_path):
     assert ranks2.run(own_cursors) == [[[4, 6], [8]], [[5, 7], [9]]]
 
 
 class Stateful:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int):
         self.rank, self.at = rank, 0
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at, "rank": self.rank}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int]):
         assert state["rank"] == self.rank
         self.at = state["at"]
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         while self.at < 5:
             self.at += 1
             yield 2 * (self.at - 1) + self.rank
@@ -341,7 +316,7 @@ def own_cursors() -> list[list[int]]:
     return rest
 
 
-def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path: Path) -> None:
+def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path):
     words = [
         "tiny.loader=uneven",
         "loop.total_steps=null",
@@ -358,7 +333,7 @@ def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_pa
     )  # 4 and 8 micro-batches an epoch
 
 
-def test_replicas_start_with_the_weights_of_rank_0(ranks2) -> None:
+def test_replicas_start_with_the_weights_of_rank_0(ranks2):
     assert ranks2.run(same_start) == [0.0, 0.0]
 
 
@@ -372,7 +347,7 @@ def same_start() -> float:
     return float(weight.sum())
 
 
-def test_ddp_gradient_ready_twice_in_one_backward_raises(ranks2) -> None:
+def test_ddp_gradient_ready_twice_in_one_backward_raises(ranks2):
     for text in ranks2.run(twice):
         assert "use_reentrant=False" in text
 
@@ -402,7 +377,7 @@ def twice() -> str:
 
 
 @pytest.mark.campaign(only=True)
-def test_magic_transformer_trained_sorts(train, tmp_path: Path, capsys) -> None:
+def test_magic_transformer_trained_sorts(train, tmp_path, capsys):
     words = [
         "task.digits=4",
         "loop.total_steps=200",
@@ -417,7 +392,7 @@ def test_magic_transformer_trained_sorts(train, tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().out.count("right") >= 4
 
 
-def test_reserved_metric_names_are_refused() -> None:
+def test_reserved_metric_names_are_refused():
     from mvp_engine.distributed import World
     from mvp_engine.log import MetricStore
 
@@ -425,9 +400,7 @@ def test_reserved_metric_names_are_refused() -> None:
         MetricStore(World(0, 1, 0, 1, torch.device("cpu"))).add("step", 1.0)
 
 
-def test_user_error_before_the_process_group_is_printed_once_per_machine(
-    capsys, monkeypatch
-) -> None:
+def test_user_error_before_the_process_group_is_printed_once_per_machine(capsys, monkeypatch):
     from mvp_engine.launch import launch
 
     for rank, local, told in (("0", "0", 1), ("1", "1", 0), ("2", "0", 1)):
@@ -435,8 +408,3 @@ def test_user_error_before_the_process_group_is_printed_once_per_machine(
         monkeypatch.setitem(os.environ, "LOCAL_RANK", local)
         assert launch("/nowhere.yaml", []) == EXIT_USER_ERROR
         assert capsys.readouterr().err.count("config file not found") == told
-
-
-def test_empty_resume_is_a_user_error(train, tmp_path: Path, capsys) -> None:
-    assert train("resume=", dir=tmp_path) == EXIT_USER_ERROR
-    assert "resume= is empty: write resume=auto" in capsys.readouterr().err

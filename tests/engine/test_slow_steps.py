@@ -32,12 +32,12 @@ class Clock:
         self.now += 0.001
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     own = Clock()
     monkeypatch.setattr(time, "perf_counter", own)
     monkeypatch.setattr(time, "sleep", own.sleep)
@@ -49,9 +49,10 @@ def slow_records(folder: Path) -> dict[int, dict[str, Any]]:
     return {one["step"]: one for one in RunFacts(list_runs(folder)[-1]).slow_steps}
 
 
+@pytest.mark.slow
 def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
-    train, clock, tmp_path: Path, capsys
-) -> None:
+    train, clock, tmp_path, capsys
+):
     words = [
         "tiny.fault=slow_hook",
         "tiny.fault_step=12",
@@ -94,14 +95,14 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     assert slow_records(tmp_path).keys() == {12, step}
 
 
-def test_run_of_equal_steps_prints_no_slow_steps(train, clock, tmp_path: Path, capsys) -> None:
+def test_run_of_equal_steps_prints_no_slow_steps(train, clock, tmp_path, capsys):
     assert train("tiny.load_seconds=0.01", "loop.total_steps=20", "data.num_workers=0") == 0
     assert "slow steps" not in capsys.readouterr().out
     assert not slow_records(tmp_path)
     assert len(RunFacts(list_runs(tmp_path)[-1]).slowest) <= 10
 
 
-def test_records_after_the_checkpoint_are_removed_at_a_resume(tmp_path: Path) -> None:
+def test_records_after_the_checkpoint_are_removed_at_a_resume(tmp_path):
     lines = [
         json.dumps({"step": step, "seconds": 9.0, "usual_seconds": 1.0}) for step in (30, 20, 10)
     ]
@@ -111,7 +112,7 @@ def test_records_after_the_checkpoint_are_removed_at_a_resume(tmp_path: Path) ->
     assert (tmp_path / "slow_steps.jsonl").read_text() == "\n".join(lines[1:]) + "\n"
 
 
-def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path: Path) -> None:
+def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path):
     meter = Meter(ALONE, tmp_path, 0)
     for step in range(1, 1001):
         meter.begin(step)
@@ -125,7 +126,7 @@ def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path: Path) -> None:
+def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path):
     words = [
         "tiny.fault=slow_hook",
         "tiny.fault_rank=1",
@@ -137,8 +138,8 @@ def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path: Path) -
     assert (record["rank"], record["phase"]) == (1, "train_post_step")
 
 
-def test_slow_rank_of_a_step_is_the_one_with_the_earliest_slow_phase() -> None:
-    def record(phase: str, lost: float = 5.0) -> dict[str, Any]:
+def test_slow_rank_of_a_step_is_the_one_with_the_earliest_slow_phase():
+    def record(phase, lost=5.0):
         return {"phase": phase, "seconds": 1.0 + lost, "usual_seconds": 1.0}
 
     late_data = _slow_rank([record("optimizer"), record("data", 4.9), record("backward", 5.1)])
@@ -154,7 +155,7 @@ def test_slow_rank_of_a_step_is_the_one_with_the_earliest_slow_phase() -> None:
 class Event:
     """A CUDA event at a time of the GPU in milliseconds."""
 
-    def __init__(self, at: float, is_past: bool = True) -> None:
+    def __init__(self, at: float, is_past: bool = True):
         self.at, self.is_past = at, is_past
 
     def query(self) -> bool:
@@ -164,7 +165,7 @@ class Event:
         return later.at - self.at
 
 
-def test_split_of_a_step_on_a_gpu_is_that_of_its_events_once_it_has_passed_them() -> None:
+def test_split_of_a_step_on_a_gpu_is_that_of_its_events_once_it_has_passed_them():
     last = Event(900.0, is_past=False)
     marks = [
         ("data", 0.0, Event(0.0)),
@@ -187,14 +188,14 @@ class Rows(torch.utils.data.Dataset[int]):
         return index
 
 
-def test_loader_with_workers_names_the_slow_row_and_its_worker(clock) -> None:
+def test_loader_with_workers_names_the_slow_row_and_its_worker(clock):
     loader = SampleLoader(Rows(), micro_batch_size=4, shuffle=False, num_workers=2)
     found = [loader.slow_row for _ in loader]
     assert [(one.row, one.worker) for one in found if one] == [(2, 0), (7, 1)]
     assert all(one.row_seconds > 0.9 * one.batch_seconds for one in found if one)
 
 
-def test_rows_of_packs_are_named_by_their_place(clock) -> None:
+def test_rows_of_packs_are_named_by_their_place(clock):
     watchdog = WorkerWatchdog()
     for row in range(3):
         watchdog.set_position(f"chats.jsonl:{row}")

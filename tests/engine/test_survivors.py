@@ -48,58 +48,58 @@ class LargeStream(torch.utils.data.IterableDataset[Any]):
         return (torch.zeros(2**17) for _ in itertools.count())
 
 
-def sample_loader() -> Any:
+def sample_loader():
     return SampleLoader(Large(), micro_batch_size=1, num_workers=2)._items()
 
 
-def sample_loader_in_a_thread() -> Any:
+def sample_loader_in_a_thread():
     """The thread ends before its loader does."""
-    made: list[Any] = []
+    made = []
     thread = threading.Thread(target=lambda: made.append(sample_loader()))
     thread.start()
     thread.join()
     return made[0]
 
 
-def stream_loader_of_packs() -> Any:
+def stream_loader_of_packs():
     loader = stream_loader.StreamLoader.__new__(stream_loader.StreamLoader)
-    loader.dataset, loader.max_workers, loader.stall_seconds = LargeStream(), 2, 60.0  # type: ignore[assignment]
+    loader.dataset, loader.max_workers, loader.stall_seconds = LargeStream(), 2, 60.0
     return loader._start()
 
 
-def hold_the_gil(_: Any = None, __: Any = None) -> Any:
+def hold_the_gil(_=None, __=None):
     """For longer than the universe lasts, without a chance for other threads."""
     return re.match(r"(a+)+$", 60 * "a" + "b")
 
 
-def measuring() -> Any:
+def measuring():
     return MeasureWorkers(hold_the_gil, [[1], [2]], 2)
 
 
-def rewards_of(reward: Callable[[Any, Any], Any]) -> Any:
+def rewards_of(reward: Callable[[Any, Any], Any]):
     workers = RewardWorkers(reward, 2, 1000.0)
     for index, worker in enumerate(workers._workers):
         workers._give(worker, Group(b"\x80\x04N.", deque([Task(index, 0, None)])))  # None, pickled
     return workers
 
 
-def rewards_with_the_gil() -> Any:
+def rewards_with_the_gil():
     return rewards_of(hold_the_gil)
 
 
-def rewards_with_sessions() -> Any:
+def rewards_with_sessions():
     return rewards_of(lambda row, answer: subprocess.run(["setsid", "sleep", "600"], check=False))
 
 
-def spawned_workers() -> Any:
+def spawned_workers():
     """A process that the controller forks later holds the controller's end of the pipe open."""
     launcher = launchers.SpawnLauncher()
-    multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()  # type: ignore[assignment]
+    multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()
     ranks = launcher.start(2, "cpu", 60.0)
     return ranks, MeasureWorkers(hold_the_gil, [[1], [2]], 2)
 
 
-def hold(start: Callable[[], Any], ready: Path, end_with_test: Callable[[], None]) -> None:
+def hold(start: Callable[[], Any], ready: Path, end_with_test: Callable[[], None]):
     end_with_test()
     held = start()
     if isinstance(held, Iterator):
@@ -113,9 +113,7 @@ KINDS |= {rewards_with_the_gil: 4, rewards_with_sessions: 6, spawned_workers: 4}
 
 
 @pytest.mark.parametrize("start", KINDS, ids=lambda start: start.__name__)
-def test_workers_after_kill_9_of_their_rank_are_gone(
-    start: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_workers_after_kill_9_of_their_rank_are_gone(start, tmp_path):
     end_with_test = end_with_this_process()
     rank = os.fork()
     if rank == 0:
@@ -135,14 +133,14 @@ def test_workers_after_kill_9_of_their_rank_are_gone(
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_worker_of_a_thread_that_ended_lives_as_long_as_its_process() -> None:
+def test_worker_of_a_thread_that_ended_lives_as_long_as_its_process():
     """The kernel's signal would come at the end of the thread."""
     batches = sample_loader_in_a_thread()
     time.sleep(0.1)
     assert len(list(itertools.islice(batches, 20))) == 20
 
 
-def test_worker_of_a_fork_server_ends_with_the_process_that_asked_for_it() -> None:
+def test_worker_of_a_fork_server_ends_with_the_process_that_asked_for_it():
     """Its parent is the fork server, which lives on."""
     reader, writer = os.pipe()
     rank = os.fork()
@@ -151,7 +149,7 @@ def test_worker_of_a_fork_server_ends_with_the_process_that_asked_for_it() -> No
     worker = os.fork()
     if worker == 0:
         end = end_with_this_process()
-        partial(end.func, rank, *end.args[1:])()  # type: ignore[attr-defined]
+        partial(end.func, rank, *end.args[1:])()
         os.write(writer, b"runs")
         time.sleep(600)
         os._exit(0)
@@ -163,13 +161,13 @@ def test_worker_of_a_fork_server_ends_with_the_process_that_asked_for_it() -> No
     os.waitpid(rank, 0)
 
 
-def test_worker_whose_rank_ended_before_it_looked_ends_at_once() -> None:
+def test_worker_whose_rank_ended_before_it_looked_ends_at_once():
     reader, writer = os.pipe()
     rank = os.fork()
     if rank == 0:
         end = end_with_this_process()
         if os.fork() == 0:
-            while os.getppid() == end.args[0]:  # type: ignore[attr-defined]
+            while os.getppid() == end.args[0]:
                 time.sleep(0.01)
             end()
             time.sleep(60)

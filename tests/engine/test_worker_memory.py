@@ -35,7 +35,7 @@ class Made(Dataset[dict[str, Tensor]]):
         return tensors(index)
 
 
-def test_tensors_of_workers_arrive_as_they_were_and_only_large_ones_in_shared_memory() -> None:
+def test_tensors_of_workers_arrive_as_they_were_and_only_large_ones_in_shared_memory():
     loader = SampleLoader(
         Made(), micro_batch_size=1, shuffle=False, num_workers=1, collate_fn=lambda rows: rows[0]
     )

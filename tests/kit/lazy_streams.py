@@ -21,12 +21,12 @@ from mvp_engine.ops import side_stream
 class LazyStream:
     """A queue of work; an event is the number of entries before it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.queue: deque[Callable[[], Any]] = deque()
         self.entered = 0
         self.done = 0
 
-    def put(self, work: Callable[[], Any]) -> None:
+    def put(self, work: Callable[[], Any]):
         self.queue.append(work)
         self.entered += 1
 
@@ -35,11 +35,11 @@ class LazyStream:
 
 
 class LazyEvent:
-    def __init__(self, stream: LazyStream | None, place: int = 0) -> None:
+    def __init__(self, stream: LazyStream | None, place: int = 0):
         self.stream = stream  # None: of the current stream, which is never late
         self.place = place
 
-    def wait(self) -> None:
+    def wait(self):
         while self.stream is not None and self.stream.done < self.place:
             self.stream.done += 1
             self.stream.queue.popleft()()
@@ -48,17 +48,17 @@ class LazyEvent:
 class _Deferred(TorchDispatchMode):
     """Copies inside of this mode go to a stream; views are made at once."""
 
-    def __init__(self, stream: LazyStream) -> None:
+    def __init__(self, stream: LazyStream):
         super().__init__()
         self.stream = stream
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:
             self.stream.put(lambda: self._copy(*args, **(kwargs or {})))
             return args[0]
         return func(*args, **(kwargs or {}))
 
-    def _copy(self, to: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def _copy(self, to: torch.Tensor, *args, **kwargs):
         # Its version was counted when the copy was called.
         with torch.autograd._unsafe_preserve_version_counter(to):
             torch.ops.aten.copy_.default(to, *args, **kwargs)
@@ -66,8 +66,8 @@ class _Deferred(TorchDispatchMode):
 
 def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
     """Let every side stream be such a one; returns them as they are made."""
-    made: list[LazyStream] = []
-    active: list[LazyStream] = []
+    made = []
+    active = []
 
     def new_stream(device: torch.device) -> LazyStream:
         made.append(LazyStream())

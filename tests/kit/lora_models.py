@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from conftest import ROOT
 from families import config_of
-from folders import alone
+from folders import alone, entries
 from test_api import constant
 from torch import Tensor
 
@@ -40,7 +39,7 @@ def engine_of(
     layout: Layout | None = None,
     kind: str = "language_model",
     train: bool = True,
-    **settings: Any,
+    **settings,
 ) -> FSDPEngine:
     model = MLLMModelKit(lora).build(ModelSource(str(folder)), kind)
     engine = engine_class(kind)(model, layout or alone(), Settings(seed=3, **settings))
@@ -55,7 +54,7 @@ def adam(model: torch.nn.Module) -> torch.optim.AdamW:
 
 def steps(
     engine: FSDPEngine, batch: PackedBatch = BATCH, count: int = 2, output: str = "log_probs"
-) -> None:
+):
     for _ in range(count):
         engine.train_batch(
             [batch], lambda b: (-engine.model(b, [output])[output].sum(), b.num_loss_tokens)
@@ -66,3 +65,16 @@ def weights(engine: FSDPEngine) -> dict[str, Tensor]:
     return {
         name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()
     }
+
+
+def log_probs(engine: FSDPEngine, batch: PackedBatch = BATCH) -> Tensor:
+    return engine.infer_batch(batch, ["log_probs"])["log_probs"]
+
+
+def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probs of all tokens of one sequence but the first."""
+    return logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    return dict(entries(folder / "model.safetensors"))

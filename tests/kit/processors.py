@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,7 +14,7 @@ SQUARE = {"height": 16, "width": 16}
 GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 
 
-def tokenizer(*special: str, **named: str) -> Any:
+def tokenizer(*special: str, **named: str):
     """A byte tokenizer in which two line breaks are one token, so that text may merge with an expansion."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
         "ĊĊ": 256
@@ -33,14 +32,14 @@ def tokenizer(*special: str, **named: str) -> Any:
     return new
 
 
-def qwen(kind: Any, video_processor: Any) -> Any:
+def qwen(kind, video_processor):
     text = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     return kind(
         hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), text, video_processor(**PATCH, size=AREAS)
     )
 
 
-def internvl() -> Any:
+def internvl():
     names = {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -51,7 +50,7 @@ def internvl() -> Any:
     return hf.InternVLProcessor(images, text, videos, image_seq_length=4)
 
 
-def smolvlm() -> Any:
+def smolvlm():
     videos = hf.SmolVLMVideoProcessor(
         size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, num_frames=6, fps=1
     )
@@ -66,14 +65,14 @@ def smolvlm() -> Any:
     return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), text, videos, image_seq_len=4)
 
 
-def idefics3() -> Any:
+def idefics3():
     text = tokenizer(
         "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS
     )
     return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), text, image_seq_len=4)
 
 
-def llava(kind: Any = hf.LlavaProcessor, images: Any = None) -> Any:
+def llava(kind=hf.LlavaProcessor, images=None):
     images = images or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
     kept = {
         "patch_size": 4,
@@ -83,7 +82,7 @@ def llava(kind: Any = hf.LlavaProcessor, images: Any = None) -> Any:
     return kind(images, tokenizer("<image>"), **kept)
 
 
-def gemma3() -> Any:
+def gemma3():
     named = {
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
@@ -93,24 +92,24 @@ def gemma3() -> Any:
     return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), text, image_seq_length=4)
 
 
-def whisper() -> Any:
+def whisper():
     return hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
 
 
-def omni() -> Any:
+def omni():
     named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
     named |= {
         f"{name}_token": f"<|{name}|>"
         for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")
     }
-    patch: dict[str, Any] = {**PATCH, "patch_size": 14}  # its code fixes videos to 100,000 pixels
+    patch = {**PATCH, "patch_size": 14}  # its code fixes videos to 100,000 pixels
     images = hf.Qwen2VLImageProcessor(**patch, size=AREAS)
     return hf.Qwen2_5OmniProcessor(
         images, hf.Qwen2VLVideoProcessor(**patch), whisper(), tokenizer(**named)
     )
 
 
-def llava_next() -> Any:
+def llava_next():
     grids = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
     return llava(
         hf.LlavaNextProcessor,
@@ -174,13 +173,13 @@ TEMPLATES = {
 
 
 @cache
-def processor_of(name: str) -> Any:
+def processor_of(name: str):
     """Built once per process: tests must not change it."""
     return FAMILIES[name]()
 
 
 @cache
-def chat_processor(name: str) -> Any:
+def chat_processor(name: str):
     """A processor with a chat template like that of its family; some classes have their own."""
     processor = FAMILIES[name]()
     processor.chat_template = TEMPLATES.get(name, processor.chat_template)

@@ -25,7 +25,7 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A Qwen3-VL with its processor, and weights that make answers differ from prompt to prompt."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     processor = make_qwen3_vl_processor(TEXTS, 300)
@@ -73,13 +73,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory):
     file = tmp_path_factory.mktemp("images") / "red.png"
     Image.new("RGB", (32, 24), "red").save(file)
     return file
 
 
-def theirs(folder: Path, messages: list[dict[str, Any]], model: Any = None) -> str:
+def theirs(folder: Path, messages: list[dict[str, Any]], model=None) -> str:
     """The answer of transformers alone."""
     from transformers import AutoModelForMultimodalLM, AutoProcessor
 
@@ -94,7 +94,7 @@ def theirs(folder: Path, messages: list[dict[str, Any]], model: Any = None) -> s
     inputs = processor.apply_chat_template(messages, **options)
     stop = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     bad = [[token] for token in (model.config.image_token_id, model.config.video_token_id)]
-    given: dict[str, Any] = {
+    given = {
         "do_sample": False,
         "max_new_tokens": NEW,
         "eos_token_id": stop,
@@ -113,12 +113,12 @@ def with_image(image: Path, text: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_chat_answers_equal_transformers_generate(folder: Path, image: Path) -> None:
+def test_chat_answers_equal_transformers_generate(folder, image):
     model = ChatModel(folder, device="cpu")
     first = with_image(image, "What colour?")
     turns = [*first, {"role": "assistant", "content": "red"}, {"role": "user", "content": "green?"}]
     for messages in (first, turns, [{"role": "user", "content": "blue"}]):
-        pieces: list[str] = []
+        pieces = []
         completion = model.answer(messages, Decoding(NEW), pieces.append)
         text = model.text(completion.tokens)
         assert text == theirs(folder, messages)
@@ -126,15 +126,15 @@ def test_chat_answers_equal_transformers_generate(folder: Path, image: Path) -> 
         assert len(pieces) > 1
 
 
-def test_chat_streams_an_answer_that_ends_within_a_character(folder: Path, monkeypatch) -> None:
+def test_chat_streams_an_answer_that_ends_within_a_character(folder, monkeypatch):
     model = ChatModel(folder, device="cpu")
     monkeypatch.setattr(model, "text", lambda tokens: "ab\ufffd"[: len(tokens)])
-    pieces: list[str] = []
+    pieces = []
     model.answer([{"role": "user", "content": "blue"}], Decoding(3), pieces.append)
     assert pieces == ["a", "b", "\ufffd"]
 
 
-def test_chat_adapter_equals_peft(folder: Path, image: Path, tmp_path: Path) -> None:
+def test_chat_adapter_equals_peft(folder, image, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
@@ -153,7 +153,7 @@ def test_chat_adapter_equals_peft(folder: Path, image: Path, tmp_path: Path) -> 
     assert text != theirs(folder, messages)
 
 
-def test_chat_command_prints_text_or_json(folder: Path, image: Path, capsys) -> None:
+def test_chat_command_prints_text_or_json(folder, image, capsys):
     words = [
         "chat",
         str(folder),
@@ -173,9 +173,7 @@ def test_chat_command_prints_text_or_json(folder: Path, image: Path, capsys) -> 
     assert 1 <= record["tokens"] <= NEW
 
 
-def test_chat_reads_lines_of_one_conversation(
-    folder: Path, image: Path, capsys, monkeypatch
-) -> None:
+def test_chat_reads_lines_of_one_conversation(folder, image, capsys, monkeypatch):
     lines = [f"/image {image}", "What colour?", "/reset", "blue", "/exit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     assert (
@@ -186,25 +184,23 @@ def test_chat_reads_lines_of_one_conversation(
     assert second["messages"] == [{"role": "user", "content": "blue"}]
 
 
-def test_chat_answer_ends_before_a_stop_string(folder: Path, monkeypatch) -> None:
+def test_chat_answer_ends_before_a_stop_string(folder, monkeypatch):
     model = ChatModel(folder, device="cpu", stop_strings=["two", "never"])
     words = ["one ", "t", "w", "ice ", "tw", "o and", " more"]
     monkeypatch.setattr(
         model.tokenizer, "decode", lambda tokens, **_: "".join(words[: len(tokens)])
     )
-    pieces: list[str] = []
+    pieces = []
     completion = model.answer([{"role": "user", "content": "blue"}], Decoding(7), pieces.append)
     assert len(completion.tokens) == 6
     assert completion.is_finished
     assert pieces == ["one ", "twice "]  # a text that may begin a stop string waits
 
 
-def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(
-    folder: Path, capsys, monkeypatch
-) -> None:
+def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder, capsys, monkeypatch):
     conversations = []
 
-    def answer(self: ChatModel, messages: list[Any], decoding: Decoding, on_text: Any) -> None:
+    def answer(self, messages, decoding, on_text):
         conversations.append(list(messages))
         on_text("half")
         raise KeyboardInterrupt
@@ -234,9 +230,7 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(
         (["FOLDER", "-p", "x", "--top-p", "2"], "top_p=2.0: must be more than 0"),
     ],
 )
-def test_chat_user_errors_are_explained(
-    folder: Path, image: Path, words: list[str], message: str, capsys
-) -> None:
+def test_chat_user_errors_are_explained(folder, image, words, message, capsys):
     places = {"FOLDER": str(folder), "IMAGE": str(image), "EMPTY": str(image.parent)}
     assert main(["chat", "--device", "cpu", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from families import KIT
 from processors import chat_processor
@@ -19,9 +16,7 @@ NEW = 8
 DECODING = Decoding(NEW)
 
 
-def own_tokens(
-    model: Any, processor: Any, content: Any, media: list[Any], stop: set[int]
-) -> list[int]:
+def own_tokens(model, processor, content, media, stop: set[int]) -> list[int]:
     """The answer of transformers alone."""
     template = processor.chat_template
     messages = [{"role": "user", "content": content}]
@@ -42,7 +37,7 @@ def own_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KIT)
-def test_chat_tokens_equal_transformers_generate(name: str, tmp_path: Path) -> None:
+def test_chat_tokens_equal_transformers_generate(name, tmp_path):
     processor = chat_processor(name.removesuffix("_thinker"))
     folder = tmp_path / "model"
     model_of(name, processor).hf.save_pretrained(folder)

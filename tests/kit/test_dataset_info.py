@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from templates.tiny import tokenizer
@@ -20,7 +19,7 @@ TAGS = {
     "user_tag": "user",
     "assistant_tag": "assistant",
 }
-INFO: dict[str, Any] = {
+INFO = {
     "alpaca": {"file_name": "a.json"},
     "renamed": {
         "file_name": "b.jsonl",
@@ -46,14 +45,14 @@ INFO: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("info")
     (root / "sub").mkdir()
     (root / "parts").mkdir()
     write_image(root / "1.png", 16, 16)  # media paths are relative to dataset_info.json
     turns = [{"from": "human", "value": "q"}]
     best, worst = ({"from": "gpt", "value": value} for value in "ab")
-    files: dict[str, Any] = {
+    files = {
         "dataset_info.json": INFO,
         "a.json": [{"instruction": "q", "input": "", "output": "a"}],
         "sub/c.json": [chat("<image>q", "a") | {"pics": ["1.png"]}],
@@ -70,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def rows(folder: Path, name: str) -> list[Any]:
+def rows(folder: Path, name: str):
     kit = made(
         folder / f"dataset_info.json:{name}",
         qwen3_vl() if name == "mllm" else tokenizer("zephyr"),
@@ -91,18 +90,18 @@ def rows(folder: Path, name: str) -> list[Any]:
         ("ranking", "user: q | assistant: a | user: q | assistant: b"),
     ],
 )
-def test_dataset_info_columns_give_the_conversation(folder: Path, name: str, expected: str) -> None:
+def test_dataset_info_columns_give_the_conversation(folder, name, expected):
     row = read_row(*rows(folder, name)[0])
     turns = [f"{message.role}: {message.text}" for message in (*row.messages, *row.rejected)]
     assert " | ".join(turns) == expected
     assert [part.value for part in row.media()] == (["1.png"] if name == "mllm" else [])
 
 
-def test_dataset_info_folder_of_texts_is_read_as_text(folder: Path) -> None:
+def test_dataset_info_folder_of_texts_is_read_as_text(folder):
     assert [read_row(*row).text for row in rows(folder, "texts")] == ["one", "two"]
 
 
-def test_dataset_info_is_inspected_without_a_model(folder: Path, capsys: Any) -> None:
+def test_dataset_info_is_inspected_without_a_model(folder, capsys):
     assert main(["data", "inspect", f"{folder}/dataset_info.json:renamed", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["sources"][0] | {"rows": 2, "good": 1} == facts["sources"][0]
@@ -123,16 +122,14 @@ def test_dataset_info_is_inspected_without_a_model(folder: Path, capsys: Any) ->
         ("none/dataset_info.json", "nothing at"),
     ],
 )
-def test_dataset_info_unsupported_entry_is_a_user_error(
-    folder: Path, path: str, words: str
-) -> None:
+def test_dataset_info_unsupported_entry_is_a_user_error(folder, path, words):
     with pytest.raises(UserError, match=words):
         made(folder / path, tokenizer("zephyr"))
 
 
 def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_them(
-    folder: Path, tmp_path: Path, capsys: Any
-) -> None:
+    folder, tmp_path, capsys
+):
     assert main(["data", "inspect", str(folder)]) == 2
     assert "is LLaMA-Factory's: write" in (error := capsys.readouterr().err)
     assert "dataset_info.json:NAME with one of the datasets in it: alpaca, renamed" in error

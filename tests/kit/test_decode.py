@@ -8,12 +8,12 @@ import io
 import os
 import struct
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from media_files import audio_file, bomb, image_file, video_file
 from PIL import Image, ImageOps
 
 from mvp_engine.kit.data.read import decode_image, decode_video
@@ -28,18 +28,12 @@ HERE = Path(".")
 
 
 @pytest.fixture(scope="module")
-def photo() -> np.ndarray:
+def photo():
     from sklearn.datasets import load_sample_image
 
     return np.ascontiguousarray(
         load_sample_image("flower.jpg")[::5, ::5]
     )  # 86 x 128 pixels of a photo
-
-
-def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
 
 
 def read(
@@ -49,36 +43,25 @@ def read(
     return info, decode(part, info, limits, root, rate)
 
 
-def reason(part: Part, limits: Limits = LIMITS, root: Path = HERE) -> str:
-    with pytest.raises(BadRow) as bad:
-        read(part, limits, root)
-    return bad.value.reason
+def refused(kind: str, reasons, limits: Limits = LIMITS, root: Path = HERE, **options):
+    """Each value of a kind is a bad row with its reason."""
+    for reason, values in reasons.items():
+        for value in values:
+            with pytest.raises(BadRow) as bad:
+                read(Part(kind, value, options), limits, root)
+            assert bad.value.reason == reason, value
 
 
-def test_decode_image_every_form_of_value_gives_the_same_pixels(
-    photo: np.ndarray, tmp_path: Path
-) -> None:
-    raw = encoded(Image.fromarray(photo), "PNG")
-    (tmp_path / "a photo.png").write_bytes(raw)
-    (tmp_path / "link.png").symlink_to(tmp_path / "a photo.png")
-    forms = [
-        "a photo.png",
-        str(tmp_path / "a photo.png"),
-        Path("a photo.png"),
-        (tmp_path / "a photo.png").as_uri(),
-    ]
-    forms += [
-        "./sub/../a photo.png",
-        "link.png",
-        raw,
-        bytearray(raw),
-        {"bytes": raw, "path": "gone.png"},
-    ]
-    forms += [
-        {"bytes": None, "path": "a photo.png"},
-        "data:image/png;base64," + base64.b64encode(raw).decode(),
-    ]
-    for form in [*forms, Image.fromarray(photo), photo]:
+def test_decode_image_every_form_of_value_gives_the_same_pixels(photo, tmp_path):
+    raw = image_file(Image.fromarray(photo))
+    file = tmp_path / "a photo.png"
+    file.write_bytes(raw)
+    (tmp_path / "link.png").symlink_to(file)
+    forms = [file.name, str(file), Path(file.name), file.as_uri(), "./sub/../a photo.png"]
+    forms += ["link.png", raw, bytearray(raw), Image.fromarray(photo), photo]
+    forms += [{"bytes": raw, "path": "gone.png"}, {"bytes": None, "path": file.name}]
+    forms.append("data:image/png;base64," + base64.b64encode(raw).decode())
+    for form in forms:
         info, image = read(Part("image", form), root=tmp_path)
         assert (info.width, info.height) == image.size == (128, 86)
         assert image.mode == "RGB"
@@ -86,136 +69,95 @@ def test_decode_image_every_form_of_value_gives_the_same_pixels(
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_decode_image_exif_orientation_is_applied_to_pixels_and_probed_size(
-    photo: np.ndarray, format: str, orientation: int
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    raw = encoded(Image.fromarray(photo), format, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))
-    info, image = read(Part("image", raw))
-    assert (info.width, info.height) == image.size == ((86, 128) if orientation > 4 else (128, 86))
-    assert np.array_equal(np.asarray(image), np.asarray(expected.convert("RGB")))
+def test_decode_image_exif_orientation_is_applied_to_pixels_and_probed_size(photo, format):
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        raw = image_file(Image.fromarray(photo), format, exif=exif)
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(raw))).convert("RGB")
+        info, image = read(Part("image", raw))
+        size = (86, 128) if orientation > 4 else (128, 86)
+        assert (info.width, info.height) == image.size == size
+        assert np.array_equal(np.asarray(image), np.asarray(expected))
 
 
-def test_decode_image_every_color_mode_becomes_rgb() -> None:
-    def first(image: Image.Image, format: str = "PNG", **options: Any) -> tuple[int, ...]:
-        decoded = read(Part("image", encoded(image, format, **options)))[1]
+def test_decode_image_every_color_mode_becomes_rgb():
+    def first(image, format="PNG", **options):
+        decoded = read(Part("image", image_file(image, format, **options)))[1]
         assert decoded.mode == "RGB"
         return decoded.getpixel((0, 0))
 
-    assert first(Image.new("RGBA", (4, 4), (200, 0, 0, 0))) == (
-        255,
-        255,
-        255,
-    )  # transparent pixels are white
-    assert first(Image.new("RGBA", (4, 4), (0, 0, 0, 128))) == pytest.approx((127, 127, 127), abs=1)
-    assert first(Image.new("LA", (4, 4), (0, 0))) == (255, 255, 255)
-    assert first(Image.new("L", (4, 4), 77)) == (77, 77, 77)
-    assert first(Image.new("1", (4, 4), 1)) == (255, 255, 255)
-    palette = Image.new("RGB", (4, 4), (9, 200, 30)).quantize(2)
+    def plain(mode, color):
+        return Image.new(mode, (4, 4), color)
+
+    white = (255, 255, 255)
+    assert first(plain("RGBA", (200, 0, 0, 0))) == white  # transparent pixels are white
+    assert first(plain("RGBA", (0, 0, 0, 128))) == pytest.approx((127, 127, 127), abs=1)
+    assert first(plain("LA", (0, 0))) == white
+    assert first(plain("L", 77)) == (77, 77, 77)
+    assert first(plain("1", 1)) == white
+    palette = plain("RGB", (9, 200, 30)).quantize(2)
     assert first(palette) == (9, 200, 30)
-    assert first(palette, transparency=palette.getpixel((0, 0))) == (255, 255, 255)
+    assert first(palette, transparency=palette.getpixel((0, 0))) == white
     assert first(Image.fromarray(np.full((4, 4), 40000, np.uint16))) == (155, 155, 155)
-    assert first(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG") == pytest.approx(
-        (255, 0, 0), abs=3
-    )
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    red = first(plain("CMYK", (0, 255, 255, 0)), "JPEG")
+    assert red == pytest.approx((255, 0, 0), abs=3)
+    frames = [plain("RGB", color) for color in ("red", "blue")]
     assert first(frames[0], "GIF", save_all=True, append_images=frames[1:]) == (255, 0, 0)
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes with a huge size in its header."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT" + zlib.compress(b"\0" * 100)
-    chunks = [
-        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c))
-        for c in (head, data, b"IEND")
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def test_decode_image_each_bad_value_has_its_reason_code(photo: np.ndarray, tmp_path: Path) -> None:
-    raw = encoded(Image.fromarray(photo), "JPEG")
-    (tmp_path / "in").mkdir()
-    (tmp_path / "secret.png").write_bytes(encoded(Image.fromarray(photo), "PNG"))
-    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "secret.png")
-    (tmp_path / "in" / "loop.png").symlink_to(tmp_path / "in" / "loop.png")
-    (tmp_path / "in" / "text.png").write_text("no image")
-    os.mkfifo(tmp_path / "in" / "pipe.png")
-    expected: list[tuple[Any, str]] = [
-        ("gone.png", "missing_file"),
-        ("x" * 5000, "missing_file"),
-        ("a\0b.png", "missing_file"),
-        ("loop.png", "missing_file"),
-        ("text.png", "corrupt"),
-        (raw[: len(raw) // 2], "corrupt"),
-        (b"", "corrupt"),
-        (
-            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-            "corrupt",
-        ),  # PIL would start ghostscript
-        ("data:image/png;base64,@@@", "corrupt"),
-        ("data:image/png,abc", "corrupt"),
-        (bomb(60000, 60000), "too_large"),
-        (bomb(10000, 9500), "too_large"),  # PIL only warns
-        (bomb(6000, 6000), "corrupt"),
-        ("../secret.png", "path_escape"),
-        ("/etc/hostname", "path_escape"),
-        ("file:///etc/hostname", "path_escape"),
-        ("link.png", "path_escape"),
-        ("https://example.com/a.png", "unsupported"),
-        ("s3://bucket/a.png", "unsupported"),
-        (".", "unsupported"),
-        ("pipe.png", "unsupported"),  # opening it would block forever
-        (None, "wrong_type"),
-        ("", "wrong_type"),
-        (7, "wrong_type"),
-        ({}, "wrong_type"),
-        ({"path": ["a.png"]}, "wrong_type"),
-        (np.zeros((4, 4, 3), np.float32), "wrong_type"),
-        (np.zeros((3, 4, 7), np.uint8), "wrong_type"),
-        (np.zeros((0, 4, 3), np.uint8), "wrong_type"),
-    ]
-    for value, word in expected:
-        assert reason(Part("image", value), root=tmp_path / "in") == word, value
-    assert reason(Part("image", photo), Limits(image_pixels=128 * 86 - 1)) == "too_large"
-    for word in (-1, "many", float("nan"), [2]):
-        assert reason(Part("image", photo, {"max_pixels": word})) == "wrong_type"
+def test_decode_image_each_bad_value_has_its_reason_code(photo, tmp_path):
+    raw = image_file(Image.fromarray(photo), "JPEG")
+    folder, secret = tmp_path / "in", tmp_path / "secret.png"
+    folder.mkdir()
+    secret.write_bytes(image_file(Image.fromarray(photo)))
+    (folder / "link.png").symlink_to(secret)
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    (folder / "text.png").write_text("no image")
+    os.mkfifo(folder / "pipe.png")
+    reasons = {
+        "missing_file": ["gone.png", "x" * 5000, "a\0b.png", "loop.png"],
+        "corrupt": [
+            "text.png",
+            raw[: len(raw) // 2],
+            b"",
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # PIL would start ghostscript
+            "data:image/png;base64,@@@",
+            "data:image/png,abc",
+            bomb(6000, 6000),
+        ],
+        "too_large": [bomb(60000, 60000), bomb(10000, 9500)],  # of the latter PIL only warns
+        "path_escape": ["../secret.png", "/etc/hostname", "file:///etc/hostname", "link.png"],
+        # Opening the pipe would block forever.
+        "unsupported": ["https://example.com/a.png", "s3://bucket/a.png", ".", "pipe.png"],
+        "wrong_type": [
+            None,
+            "",
+            7,
+            {},
+            {"path": ["a.png"]},
+            np.zeros((4, 4, 3), np.float32),
+            np.zeros((3, 4, 7), np.uint8),
+            np.zeros((0, 4, 3), np.uint8),
+        ],
+    }
+    refused("image", reasons, root=folder)
+    refused("image", {"too_large": [photo]}, Limits(image_pixels=128 * 86 - 1))
+    for size in (-1, "many", float("nan"), [2]):
+        refused("image", {"wrong_type": [photo]}, max_pixels=size)
     anywhere = Limits(allow_outside=True)
-    for value in ("../secret.png", "link.png", str(tmp_path / "secret.png")):
-        assert read(Part("image", value), anywhere, tmp_path / "in")[1].size == (128, 86)
-    assert reason(Part("image", "/dev/zero"), anywhere) == "unsupported"
+    for value in ("../secret.png", "link.png", str(secret)):
+        assert read(Part("image", value), anywhere, folder)[1].size == (128, 86)
+    refused("image", {"unsupported": ["/dev/zero"]}, anywhere)
 
 
-def test_decode_image_size_changed_since_probe_is_a_bad_row(photo: np.ndarray) -> None:
+def test_decode_image_size_changed_since_probe_is_a_bad_row(photo):
     info = probe(Part("image", photo), LIMITS, HERE)
     with pytest.raises(BadRow, match="changed: the image is 86x128 now, but was 128x86"):
         decode(Part("image", photo.transpose(1, 0, 2).copy()), info, LIMITS, HERE)
 
 
-def video_file(
-    codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32
-) -> bytes:
-    """Frame i has the gray value 8 i; every 15th is a key frame."""
-    import av
-
-    out = io.BytesIO()
-    with av.open(
-        out, "w", format=format.removesuffix("-live"), options={"live": str(int("-" in format))}
-    ) as container:
-        stream = container.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt, stream.gop_size = size, size, "yuv420p", 15
-        stream.options = {"qscale": "1"} if codec == "mpeg4" else {"crf": "5"}
-        for i in range(frames):
-            pixels = np.full((size, size, 3), 8 * i % 256, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return out.getvalue()
-
-
-def test_decode_video_with_tags_that_are_not_utf8() -> None:
+def test_decode_video_with_tags_that_are_not_utf8():
     raw = video_file()
     broken = raw.replace(b"Lavf", b"\xff\xfe\xff ")
     assert broken != raw
@@ -229,9 +171,7 @@ def gray_values(frames: np.ndarray) -> list[int]:
 @pytest.mark.parametrize(
     "kind", ["mpeg4 mp4", "libx264 mp4", "mpeg4 avi", "libvpx-vp9 webm", "libx264 matroska-live"]
 )
-def test_decode_video_returns_the_sampled_frames_of_every_container(
-    kind: str, tmp_path: Path
-) -> None:
+def test_decode_video_returns_the_sampled_frames_of_every_container(kind, tmp_path):
     raw = video_file(*kind.split())
     (tmp_path / "video").write_bytes(raw)
     for value in (raw, "video", {"bytes": None, "path": "video"}):
@@ -247,8 +187,8 @@ def test_decode_video_returns_the_sampled_frames_of_every_container(
 
 
 def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     raw = video_file(frames=32 * 12, fps=4, size=16)  # gray values repeat every 32 frames
     info, seeked = read(Part("video", raw))
     monkeypatch.setattr(decode_video, "SEEK_SECONDS", 1e9)
@@ -256,38 +196,32 @@ def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(
     assert gray_values(seeked) == [i % 32 for i in info.frame_indices()]
 
 
-def test_decode_video_arrays_and_frame_lists_are_videos(photo: np.ndarray, tmp_path: Path) -> None:
+def test_decode_video_arrays_and_frame_lists_are_videos(photo, tmp_path):
+    def first_values(video):
+        return video[:, 0, 0, 0].tolist()
+
     frames = np.stack([np.full((6, 4, 3), i, np.uint8) for i in range(12)])
-    (tmp_path / "f.png").write_bytes(encoded(Image.fromarray(frames[3]), "PNG"))
-    info, found = read(Part("video", frames))
-    assert (info.width, info.height, info.total_frames, info.fps, info.num_frames) == (
-        4,
-        6,
-        12,
-        2.0,
-        8,
-    )
-    assert found[:, 0, 0, 0].tolist() == info.frame_indices() == [0, 2, 3, 5, 6, 8, 9, 11]
-    listed = [
-        Image.fromarray(frames[0]),
-        frames[1],
-        encoded(Image.fromarray(frames[2]), "PNG"),
-        "f.png",
-    ]
-    info, found = read(Part("video", listed, {"fps": 1}), root=tmp_path)
-    assert (info.seconds, found[:, 0, 0, 0].tolist()) == (4.0, [0, 1, 2, 3])
-    assert read(Part("video", [frames[7]]))[1][:, 0, 0, 0].tolist() == [
-        7,
-        7,
-    ]  # no encoder takes a single frame
-    assert reason(Part("video", [frames[0], photo])) == "corrupt"
-    assert reason(Part("video", [])) == "wrong_type"
-    assert reason(Part("video", ["f.png", "gone.png"]), root=tmp_path) == "missing_file"
-    assert reason(Part("video", ["f.png", "../f.png"]), root=tmp_path) == "path_escape"
-    assert reason(Part("video", frames.astype(np.float32))) == "wrong_type"
+    (tmp_path / "f.png").write_bytes(image_file(Image.fromarray(frames[3])))
+    info, video = read(Part("video", frames))
+    assert (info.width, info.height, info.total_frames) == (4, 6, 12)
+    assert (info.fps, info.num_frames) == (2.0, 8)
+    assert first_values(video) == info.frame_indices() == [0, 2, 3, 5, 6, 8, 9, 11]
+    images = [Image.fromarray(frame) for frame in frames[:3]]
+    listed = [images[0], frames[1], image_file(images[2]), "f.png"]
+    info, video = read(Part("video", listed, {"fps": 1}), root=tmp_path)
+    assert (info.seconds, first_values(video)) == (4.0, [0, 1, 2, 3])
+    single = read(Part("video", [frames[7]]))[1]
+    assert first_values(single) == [7, 7]  # no encoder takes a single frame
+    reasons = {
+        "corrupt": [[frames[0], photo]],
+        "wrong_type": [[], frames.astype(np.float32)],
+        "missing_file": [["f.png", "gone.png"]],
+        "path_escape": [["f.png", "../f.png"]],
+    }
+    refused("video", reasons, root=tmp_path)
 
 
-def test_decode_video_rotation_metadata_is_applied() -> None:
+def test_decode_video_rotation_metadata_is_applied():
     import av
 
     out, pixels = io.BytesIO(), np.zeros((32, 64, 3), np.uint8)
@@ -312,110 +246,71 @@ def test_decode_video_rotation_metadata_is_applied() -> None:
     )  # the left half is now on top
 
 
-def test_decode_video_each_bad_value_has_its_reason_code(tmp_path: Path) -> None:
+def test_decode_video_each_bad_value_has_its_reason_code(tmp_path):
     raw = video_file()
-    (tmp_path / "list.m3u8").write_text(
-        "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nvideo.ts\n#EXT-X-ENDLIST\n"
-    )
+    playlist = "#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nvideo.ts\n#EXT-X-ENDLIST\n"
+    (tmp_path / "list.m3u8").write_text(playlist)
     (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile video.ts\n")
-    (tmp_path / "video.ts").write_bytes(video_file(format="mpegts"))
-    expected: list[tuple[Any, str]] = [
-        ("gone.mp4", "missing_file"),
-        ("list.m3u8", "corrupt"),  # playlists could name any file
-        ("list.ffconcat", "corrupt"),
-        (raw[:200], "corrupt"),
-        (b"nothing" * 50, "corrupt"),
-        (video_file(format="mpegts")[:1500], "corrupt"),
-        (3.0, "wrong_type"),
-    ]
-    for value, word in expected:
-        assert reason(Part("video", value), root=tmp_path) == word, value
-    assert reason(Part("video", raw), Limits(video_seconds=2.0)) == "too_long"
-    assert reason(Part("video", raw), Limits(image_pixels=1000)) == "too_large"
-    info, frames = read(
-        Part("video", raw), Limits(fps=2.0, clip_pixels=6 * 16 * 16)
-    )  # decoded smaller, to fit in memory
+    stream = video_file(format="mpegts")
+    (tmp_path / "video.ts").write_bytes(stream)
+    # Playlists could name any file.
+    corrupt = ["list.m3u8", "list.ffconcat", raw[:200], b"nothing" * 50, stream[:1500]]
+    reasons = {"missing_file": ["gone.mp4"], "corrupt": corrupt, "wrong_type": [3.0]}
+    refused("video", reasons, root=tmp_path)
+    refused("video", {"too_long": [raw]}, Limits(video_seconds=2.0))
+    refused("video", {"too_large": [raw]}, Limits(image_pixels=1000))
+    small = Limits(fps=2.0, clip_pixels=6 * 16 * 16)  # decoded smaller, to fit in memory
+    info, frames = read(Part("video", raw), small)
     assert (info.width, frames.shape) == (16, (6, 16, 16, 3))
 
 
-def audio_file(
-    rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels: int = 2
-) -> bytes:
-    import soundfile
-
-    t = np.arange(int(rate * seconds)) / rate
-    wave = np.stack([np.sin(2 * np.pi * 440 * t), 0 * t][:channels], axis=1)
-    out = io.BytesIO()
-    soundfile.write(out, wave * 0.8, rate, format=format)
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])
-def test_decode_audio_every_format_becomes_mono_at_the_models_sampling_rate(
-    format: str, tmp_path: Path
-) -> None:
+def test_decode_audio_every_format_becomes_mono_at_the_models_sampling_rate(format, tmp_path):
     raw = audio_file(format=format)
     (tmp_path / "a.audio").write_bytes(raw)
-    for value in (
-        raw,
-        "a.audio",
-        {"bytes": raw, "path": None},
-        "data:audio/x;base64," + base64.b64encode(raw).decode(),
-    ):
+    url = "data:audio/x;base64," + base64.b64encode(raw).decode()
+    for value in (raw, "a.audio", {"bytes": raw, "path": None}, url):
         info, waveform = read(Part("audio", value), root=tmp_path)
         assert (info.sampling_rate, waveform.dtype, waveform.ndim) == (44100, np.float32, 1)
         assert len(waveform) == info.num_samples_at(16000) == -(-info.num_samples * 16000 // 44100)
         spectrum = np.abs(np.fft.rfft(waveform[:16000]))
         assert int(spectrum.argmax()) == 440
         assert np.abs(waveform).max() == pytest.approx(0.4, abs=0.05)  # the mean of both channels
-    waveform = np.sin(np.arange(8000))
-    for part in (
-        Part("audio", {"array": waveform, "sampling_rate": 16000}),
-        Part("audio", waveform, {"sampling_rate": 16000}),
-    ):
+    waveform, rate = np.sin(np.arange(8000)), {"sampling_rate": 16000}
+    for part in (Part("audio", {"array": waveform, **rate}), Part("audio", waveform, rate)):
         assert np.array_equal(read(part)[1], waveform.astype(np.float32))
 
 
-def test_decode_audio_each_bad_value_has_its_reason_code(tmp_path: Path) -> None:
+def test_decode_audio_each_bad_value_has_its_reason_code(tmp_path):
     raw = audio_file()
-    expected: list[tuple[Any, str]] = [
-        ("gone.wav", "missing_file"),
-        (raw[:20], "corrupt"),
-        (b"noise" * 99, "corrupt"),
-        (audio_file(seconds=0), "corrupt"),
-        ({"array": np.full(99, np.nan), "sampling_rate": 16000}, "corrupt"),
-        (np.zeros(9), "wrong_type"),  # without a sampling rate
-        ({"array": np.zeros((9, 2)), "sampling_rate": 16000}, "wrong_type"),
-        ({"array": "loud", "sampling_rate": 16000}, "wrong_type"),
-        (5, "wrong_type"),
-    ]
-    for value, word in expected:
-        assert reason(Part("audio", value), root=tmp_path) == word, value
-    assert reason(Part("audio", raw), Limits(audio_seconds=0.5)) == "too_long"
+
+    def array(values):
+        return {"array": values, "sampling_rate": 16000}
+
+    corrupt = [raw[:20], b"noise" * 99, audio_file(seconds=0), array(np.full(99, np.nan))]
+    wrong = [np.zeros(9), array(np.zeros((9, 2))), array("loud"), 5]  # the first without a rate
+    reasons = {"missing_file": ["gone.wav"], "corrupt": corrupt, "wrong_type": wrong}
+    refused("audio", reasons, root=tmp_path)
+    refused("audio", {"too_long": [raw]}, Limits(audio_seconds=0.5))
 
 
-def test_decode_hanging_decoder_is_a_timeout_bad_row(
-    monkeypatch: pytest.MonkeyPatch, photo: np.ndarray
-) -> None:
-    def hang(*args: Any) -> None:
+def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch, photo):
+    def hang(*args):
         ctypes.CDLL(None).sleep(60)  # in C, which no Python signal interrupts
 
     info = probe(Part("image", photo), LIMITS, HERE)
     monkeypatch.setattr(decode_image, "decode_image", hang)
     monkeypatch.setattr(decode_image, "open_image", lambda *args: time.sleep(60))
     started = time.monotonic()
-    with pytest.raises(
-        BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 seconds"
-    ):
-        decode(Part("image", photo), info, Limits(timeout=0.2), HERE)
-    assert reason(Part("image", "a.png"), Limits(timeout=0.2)) == "timeout"
+    limits = Limits(timeout=0.2)
+    with pytest.raises(BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 sec"):
+        decode(Part("image", photo), info, limits, HERE)
+    refused("image", {"timeout": ["a.png"]}, limits)
     assert time.monotonic() - started < 20
 
 
-def test_probe_internal_errors_are_raised_not_bad_rows(
-    monkeypatch: pytest.MonkeyPatch, photo: np.ndarray
-) -> None:
-    def broken(*args: Any) -> None:
+def test_probe_internal_errors_are_raised_not_bad_rows(monkeypatch, photo):
+    def broken(*args):
         raise KeyError("a bug")
 
     monkeypatch.setattr(decode_image, "image_size", broken)
@@ -423,27 +318,18 @@ def test_probe_internal_errors_are_raised_not_bad_rows(
         probe(Part("image", photo), LIMITS, HERE)
 
 
-def test_decode_mutated_bytes_give_media_or_a_bad_row(photo: np.ndarray) -> None:
+def test_decode_mutated_bytes_give_media_or_a_bad_row(photo):
     image, rng = Image.fromarray(photo), np.random.default_rng(0)
-    whole = [
-        ("image", encoded(image, name)) for name in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")
-    ]
-    whole += [
-        ("video", video_file(frames=8)),
-        ("video", video_file(frames=8, format="matroska")),
-        ("audio", audio_file(seconds=0.2)),
-    ]
-    whole += [
-        ("audio", audio_file(seconds=0.2, format="FLAC")),
-        ("audio", audio_file(seconds=0.2, format="OGG")),
-    ]
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")
+    whole = [("image", image_file(image, name)) for name in formats]
+    whole += [("video", video_file(format=name, frames=8)) for name in ("mp4", "matroska")]
+    whole += [("audio", audio_file(0.2, format=name)) for name in ("WAV", "FLAC", "OGG")]
     outcomes = set()
     for kind, raw in whole:
         for _ in range(25):
-            broken = bytearray(
-                raw[: int(rng.integers(1, len(raw) + 1))] if rng.random() < 0.4 else raw
-            )
-            for at in rng.integers(0, min(len(broken), 400), int(rng.integers(0, 9))):
+            size = int(rng.integers(1, len(raw) + 1)) if rng.random() < 0.4 else len(raw)
+            broken = bytearray(raw[:size])
+            for at in rng.integers(0, min(size, 400), int(rng.integers(0, 9))):
                 broken[at] = rng.integers(0, 256)
             try:
                 read(Part(kind, bytes(broken)))

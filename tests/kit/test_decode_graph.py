@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -37,11 +36,11 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma2"])
-def test_complete_with_fixed_shapes_is_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_with_fixed_shapes_is_equal(name, monkeypatch):
     engine, prompts = built(name, "cpu")
     expected = complete(engine, prompts, DECODING)
     assert len({len(one.tokens) for one in expected}) > 2
-    captured: list[Any] = []
+    captured = []
     monkeypatch.setattr("mvp_engine.kit.decoding.is_supported", lambda _: True)
     monkeypatch.setattr("mvp_engine.kit.decoding.REPLAYS", 2)
     monkeypatch.setattr(decoding, "capture", lambda forward, _: captured.append(forward) or forward)
@@ -52,13 +51,11 @@ def test_complete_with_fixed_shapes_is_equal(name: str, monkeypatch: pytest.Monk
     assert 1 < len(captured) < 8  # fewer sequences
 
 
-def test_complete_without_graph_if_the_forward_cannot_be_captured(
-    monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_complete_without_graph_if_the_forward_cannot_be_captured(monkeypatch, capsys):
     engine, prompts = built("qwen3", "cpu")
     expected = complete(engine, prompts, DECODING)
 
-    def capture(forward: Any, _: Any) -> Any:
+    def capture(forward, _):
         forward()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -78,9 +75,7 @@ def test_complete_without_graph_if_the_forward_cannot_be_captured(
 @pytest.mark.parametrize(
     "name", ["qwen3", "qwen3_vl", "qwen2_5_vl", "gemma2", "gemma3", "llava", "qwen3_moe"]
 )
-def test_cuda_graph_gives_the_tokens_of_eager_decoding(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_cuda_graph_gives_the_tokens_of_eager_decoding(name, monkeypatch, capsys):
     engine, prompts = built(name, "cuda:0")
     found = complete(engine, prompts, DECODING)
     assert "CUDA graph" not in capsys.readouterr().err
@@ -91,8 +86,8 @@ def test_cuda_graph_gives_the_tokens_of_eager_decoding(
 
 @pytest.mark.gpu
 def test_cuda_graph_in_bf16_has_the_log_probs_of_eager_decoding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     engine, prompts = built("qwen3", "cuda:0", "bf16")
     greedy = replace(DECODING, temperature=0.0, samples=1, stop=())
     found = complete(engine, prompts, greedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -14,8 +13,8 @@ from mvp_engine.kit.generation import with_verdicts
 
 
 def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     write_image(tmp_path / "wide.png", 1200, 20)
     frames = [f"{i}.png" for i in range(6)]
     for name in frames:

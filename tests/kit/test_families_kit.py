@@ -28,7 +28,7 @@ RATE = 16000
 Media = list[tuple[str, int]]  # kind and number of the media of a question
 
 
-def model_of(name: str, processor: Any) -> LanguageModel:
+def model_of(name: str, processor) -> LanguageModel:
     """The tiny model of the other tests, with the image sizes and token ids of the tiny processors."""
     special = copy.deepcopy(VISION[name][1])
     special["text_config"] |= {"vocab_size": 400, "max_position_embeddings": 4096}
@@ -68,7 +68,7 @@ def model_of(name: str, processor: Any) -> LanguageModel:
     return model.eval()
 
 
-def file_of(folder: Path, kind: str, i: int, rate: int = RATE) -> Any:
+def file_of(folder: Path, kind: str, i: int, rate: int = RATE):
     """Write an image, the frames of a video, or an audio file, in several sizes; returns the name or names."""
     rng = np.random.default_rng(i)
     if kind == "audio":
@@ -87,7 +87,7 @@ def file_of(folder: Path, kind: str, i: int, rate: int = RATE) -> Any:
     return names[0] if kind == "image" else names
 
 
-def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
+def opened(folder: Path, kind: str, file) -> tuple[MediaInfo, Any]:
     """The item as the processor takes it, read without the kit."""
     if kind == "audio":
         wave, rate = soundfile.read(folder / file, dtype="float32")
@@ -100,7 +100,7 @@ def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
     return MediaInfo("video", total_frames=len(file), fps=2.0, num_frames=len(file)), frames
 
 
-def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
+def own_log_probs(model: LanguageModel, given) -> torch.Tensor:
     """The log-probs of transformers' own model for the outputs of its processor."""
     with attention.eager_attention(model.hf.config), torch.no_grad():
         logits = model.hf(**given, use_cache=False).logits[0]
@@ -110,12 +110,10 @@ def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", filter(is_supported, KIT))
-def test_data_kit_packs_equal_processor_and_transformers_on_each_row(
-    name: str, tmp_path: Path
-) -> None:
+def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name, tmp_path):
     processor = chat_processor(name.removesuffix("_thinker"))
     model, kinds = model_of(name, processor), KIT[name].split(", ")
-    questions: list[Media] = [
+    questions = [
         [],
         *([(kind, i)] for i, kind in enumerate(kinds)),
         [(kinds[0], 0), (kinds[0], 1)],
@@ -124,10 +122,8 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(
         questions.append([(kind, i) for i, kind in enumerate([*kinds, "image"])])
     rows = []
     for i, media in enumerate(questions):
-        blocks: list[Any] = [
-            {"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in media
-        ]
-        content: Any = [*blocks, {"type": "text", "text": f"What is {i}?"}] if media else "Hello."
+        blocks = [{"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in media]
+        content = [*blocks, {"type": "text", "text": f"What is {i}?"}] if media else "Hello."
         rows.append(
             {
                 "messages": [
@@ -164,7 +160,7 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(
     check_bf16_loses_nothing(model, kit, pack)
 
 
-def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch) -> None:
+def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch):
     """In bf16, media in bf16 give bit-equal outputs."""
     kit.row_encoder.dtype = torch.bfloat16
     (light,) = kit.loader("train")
@@ -175,7 +171,7 @@ def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: Packe
     assert not full.equal(model(pack, ["log_probs"])["log_probs"])
 
 
-def media_of(row: dict[str, Any], media: Media) -> list[dict[str, Any]]:
+def media_of(row, media: Media) -> list[dict[str, Any]]:
     return row["messages"][0]["content"][: len(media)] if media else []
 
 
@@ -183,9 +179,7 @@ def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
     return model(one, ["log_probs"])["log_probs"]
 
 
-def check_row(
-    model: LanguageModel, processor: Any, one: PackedBatch, row: dict[str, Any], media: list[Any]
-) -> None:
+def check_row(model: LanguageModel, processor, one: PackedBatch, row, media):
     """Tokens, loss mask and log-probs equal those of the family's processor, chat template and model for the row."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
     text = processor.apply_chat_template(
@@ -206,7 +200,7 @@ def check_row(
     assert close(alone(model, one)[places], own_log_probs(model, given)[places])
 
 
-def _typed(content: Any) -> Any:
+def _typed(content):
     """Content blocks without the values of media, as templates expect them."""
     if isinstance(content, str):
         return content

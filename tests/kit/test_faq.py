@@ -6,13 +6,11 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from conftest import ROOT
-from tiny_vlm import model_config, qwen3_vl, with_images, write
+from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -35,42 +33,38 @@ ENTRIES = re.findall(r"^## (.+?)\n\n```\n\$ mvp (.+?)\n(.+?)```", PAGE, re.MULTI
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(vlm_folder):  # noqa: F811
     """A tiny Qwen3-VL, rows with images, and a config, as in docs/your_data.md."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write(tmp_path / "photos.jsonl", with_images(tmp_path, 8))
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "train.yaml").write_text(CONFIG)
-    return tmp_path
+    write(vlm_folder / "photos.jsonl", with_images(vlm_folder, 8))
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    return vlm_folder
 
 
-def without_network(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def without_network(folder: Path, patch: pytest.MonkeyPatch):
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
 
 
-def without_gpu(_: Path, patch: pytest.MonkeyPatch) -> None:
+def without_gpu(_: Path, patch: pytest.MonkeyPatch):
     patch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def out_of_memory(_: Path, patch: pytest.MonkeyPatch) -> None:
-    def forward_step(*_: Any) -> Any:
+def out_of_memory(_: Path, patch: pytest.MonkeyPatch):
+    def forward_step(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB.")
 
     patch.setattr(MLLMEngine, "forward_step", forward_step)
 
 
-def without_an_image(folder: Path, _: pytest.MonkeyPatch) -> None:
+def without_an_image(folder: Path, _: pytest.MonkeyPatch):
     (folder / "4_0.png").unlink()
 
 
-def without_chat_template(folder: Path, _: pytest.MonkeyPatch) -> None:
+def without_chat_template(folder: Path, _: pytest.MonkeyPatch):
     (folder / "model" / "chat_template.jinja").unlink()
 
 
-def without_wandb(_: Path, patch: pytest.MonkeyPatch) -> None:
+def without_wandb(_: Path, patch: pytest.MonkeyPatch):
     find_spec = importlib.util.find_spec
     patch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name)
@@ -87,7 +81,7 @@ SETUPS = {
 }
 
 
-def test_faq_has_ten_entries() -> None:
+def test_faq_has_ten_entries():
     assert len(ENTRIES) == 10
     assert SETUPS.keys() <= {title for title, _, _ in ENTRIES}
 
@@ -96,13 +90,13 @@ def test_faq_has_ten_entries() -> None:
     ("title", "command", "message"), ENTRIES, ids=[title for title, _, _ in ENTRIES]
 )
 def test_faq_command_prints_the_message_of_the_page(
-    title: str,
-    command: str,
-    message: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+    title,
+    command,
+    message,
+    folder,
+    monkeypatch,
+    capsys,
+):
     if title in SETUPS:
         SETUPS[title](folder, monkeypatch)
     assert main(shlex.split(command)) == EXIT_USER_ERROR

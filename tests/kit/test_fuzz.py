@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from fuzz import ANY, Fuzz
 from processors import chat_processor
+from run_files import json_lines
 
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
@@ -19,8 +17,8 @@ WORKERS = 2
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
-    tmp_path: Path, campaign_size: Callable[[int, int], int]
-) -> None:
+    tmp_path, campaign_size
+):
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
     lines = Fuzz(folder).lines(campaign_size(700, 20_000))
@@ -46,7 +44,7 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
         for sample in batch.sequence_fields["sample"].tolist()
         if sample >= 0
     )
-    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    listed = json_lines(tmp_path / "bad_rows.jsonl")
     reasons = {record["where"]: record["reason"] for record in listed}
     assert len(reasons) == len(listed)  # each is listed once
     wrong, blank = [], 0

@@ -7,8 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -36,9 +34,9 @@ KEYS += ["rows"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("data")
-    rows: list[Any] = [
+    rows = [
         *with_images(made),
         chat("Hi", "long " * 200),
         {"prompt": "?", "chosen": "A", "rejected": "B"},
@@ -51,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def inspect(capsys: Any, *words: str) -> dict[str, Any]:
+def inspect(capsys, *words: str):
     assert main(["data", "inspect", *words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts) == sorted(KEYS)
@@ -59,11 +57,11 @@ def inspect(capsys: Any, *words: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
-def printed(facts: dict[str, Any], width: int, colours: bool = False) -> str:
+def printed(facts, width: int, colours: bool = False) -> str:
     out = io.StringIO()
     show(
         facts,
@@ -77,9 +75,7 @@ def printed(facts: dict[str, Any], width: int, colours: bool = False) -> str:
     return out.getvalue()
 
 
-def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(
-    folder: Path, capsys: Any
-) -> None:
+def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder, capsys):
     facts = inspect(capsys, str(folder / "rows.jsonl"), "--limit", "2")
     assert facts["sources"][0] | {"name": ""} == {
         "name": "",
@@ -105,7 +101,7 @@ def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(
         assert "give --model MODEL" in " ".join(text.split())
 
 
-def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, capsys: Any) -> None:
+def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder, capsys):
     words = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--tokens", "256"]
     facts = inspect(capsys, *words)
     processor = qwen3_vl()
@@ -139,7 +135,7 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, c
     assert (decoded["bad"]["by_reason"]["corrupt"], decoded["sources"][0]["good"]) == (1, 10)
 
 
-def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, capsys: Any) -> None:
+def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path, capsys):
     good = chat("Hi", "Hello")
     image = {**chat("<image>?", "A cat"), "images": ["nowhere.png"]}
     write(tmp_path / "rows.jsonl", [good, {"x": 1}, {"x": 2}, "{broken", image])
@@ -156,9 +152,7 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, ca
     assert text.startswith(f"{tmp_path}/good.jsonl: all 2 rows can be read")
 
 
-def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(
-    folder: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(folder, tmp_path, capsys):
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "long " * 99)])
     words = ["data", "inspect", str(tmp_path / "rows.jsonl"), "--strict", "--json"]
     assert main(words) == 0
@@ -171,7 +165,7 @@ def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(
     assert "--strict: 2 of 14 rows" in capsys.readouterr().err
 
 
-def test_inspect_file_without_a_model_imports_no_torch(folder: Path) -> None:
+def test_inspect_file_without_a_model_imports_no_torch(folder):
     code = f"""
 import sys
 from mvp_engine.cli import main
@@ -182,7 +176,7 @@ print({{"torch", "transformers"}} & set(sys.modules), file=sys.stderr)
     assert (done.returncode, done.stderr.strip()) == (0, "set()")
 
 
-def test_inspect_row_is_found_by_index_and_by_place(folder: Path, capsys: Any) -> None:
+def test_inspect_row_is_found_by_index_and_by_place(folder, capsys):
     words = [str(folder / "rows.jsonl"), "--model", str(folder / "model")]
     for row in ("5", "rows.jsonl:6"):
         (shown,) = inspect(capsys, *words, "--row", row)["rows"]
@@ -214,7 +208,7 @@ mllm:
 """
 
 
-def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any) -> None:
+def test_inspect_config_shows_its_sources_and_steps(tmp_path, capsys):
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     write(
         tmp_path / "a.jsonl",
@@ -244,12 +238,10 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any)
         main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
 
 
-def test_inspect_stream_shows_its_first_rows(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_stream_shows_its_first_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(inspect_rows, "SAMPLE", 6)
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
-    rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(9)]
+    rows = [chat("Hi", f"Yes {i}") for i in range(9)]
     rows[2], rows[3] = "{broken", chat("Hi", "long " * 999)
     write(tmp_path / "a.jsonl", rows)
     (tmp_path / "engine.py").write_text(RECIPE)
@@ -268,9 +260,7 @@ def test_inspect_stream_shows_its_first_rows(
     assert row["bad"]["reason"] == "overlong"
 
 
-def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(tmp_path, capsys, monkeypatch):
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     write(tmp_path / "a.jsonl", [{"prompt": "Is it?", "reply": "Yes", "id": i} for i in range(30)])
     write(tmp_path / "b.jsonl", [{"text": "hello"}] * 10)
@@ -284,7 +274,7 @@ def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(
     (tmp_path / "train.yaml").write_text(
         YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {sources}\n"
     )
-    warnings: list[str] = []
+    warnings = []
     monkeypatch.setattr(
         logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args)
     )

@@ -6,11 +6,11 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, losses, read_metrics
 from ranks import RankPool
+from run_files import json_lines
 from tiny_vlm import with_images, write
 
 from mvp_engine.errors import EXIT_INTERRUPTED
@@ -44,8 +44,8 @@ def packs(folder: Path) -> list[list[list[int]]]:
 
 @pytest.mark.campaign(only=True)
 def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterrupted_run(
-    train: Any, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
-) -> None:
+    train, ranks2, ranks4, tmp_path
+):
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path, ROWS))
     cut_off = (
         tmp_path / f"{BROKEN}_0.png"
@@ -77,7 +77,7 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
     assert packs(tmp_path / "other") == straight
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "straight"), rel=1e-4)
     [run] = list_runs(tmp_path / "other")
-    listed = [json.loads(line) for line in (run.dir / "bad_rows.jsonl").read_text().splitlines()]
+    listed = json_lines(run.dir / "bad_rows.jsonl")
     assert [(line["where"], line["reason"]) for line in listed] == [
         (f"rows.jsonl:{BROKEN + 1}", "corrupt")
     ]

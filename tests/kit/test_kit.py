@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 from PIL import Image
+from run_files import json_lines
 from templates.tiny import tokenizer
 from tiny_vlm import TEXT, chat, made, model_config, qwen3_vl, with_images, write, write_image
 
@@ -44,7 +42,7 @@ def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> 
     return means
 
 
-def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path: Path) -> None:
+def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path):
     rows = [chat(f"What is {i}?", f"It is {'very ' * (i % 7)}{i}.") for i in range(40)]
     kit = made(write(tmp_path / "chat.jsonl", rows), tokenizer("qwen2_5"))
     template, seen = ChatTemplate(tokenizer("qwen2_5")), set()
@@ -61,13 +59,26 @@ def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path: Pa
     assert seen == set(range(40))
 
 
-def test_loader_plain_text_without_chat_template_trains(tmp_path: Path) -> None:
-    words = hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer("zephyr").backend_tokenizer, eos_token="</s>"
-    )
-    kit = made(
-        write(tmp_path / "text.jsonl", [{"text": f"hello world {i % 3}"} for i in range(30)]), words
-    )
+def zephyr(file: Path, rows, **settings):
+    """A data kit over rows of text."""
+    return made(write(file, rows), tokenizer("zephyr"), **settings)
+
+
+def samples_of(loader) -> list[int]:
+    return [s for batch in loader for s in batch.sequence_fields["sample"].tolist()]
+
+
+def one_image(folder: Path, size: int = 16) -> Path:
+    """A file with one row, which has an image."""
+    name = write_image(folder / "a.png", size, size)
+    return write(folder / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
+
+
+def test_loader_plain_text_without_chat_template_trains(tmp_path):
+    backend = tokenizer("zephyr").backend_tokenizer
+    words = hf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    rows = [{"text": f"hello world {i % 3}"} for i in range(30)]
+    kit = made(write(tmp_path / "text.jsonl", rows), words)
     batches = list(kit.loader("train"))
     torch.manual_seed(0)
     means = learns(LanguageModel.from_config(hf.Qwen3Config(**TEXT)), batches)
@@ -75,7 +86,7 @@ def test_loader_plain_text_without_chat_template_trains(tmp_path: Path) -> None:
     assert kit.summary("train").startswith("train: 30 rows an epoch (text: 30)")
 
 
-def test_loader_images_equal_the_processor_outputs_and_train(tmp_path: Path) -> None:
+def test_loader_images_equal_the_processor_outputs_and_train(tmp_path):
     rows, processor, config = with_images(tmp_path), qwen3_vl(), model_config()
     kit = made(write(tmp_path / "images.jsonl", rows), processor, config)
     batches = list(kit.loader("train", num_workers=1))
@@ -89,152 +100,119 @@ def test_loader_images_equal_the_processor_outputs_and_train(tmp_path: Path) -> 
     assert means[-1] < 0.7 * means[0]
 
 
-def check_against_processor(
-    one: PackedBatch, row: dict[str, Any], folder: Path, model: LanguageModel
-) -> None:
+def check_against_processor(batch: PackedBatch, row, folder: Path, model: LanguageModel):
     """Tokens, pixels and positions equal those of transformers for the row."""
     names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
     text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
     images = [Image.open(folder / name) for name in names] or None
-    expected = qwen3_vl()(
-        text=[text], images=images, return_tensors="pt", return_mm_token_type_ids=True
-    )
-    assert torch.equal(one.input_ids, expected["input_ids"][0])
+    options = {"return_tensors": "pt", "return_mm_token_type_ids": True}
+    expected = qwen3_vl()(text=[text], images=images, **options)
+    ids = expected["input_ids"]
+    assert torch.equal(batch.input_ids, ids[0])
     grids = {"image_grid_thw": expected["image_grid_thw"]} if names else {}
-    base: Any = model.base()
-    positions, _ = base.get_rope_index(
-        expected["input_ids"], expected["mm_token_type_ids"], **grids
-    )
-    assert torch.equal(one.position_ids, positions[:, 0])
+    base = model.base()
+    positions, _ = base.get_rope_index(ids, expected["mm_token_type_ids"], **grids)
+    assert torch.equal(batch.position_ids, positions[:, 0])
     if names:
-        assert torch.equal(one.media["pixel_values"].values, expected["pixel_values"])
-        assert torch.equal(
-            one.media["pixel_values"].fields["image_grid_thw"], expected["image_grid_thw"]
-        )
+        pixels = batch.media["pixel_values"]
+        assert torch.equal(pixels.values, expected["pixel_values"])
+        assert torch.equal(pixels.fields["image_grid_thw"], expected["image_grid_thw"])
 
 
 @pytest.mark.parametrize("swallows", [False, True])
 def test_loader_video_equals_the_processor_output_of_the_whole_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swallows: bool
-) -> None:
+    tmp_path, monkeypatch, swallows
+):
     """Some versions of transformers take the tokens around a video's placeholder away with it."""
     frames = [write_image(tmp_path / f"{i}.png", 16, 16, i) for i in range(4)]
     row = {**chat("<video>What?", "A video."), "videos": [frames]}
-    shown = [
-        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
-        row["messages"][1],
-    ]
+    content = [{"type": "video"}, {"type": "text", "text": "What?"}]
+    shown = [{"role": "user", "content": content}, row["messages"][1]]
     text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
     whole = f"<|vision_start|>{token}<|vision_end|>"
     if swallows:
         call, text = processor_runner.call_processor, text.replace(whole, token)
-        monkeypatch.setattr(
-            processor_runner,
-            "call_processor",
-            lambda p, a, t, *more, **m: call(p, a, token if t == whole else t, *more, **m),
-        )
-    batch = next(
-        iter(
-            made(write(tmp_path / "videos.jsonl", [row]), qwen3_vl(), model_config()).loader(
-                "train"
-            )
-        )
-    )
-    video = torch.stack(
-        [
-            torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1)
-            for name in frames
-        ]
-    )
+
+        def swallow(processor, kinds, text, *more, **options):
+            return call(processor, kinds, token if text == whole else text, *more, **options)
+
+        monkeypatch.setattr(processor_runner, "call_processor", swallow)
+    kit = made(write(tmp_path / "videos.jsonl", [row]), qwen3_vl(), model_config())
+    batch = next(iter(kit.loader("train")))
+    pixels = [np.array(Image.open(tmp_path / name)) for name in frames]
+    video = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
     about = {"total_num_frames": 4, "fps": 2.0, "duration": 2.0, "frames_indices": [0, 1, 2, 3]}
-    given = {
-        "videos": [[video]],
-        "videos_kwargs": {"video_metadata": [[about]], "do_sample_frames": False},
-    }
-    expected = qwen3_vl()(text=[text], **given, return_tensors="pt")
+    options = {"video_metadata": [[about]], "do_sample_frames": False}
+    expected = qwen3_vl()(text=[text], videos=[[video]], videos_kwargs=options, return_tensors="pt")
     assert batch.input_ids.tolist() == expected["input_ids"][0].tolist()
     assert torch.equal(batch.media["pixel_values_videos"].values, expected["pixel_values_videos"])
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink", "error"])
-def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(
-    tmp_path: Path, overlong: str
-) -> None:
+OVERLONG = {  # What is left, and what the summary says.
+    "drop": ({0}, "Bad rows: none. Over-long rows dropped: 2"),
+    "truncate": (  # the question of the third row is all that would be left
+        {0, 1},
+        "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 1 (long.jsonl:2), dropped: 0",
+    ),
+    "shrink": (
+        {0, 2},
+        "Bad rows: none. Over-long rows shrunk: 1 (long.jsonl:3), dropped: 1 (long.jsonl:2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("overlong", [*OVERLONG, "error"])
+def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path, overlong):
     wide = write_image(tmp_path / "wide.png", 32, 32)
-    blocks = [{"type": "image", "image": wide}] * 4
-    rows = [
-        chat("Hi", "Yes"),
-        chat("Hi", "long " * 200),
-        chat([*blocks, {"type": "text", "text": "?"}], "Four."),
-    ]
-    kit = made(
-        write(tmp_path / "long.jsonl", rows),
-        qwen3_vl(),
-        model_config(),
-        row_tokens=90,
-        overlong=overlong,
-        max_bad_fraction=0.7,
-    )
+    content = [*[{"type": "image", "image": wide}] * 4, {"type": "text", "text": "?"}]
+    rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat(content, "Four.")]
+    settings = {"row_tokens": 90, "overlong": overlong, "max_bad_fraction": 0.7}
+    kit = made(write(tmp_path / "long.jsonl", rows), qwen3_vl(), model_config(), **settings)
     if overlong == "error":
-        with pytest.raises(
-            UserError, match=r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"
-        ):
+        words = r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"
+        with pytest.raises(UserError, match=words):
             kit.loader("train")
         return
-    batches = {
-        s: b.select([i])
-        for b in kit.loader("train")
-        for i, s in enumerate(b.sequence_fields["sample"].tolist())
-    }
-    assert all(batch.num_tokens <= 90 for batch in batches.values())
-    assert all(int(batch.num_loss_tokens) > 0 for batch in batches.values())
-    lost = kit.summary("train")
-    if overlong == "drop":
-        assert batches.keys() == {0}
-        assert "Bad rows: none. Over-long rows dropped: 2" in lost
-    elif overlong == "truncate":  # the question of the third is all that would be left
-        assert batches.keys() == {0, 1}
-        assert batches[1].num_tokens == 90
-        assert (
-            "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 1 (long.jsonl:2), dropped: 0"
-            in lost
-        )
-    else:
-        assert batches.keys() == {0, 2}
-        assert len(batches[2].media["pixel_values"].row_counts) == 4
-        assert (
-            "Bad rows: none. Over-long rows shrunk: 1 (long.jsonl:3), dropped: 1 (long.jsonl:2)"
-            in lost
-        )
-        assert [one.where for one in kit.overlong_rows("train")] == ["long.jsonl:2"]
+    left = {}
+    for batch in kit.loader("train"):
+        for i, sample in enumerate(batch.sequence_fields["sample"].tolist()):
+            left[sample] = batch.select([i])
+    expected, summary = OVERLONG[overlong]
+    assert left.keys() == expected
+    assert summary in kit.summary("train")
+    assert all(batch.num_tokens <= 90 for batch in left.values())
+    assert all(int(batch.num_loss_tokens) > 0 for batch in left.values())
+    if overlong == "truncate":
+        assert left[1].num_tokens == 90
+    if overlong == "shrink":
+        assert len(left[2].media["pixel_values"].row_counts) == 4
+        assert [row.where for row in kit.overlong_rows("train")] == ["long.jsonl:2"]
 
 
-def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path: Path) -> None:
-    rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(20)]
+def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
+    rows = [chat("Hi", f"Yes {i}") for i in range(20)]
     rows[3], rows[7] = "{broken", {"question": "?"}
-    rows[11] = chat([{"type": "image", "image": "gone.png"}], "None.")
-    rows[15] = chat([{"type": "image", "image": "../../etc/passwd"}], "None.")
+    for row, name in ((11, "gone.png"), (15, "../../etc/passwd")):
+        rows[row] = chat([{"type": "image", "image": name}], "None.")
     file = write(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "run"
     kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2)
     for rank in (1, 0, 0):  # the last is a resume
         loader = kit.loader("train", rank=rank, world_size=2, folder=out)
-    listed = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
+    listed = json_lines(out / "bad_rows.jsonl")
     expected = {"rows.jsonl:4": "bad_json", "rows.jsonl:8": "unknown_format"}
     expected |= {"rows.jsonl:12": "missing_file", "rows.jsonl:16": "missing_file"}
     assert {line["where"]: line["reason"] for line in listed} == expected
     assert len(listed) == 4
     assert loader.bad_rows.counts["rows", "missing_file"] == 2
-    samples = {s for batch in kit.loader("train") for s in batch.sequence_fields["sample"].tolist()}
-    assert samples == set(range(20)) - {3, 7, 11, 15}
+    assert sorted(samples_of(kit.loader("train"))) == sorted({*range(20)} - {3, 7, 11, 15})
+    words = r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"
     for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
-        with pytest.raises(
-            UserError, match=r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"
-        ):
+        with pytest.raises(UserError, match=words):
             made(file, qwen3_vl(), model_config(), **settings).loader("train")
 
 
-def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path: Path) -> None:
+def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path):
     rows = [chat("Hi", "Yes"), chat([{"type": "image", "image": "late.png"}], "None.")]
     file = write(tmp_path / "rows.jsonl", rows)
     assert "1 missing_file" in made(file, qwen3_vl()).summary("train")
@@ -243,80 +221,61 @@ def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loader_image_truncated_after_planning_drops_only_its_row(
-    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args)
-    )
+def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, workers, monkeypatch):
+    warnings = []
+    logger = logging.getLogger("mvp_engine")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: warnings.append(text % args))
     file = write(tmp_path / "images.jsonl", with_images(tmp_path))
-    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2, micro_batch_tokens=128)
-    kit.dataset("train")
+
+    def kit(**settings):
+        return made(file, qwen3_vl(), model_config(), micro_batch_tokens=128, **settings)
+
+    lenient = kit(max_bad_fraction=0.2)
+    lenient.dataset("train")
     cut_off = tmp_path / "4_0.png"
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     for _ in range(2):
-        loader = kit.loader("train", folder=tmp_path, num_workers=workers)
-        samples = sorted(
-            s for batch in loader for s in batch.sequence_fields["sample"].tolist() if s >= 0
-        )
-    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
-    assert [(line["where"], line["reason"]) for line in listed] == [("images.jsonl:5", "corrupt")]
-    assert samples == sorted(set(range(12)) - {4})
-    assert (
-        sum("bad row, left out: images.jsonl:5: corrupt" in one for one in warnings) == 2
-    )  # of two loaders
+        loader = lenient.loader("train", folder=tmp_path, num_workers=workers)
+        samples = sorted(sample for sample in samples_of(loader) if sample >= 0)
+    [line] = json_lines(tmp_path / "bad_rows.jsonl")
+    assert (line["where"], line["reason"]) == ("images.jsonl:5", "corrupt")
+    assert samples == sorted({*range(12)} - {4})
+    words = "bad row, left out: images.jsonl:5: corrupt"
+    assert sum(words in warning for warning in warnings) == 2  # of two loaders
     assert "left out 1 bad row (images: 1 corrupt)" in str(loader.end_report())
-    strict = made(
-        file,
-        qwen3_vl(),
-        model_config(),
-        max_bad_rows=0,
-        max_bad_fraction=1.0,
-        micro_batch_tokens=128,
-    )
     with pytest.raises(UserError, match="0 are allowed"):
-        list(strict.loader("train", num_workers=workers))
+        list(kit(max_bad_rows=0, max_bad_fraction=1.0).loader("train", num_workers=workers))
 
 
-def test_loader_dropped_overlong_rows_are_named(tmp_path: Path) -> None:
+def test_loader_dropped_overlong_rows_are_named(tmp_path):
     rows = [chat("Hi", "long " * 200 if i % 2 else "short") for i in range(8)]
-    kit = made(write(tmp_path / "rows.jsonl", rows), tokenizer("zephyr"))
-    assert (
-        "Over-long rows dropped: 4 (rows.jsonl:2, rows.jsonl:4, rows.jsonl:6, ...)" in kit.summary()
-    )
+    kit = zephyr(tmp_path / "rows.jsonl", rows)
+    dropped = "Over-long rows dropped: 4 (rows.jsonl:2, rows.jsonl:4, rows.jsonl:6, ...)"
+    assert dropped in kit.summary()
     for _ in range(2):
         assert kit.loader(folder=tmp_path).end_report() is None
-    listed = [
-        json.loads(line) for line in (tmp_path / "overlong_rows.jsonl").read_text().splitlines()
-    ]
+    listed = json_lines(tmp_path / "overlong_rows.jsonl")
     assert [line["where"] for line in listed] == [f"rows.jsonl:{line}" for line in (2, 4, 6, 8)]
     assert listed[0]["detail"] == "more than 256 tokens"
 
 
-def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_path: Path) -> None:
-    name = write_image(tmp_path / "a.png", 16, 16)
-    file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
+def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_path):
+    file = one_image(tmp_path)
     tokens = int(made(file, qwen3_vl()).dataset("train").plan.tokens[0])
-    tight, roomy = (
-        made(file, qwen3_vl(), max_bad_fraction=1.0, micro_batch_tokens=n)
-        for n in (tokens, tokens + 20)
-    )
-    loaders = [
-        kit.loader("train", folder=tmp_path / str(i)) for i, kit in enumerate((tight, roomy))
-    ]
-    write_image(tmp_path / name, 32, 32)
+    loaders = []
+    for room in (0, 20):
+        kit = made(file, qwen3_vl(), max_bad_fraction=1.0, micro_batch_tokens=tokens + room)
+        loaders.append(kit.loader("train", folder=tmp_path / str(room)))
+    one_image(tmp_path, 32)
     lost, grown = (next(iter(loader)) for loader in loaders)
     assert (lost.num_tokens, grown.num_tokens) == (1, tokens + 12)
     assert '"reason": "overlong"' in (tmp_path / "0" / "bad_rows.jsonl").read_text()
 
 
-def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path: Path) -> None:
-    name = write_image(tmp_path / "a.png", 16, 16)
-    file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
-    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=1.0)
+def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path):
+    kit = made(one_image(tmp_path), qwen3_vl(), model_config(), max_bad_fraction=1.0)
     good = next(iter(kit.loader("train")))
-    (tmp_path / name).unlink()
+    (tmp_path / "a.png").unlink()
     (batch,) = list(kit.loader("train"))
     assert int(batch.num_loss_tokens) == 0
     assert batch.num_tokens == 1
@@ -324,13 +283,11 @@ def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path: Path) -> Non
     LanguageModel.from_config(model_config())(batch, ["log_probs"])
 
 
-def test_loader_exception_while_loading_names_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kit = made(write(tmp_path / "a.jsonl", [{"text": "hello"}]), tokenizer("zephyr"))
+def test_loader_exception_while_loading_names_the_row(tmp_path, monkeypatch):
+    kit = zephyr(tmp_path / "a.jsonl", [{"text": "hello"}])
     loader = kit.loader("train")
 
-    def broken(*_: Any) -> None:
+    def broken(*_):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(kit.row_encoder.media, "collate", broken)
@@ -339,32 +296,29 @@ def test_loader_exception_while_loading_names_the_row(
     assert "while reading a.jsonl:1" in caught.value.__notes__
 
 
-def test_source_losses_sum_the_loss_of_each_source(tmp_path: Path) -> None:
-    paths = [
-        write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(9)])
-        for name in "ab"
-    ]
-    kit = made(
-        paths[0],
-        tokenizer("zephyr"),
-        sources=[{"path": str(path), "name": path.stem * 2} for path in paths],
-    )
+def test_source_losses_sum_the_loss_of_each_source(tmp_path):
+    sources = []
+    for name in "ab":
+        path = write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(9)])
+        sources.append({"path": str(path), "name": name * 2})
+    kit = made(tmp_path / "a.jsonl", tokenizer("zephyr"), sources=sources)
     batch = next(iter(kit.loader("train")))
     log_probs = torch.where(batch.labels != IGNORE, -torch.arange(batch.num_tokens).float(), 0.0)
-    found = kit.source_losses(log_probs, batch)
-    assert list(found) == ["loss_aa", "loss_bb"]
-    for i, (total, weight) in enumerate(found.values()):
-        part = [
-            s for s, source in enumerate(batch.sequence_fields["source"].tolist()) if source == i
-        ]
-        spans = [slice(*batch.cu_seqlens[s : s + 2].tolist()) for s in part]
-        assert float(total) == -sum(float(log_probs[span].sum()) for span in spans)
-        assert int(weight) == sum(int((batch.labels[span] != IGNORE).sum()) for span in spans) > 0
+    losses = kit.source_losses(log_probs, batch)
+    assert list(losses) == ["loss_aa", "loss_bb"]
+    source_T = batch.sequence_fields["source"].repeat_interleave(batch.lengths)
+    for source, (total, weight) in enumerate(losses.values()):
+        is_own_T = source_T == source
+        assert float(total) == -float(log_probs[is_own_T].sum())
+        assert int(weight) == int((batch.labels[is_own_T] != IGNORE).sum()) > 0
 
 
-def test_settings_invalid_values_raise_with_a_fix(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"text": "hello"}])
-    tries: list[tuple[dict[str, Any], str]] = [
+def test_settings_invalid_values_raise_with_a_fix(tmp_path):
+    def kit(**settings):
+        return zephyr(file, [{"text": "hello"}], **settings)
+
+    file = tmp_path / "a.jsonl"
+    tries = [
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
         ({"global_batch_tokens": 300}, "multiple of mllm.micro_batch_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
@@ -372,116 +326,97 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path: Path) -> None:
     ]
     for settings, words in tries:
         with pytest.raises(ValueError, match=words):
-            made(file, tokenizer("zephyr"), **settings)
-    call: Callable[..., Any] = made(file, tokenizer("zephyr"), global_batch_tokens=None).loader
-    with pytest.raises(
-        UserError, match=r"give global_batch_size=PACKS, or set mllm.global_batch_tokens"
-    ):
-        call("train")
+            kit(**settings)
+    loader = kit(global_batch_tokens=None).loader
+    with pytest.raises(UserError, match=r"give global_batch_size=PACKS, or set mllm.global_batch"):
+        loader("train")
     with pytest.raises(UserError, match="no source has split: eval"):
-        call("eval", global_batch_size=1)
-    limits = made(file, tokenizer("zephyr"), limits={"max_pixels": 64 * 64}).settings
+        loader("eval", global_batch_size=1)
+    limits = kit(limits={"max_pixels": 64 * 64}).settings
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
     assert MLLMData.model_validate(limits.model_dump()) == limits
-
-
-def test_settings_sources_as_mapping_become_named_sources(tmp_path: Path) -> None:
     named = {"a": {"path": "a"}, "held": {"name": "b", "path": "c", "split": "eval"}, "gone": None}
-    found = MLLMData.model_validate({"sources": named, "micro_batch_tokens": 9}).sources
-    assert [(one.name, one.path, one.split) for one in found] == [
-        ("a", "a", "train"),
-        ("b", "c", "eval"),
-    ]
+    sources = MLLMData.model_validate({"sources": named, "micro_batch_tokens": 9}).sources
+    named_sources = [(source.name, source.path, source.split) for source in sources]
+    assert named_sources == [("a", "a", "train"), ("b", "c", "eval")]
 
 
-def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path: Path) -> None:
-    kit = made(
-        write(tmp_path / "a.jsonl", [{"text": "hello world"} for _ in range(99)]),
-        tokenizer("zephyr"),
-        global_batch_tokens=None,
+def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
+    rows = [{"text": "hello world"} for _ in range(99)]
+    kit = zephyr(tmp_path / "a.jsonl", rows, global_batch_tokens=None)
+    data = SimpleNamespace(micro_batch_size=1, global_batch_size=4, num_workers=0)
+    loop = SimpleNamespace(precision="bf16")
+    engine = SimpleNamespace(
+        config=SimpleNamespace(seed=5, data=data, loop=loop),
+        layout=SimpleNamespace(data_rank=1, data_size=2),
+        world=SimpleNamespace(all_gather=lambda mine: [mine, mine], is_main=True),
+        device=torch.device("cpu"),
+        run=SimpleNamespace(dir=tmp_path),
+        global_batch_size=4,
     )
-    answers = [lambda mine: [mine, mine], lambda mine: [mine, "other"]]
-    for agrees, gather in zip((True, False), answers, strict=True):
-        engine: Any = SimpleNamespace(
-            config=SimpleNamespace(
-                seed=5,
-                data=SimpleNamespace(micro_batch_size=1, global_batch_size=4, num_workers=0),
-                loop=SimpleNamespace(precision="bf16"),
-            ),
-            layout=SimpleNamespace(data_rank=1, data_size=2),
-            world=SimpleNamespace(all_gather=gather, is_main=True),
-            device=torch.device("cpu"),
-            run=SimpleNamespace(dir=tmp_path),
-            global_batch_size=4,
-        )
-        if agrees:
-            for precision in ("bf16", "fp32", "bf16"):  # of one engine after the other
-                engine.config.loop.precision = precision
-                loader = kit.engine_loader(engine)
-                assert (kit.row_encoder.dtype == torch.bfloat16) == (precision == "bf16")
-            same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
-            assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
-            assert loader.accumulation == 2
-            again = pickle.loads(pickle.dumps(loader.dataset))
-            assert again[0][0].equals(loader.dataset[0][0])
-            continue
-        with pytest.raises(UserError, match="Do all nodes see the same files"):
-            kit.engine_loader(engine)
-        engine.config.data.micro_batch_size = 2
-        with pytest.raises(
-            UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"
-        ):
-            kit.engine_loader(engine)
+    for precision in ("bf16", "fp32", "bf16"):  # of one engine after the other
+        loop.precision = precision
+        loader = kit.engine_loader(engine)
+        assert (kit.row_encoder.dtype == torch.bfloat16) == (precision == "bf16")
+    same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
+    assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
+    assert loader.accumulation == 2
+    again = pickle.loads(pickle.dumps(loader.dataset))
+    assert again[0][0].equals(loader.dataset[0][0])
+    engine.world.all_gather = lambda mine: [mine, "other"]
+    with pytest.raises(UserError, match="Do all nodes see the same files"):
+        kit.engine_loader(engine)
+    data.micro_batch_size = 2
+    with pytest.raises(UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"):
+        kit.engine_loader(engine)
 
 
-def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path: Path) -> None:
+def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
+    def loaded():
+        options = {"micro_batch_tokens": 80, "max_bad_fraction": 0.4}
+        return list(made(file, qwen3_vl(), model_config(), **options).loader("train"))
+
     write_image(tmp_path / "a.png", 8, 8)
-    file = write(tmp_path / "rows.jsonl", [chat([{"type": "image", "image": "a.png"}], "a")] * 8)
-    options = {"micro_batch_tokens": 80, "max_bad_fraction": 0.4}
-    assert len(list(made(file, qwen3_vl(), model_config(), **options).loader("train"))) > 0
+    row = chat([{"type": "image", "image": "a.png"}], "a")
+    file = write(tmp_path / "rows.jsonl", [row] * 8)
+    assert loaded()
     write_image(tmp_path / "a.png", 32, 32)
-    with pytest.raises(
-        UserError, match=r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"
-    ):
-        list(made(file, qwen3_vl(), model_config(), **options).loader("train"))
+    words = r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"
+    with pytest.raises(UserError, match=words):
+        loaded()
 
 
-def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path: Path) -> None:
-    def found(rank: int, number: int) -> list[BadRecord]:
+def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
+    def corrupt(rank: int, number: int) -> list[BadRecord]:
         return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
 
-    settings = made(
-        write(tmp_path / "rows.jsonl", [chat("Hi", "Yes")]), qwen3_vl(), max_bad_rows=3
-    ).settings
+    settings = zephyr(tmp_path / "rows.jsonl", [chat("Hi", "Yes")], max_bad_rows=3).settings
     file = tmp_path / "bad_rows.jsonl"
-    BadRows(settings, 1000, ["rows"], file).add(found(0, 900))  # an earlier launch
+    BadRows(settings, 1000, ["rows"], file).add(corrupt(0, 900))  # an earlier launch
     one, two, other = (BadRows(settings, 1000, [name], file) for name in ("rows", "rows", "eval"))
     for number in (1, 2):
-        one.add(found(0, number))
+        one.add(corrupt(0, number))
     other.add([BadRecord("eval", "eval.jsonl:1", "corrupt", "")])
-    two.add(found(1, 3))
+    two.add(corrupt(1, 3))
     assert two.counts.total() == 3  # rows that the other rank listed count once
-    one.add(found(0, 3))
-    with pytest.raises(
-        UserError, match=r"4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"
-    ):
-        two.add(found(1, 4))
+    one.add(corrupt(0, 3))
+    words = "4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"
+    with pytest.raises(UserError, match=words):
+        two.add(corrupt(1, 4))
     alone = BadRows(settings, 1000)
-    alone.add(found(1, 4))
+    alone.add(corrupt(1, 4))
     assert alone.counts.total() == other.counts.total() == 1
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
-def test_loader_opens_each_image_once_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlong: str
-) -> None:
+def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path))
     kit = made(file, qwen3_vl(), overlong=overlong, row_tokens=256 if overlong == "drop" else 60)
     dataset = kit.dataset("train", global_batch_size=1)
-    opened = Counter[str]()
+    opened = Counter()
     open_file = decode_image.Image.open
 
-    def counted(source: Path, **options: Any) -> Any:
+    def counted(source: Path, **options):
         opened[source.name] += 1
         return open_file(source, **options)
 

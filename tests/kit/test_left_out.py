@@ -23,19 +23,19 @@ from mvp_engine.tools.inspect_rows import inspect_file
 BAD = BadRecord("photos", "photos.jsonl:1", "missing_file", "image: no such file")
 
 
-def test_no_rows_error_with_bad_rows_names_the_first_and_not_the_pack_size() -> None:
+def test_no_rows_error_with_bad_rows_names_the_first_and_not_the_pack_size():
     text = str(no_rows("train", "Bad rows: 1 missing_file", [BAD], [], 16))
     assert "Such as photos.jsonl:1: missing_file: image: no such file" in text
     assert "mllm.micro_batch_tokens" not in text
 
 
-def test_no_rows_error_with_over_long_rows_names_the_keys() -> None:
+def test_no_rows_error_with_over_long_rows_names_the_keys():
     text = str(no_rows("train", "Bad rows: none", [], [BAD], 16))
     assert "more than 16 tokens: raise mllm.micro_batch_tokens" in text
     assert "Such as" not in text
 
 
-def test_missing_eval_split_error_names_hold_out(tmp_path: Path) -> None:
+def test_missing_eval_split_error_names_hold_out(tmp_path):
     kit = made(write(tmp_path / "rows.jsonl", [chat("hi", "there")]), tokenizer("zephyr"))
     with pytest.raises(
         UserError,
@@ -44,7 +44,7 @@ def test_missing_eval_split_error_names_hold_out(tmp_path: Path) -> None:
         kit.loader("eval", global_batch_size=1)
 
 
-def test_refuse_no_pairs_names_a_row_unless_one_is_a_pair_or_all_are_bad(tmp_path: Path) -> None:
+def test_refuse_no_pairs_names_a_row_unless_one_is_a_pair_or_all_are_bad(tmp_path):
     chat = {"prompt": "q", "completion": "a"}
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     for name, rows in {"none": [{}, chat], "one": [chat, pair], "bad": [{}, {}]}.items():
@@ -62,7 +62,7 @@ def pictures(folder: Path, rows: int = 6) -> list[dict[str, Any]]:
     ]
 
 
-def reasons(file: Path, processor: Any, **source: Any) -> dict[str, str]:
+def reasons(file: Path, processor, **source) -> dict[str, str]:
     """Reasons by place: those of a kit, which are those of an inspection without a model."""
     kit = made(file, processor, sources=[{"path": str(file), **source}])
     found = {record.where: record.reason for record in kit.bad_rows()}
@@ -77,8 +77,8 @@ def reasons(file: Path, processor: Any, **source: Any) -> dict[str, str]:
 
 
 def test_null_image_among_rows_with_images_is_a_bad_row_unless_the_column_is_optional(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = pictures(tmp_path)
     rows.insert(2, {**rows[2], "image": None})
     file = write(tmp_path / "rows.jsonl", rows)
@@ -86,7 +86,7 @@ def test_null_image_among_rows_with_images_is_a_bad_row_unless_the_column_is_opt
     assert reasons(file, qwen3_vl(), columns={"image": "image?"}) == {}
 
 
-def test_null_image_in_a_mixture_or_an_absent_column_is_a_row_of_text(tmp_path: Path) -> None:
+def test_null_image_in_a_mixture_or_an_absent_column_is_a_row_of_text(tmp_path):
     rows = pictures(tmp_path)
     mixed = [*rows[:3], *({**row, "image": None} for row in rows[3:])]
     assert reasons(write(tmp_path / "mixed.jsonl", mixed), qwen3_vl()) == {}
@@ -94,7 +94,7 @@ def test_null_image_in_a_mixture_or_an_absent_column_is_a_row_of_text(tmp_path: 
     assert reasons(write(tmp_path / "absent.jsonl", absent), qwen3_vl()) == {}
 
 
-def test_null_prompt_of_a_pair_is_a_bad_row_where_other_pairs_have_one(tmp_path: Path) -> None:
+def test_null_prompt_of_a_pair_is_a_bad_row_where_other_pairs_have_one(tmp_path):
     pairs = [
         {"prompt": f"What is {i}?", "chosen": "It is a.", "rejected": "It is b."} for i in range(4)
     ]
@@ -119,13 +119,13 @@ def test_null_prompt_of_a_pair_is_a_bad_row_where_other_pairs_have_one(tmp_path:
         ({"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "prompt?"}),
     ],
 )
-def test_empty_prompt_is_a_bad_row_unless_the_column_is_optional(row: Any, columns: Any) -> None:
+def test_empty_prompt_is_a_bad_row_unless_the_column_is_optional(row, columns):
     with pytest.raises(BadRow, match=r"empty_prompt: .*keeps such rows"):
         read_row(row)
     read_row(row, RowFormat(columns=columns))
 
 
-def test_image_of_one_pixel_is_a_bad_row(tmp_path: Path) -> None:
+def test_image_of_one_pixel_is_a_bad_row(tmp_path):
     rows = pictures(tmp_path, 3)
     write_image(tmp_path / "1.png", 1, 1)
     kit = made(write(tmp_path / "rows.jsonl", rows), qwen3_vl())
@@ -145,6 +145,6 @@ def test_image_of_one_pixel_is_a_bad_row(tmp_path: Path) -> None:
         },
     ],
 )
-def test_pair_whose_answers_differ_in_blanks_only_is_a_bad_row(row: Any) -> None:
+def test_pair_whose_answers_differ_in_blanks_only_is_a_bad_row(row):
     with pytest.raises(BadRow, match="equal_pair"):
         read_row(row)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, losses
 from families import parallel
 from folders import alone
-from lora_models import BATCH, LM, WIDE, adam, engine_of, pretrained, steps, weights
+from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
 from test_api import constant
 from tiny_models import build_model
 from torch import Tensor
@@ -29,31 +28,29 @@ from mvp_engine.runs import list_runs
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     return pretrained(tmp_path_factory.mktemp("base") / "qwen3")
 
 
 @pytest.fixture(scope="module")
-def vision_base(tmp_path_factory) -> Path:
+def vision_base(tmp_path_factory):
     """A pretrained folder of a vision-language model."""
     folder = tmp_path_factory.mktemp("base") / "qwen3_vl"
     build_model(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
     return folder
 
 
-def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: Path) -> None:
+def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base):
     plain = engine_of(base, None, train=False)
     engine = engine_of(base, Lora(rank=4))
-    expected = plain.infer_batch(BATCH, ["log_probs"])["log_probs"]
-    assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
+    expected = log_probs(plain)
+    assert torch.equal(log_probs(engine), expected)
     before = weights(engine)
     assert [name for name in before if ".lora_" not in name] == list(
         weights(plain)
     )  # the base keeps its names
     steps(engine, count=3)
-    assert not torch.allclose(
-        engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected, atol=1e-3
-    )
+    assert not torch.allclose(log_probs(engine), expected, atol=1e-3)
     for name, param in engine.model.named_parameters():
         if ".lora_" in name:
             assert not torch.equal(param, before[name]), name
@@ -65,10 +62,8 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: 
     assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
 
 
-def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(
-    base: Path, monkeypatch: Any
-) -> None:
-    lines: list[str] = []
+def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base, monkeypatch):
+    lines = []
     monkeypatch.setattr(
         load_pretrained.LOGGER, "info", lambda line, *values: lines.append(line % values)
     )
@@ -78,12 +73,12 @@ def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(
     assert [line.rpartition(": ")[2] for line in lines] == ["score.weight"]
 
 
-def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> None:
+def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path):
     build_model(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
     plain, adapted = (
         engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4))
     )
-    found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, adapted)]
+    found = [log_probs(engine) for engine in (plain, adapted)]
     assert torch.equal(*found)
 
 
@@ -98,9 +93,7 @@ def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
     return found
 
 
-def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(
-    ranks2, base: Path, tmp_path: Path
-) -> None:
+def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base, tmp_path):
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
@@ -121,10 +114,10 @@ def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(
             assert value.isfinite().all()
 
 
-def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monkeypatch) -> None:
-    kept, policy = list[int](), parallelize._policy
+def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base, monkeypatch):
+    kept, policy = [], parallelize._policy
 
-    def watched(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+    def watched(kinds, ctx, op, *args, **more):
         found = policy(kinds, ctx, op, *args, **more)
         if (
             found == CheckpointPolicy.MUST_SAVE
@@ -143,9 +136,7 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monke
     assert 0 < sums[0] <= sums[1] < 1.1 * sums[0]
 
 
-def on_layout(
-    base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]
-) -> dict[str, Tensor]:
+def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings) -> dict[str, Tensor]:
     world = World.join("cpu")
     engine = engine_of(base, lora, Layout.of(world, parallel(**sizes)), **settings)
     first = {f"first {name}": value for name, value in weights(engine).items()}
@@ -174,7 +165,7 @@ def on_layout(
     ],
     ids=["replicate", "shard", "ulysses", "context"],
 )
-def test_lora_layouts_train_to_the_same_weights(ranks2, base: Path, sizes, settings) -> None:
+def test_lora_layouts_train_to_the_same_weights(ranks2, base, sizes, settings):
     lora = Lora(rank=3, rslora=True)
     single = engine_of(base, lora)
     first = weights(single)
@@ -185,9 +176,7 @@ def test_lora_layouts_train_to_the_same_weights(ranks2, base: Path, sizes, setti
             assert torch.allclose(found[name], value, atol=1e-5), name
 
 
-def test_lora_resume_with_dropout_is_bit_equal_and_merges(
-    train, base: Path, tmp_path: Path
-) -> None:
+def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path):
     words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
     words += [
         "optim.schedule=constant",
@@ -209,7 +198,7 @@ def test_lora_resume_with_dropout_is_bit_equal_and_merges(
         )
 
 
-def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Path) -> None:
+def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path):
     source = ModelSource(
         None, {"model_type": "qwen3", **WIDE, "num_hidden_layers": 1, "vocab_size": 99}
     )
@@ -220,13 +209,13 @@ def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Pat
         engine.initialize(adam, constant)
         if seed == 1:
             engine.save_checkpoint(tmp_path / "saved")
-            expected = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
+            expected = log_probs(engine)
         else:
             engine.load_checkpoint(tmp_path / "saved")
-            assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
+            assert torch.equal(log_probs(engine), expected)
 
 
-def test_lora_unknown_or_conflicting_targets_are_refused(base: Path, vision_base: Path) -> None:
+def test_lora_unknown_or_conflicting_targets_are_refused(base, vision_base):
     for lora, words in (
         (
             Lora(targets=["q_prj"]),
@@ -246,8 +235,8 @@ def test_lora_unknown_or_conflicting_targets_are_refused(base: Path, vision_base
 
 
 def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(
-    base: Path,
-) -> None:
+    base,
+):
     engine = engine_of(
         base, Lora(rank=2, dropout=0.5), freeze=("llm",)
     )  # freezes base weights only
@@ -258,14 +247,14 @@ def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapter
         one, two = (engine.model(BATCH, ["log_probs"])["log_probs"] for _ in "ab")
     assert not torch.equal(one, two)
     steps(engine)
-    found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for _ in "ab"]
+    found = [log_probs(engine) for _ in "ab"]
     assert torch.equal(*found)
 
 
-def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base: Path) -> None:
+def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base):
     check = import_file(ROOT / "skills" / "model" / "check.py")
 
-    def model() -> Any:
+    def model():
         return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(
             ModelSource(str(vision_base))
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import config_of, layout_of, parallel
 from folders import alone
-from lora_models import BATCH, LM, engine_of, steps, weights
+from lora_models import BATCH, LM, engine_of, log_probs, steps, token_log_probs, weights
+from run_files import log_of
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.runs import list_runs
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = Lora(rank=8, targets=["q_proj"], target_parameters=BOTH)
@@ -36,42 +35,36 @@ def folder_of(name: str, path: Path) -> Path:
     return path / name
 
 
-def log_probs(model: Any) -> Tensor:
-    return (
-        model.eval()(IDS).logits[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0].detach()
-    )
+def own_log_probs(model) -> Tensor:
+    return token_log_probs(model.eval()(IDS).logits, IDS).detach()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(
-    name: str, tmp_path: Path
-) -> None:
+def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(name, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = folder_of(name, tmp_path)
     engine = engine_of(base, LORA)
     steps(engine)
-    found = engine.infer_batch(BATCH, ["log_probs"])["log_probs"][:8]
+    found = log_probs(engine)[:8]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.export_hf(tmp_path / "merged")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert len(config["target_parameters"]) == 4
     own = AutoModelForCausalLM.from_pretrained(base)
-    before = log_probs(own)
+    before = own_log_probs(own)
     assert not torch.allclose(before, found, atol=1e-2)
     assert torch.allclose(
-        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found, atol=1e-5
+        own_log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found, atol=1e-5
     )
     adapted = PeftModel.from_pretrained(own, str(tmp_path / "adapter"))
-    assert torch.allclose(log_probs(adapted), found, atol=1e-5)
+    assert torch.allclose(own_log_probs(adapted), found, atol=1e-5)
     with adapters_off(engine.model):
-        assert torch.allclose(
-            engine.infer_batch(BATCH, ["log_probs"])["log_probs"][:8], before, atol=1e-5
-        )
+        assert torch.allclose(log_probs(engine)[:8], before, atol=1e-5)
 
 
-def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
+def test_expert_adapters_get_the_gradients_of_peft(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +85,7 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
     grads = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     at = "base_model.model.model.layers.1.mlp.experts"
     for key, module in (("down_proj", at), ("gate_up_proj", f"{at}.base_layer")):
-        own: Any = engine.model.get_submodule(f"hf.model.layers.1.mlp.experts.{key}_adapter")
+        own = engine.model.get_submodule(f"hf.model.layers.1.mlp.experts.{key}_adapter")
         experts = len(own.lora_A)
         their_a = grads[f"{module}.lora_A.default.weight"]
         their_b = grads[f"{module}.lora_B.default.weight"]
@@ -110,9 +103,8 @@ def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
         return weights(engine)
 
 
-def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(
-    ranks2, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks2, tmp_path):
     base = folder_of("gpt_oss", tmp_path)
     one = engine_of(base, LORA)
     steps(one)
@@ -126,7 +118,7 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(
     assert all(torch.equal(value, found[name]) for name, value in weights(again).items())
 
 
-def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> None:
+def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
     words = [
         "model.type=language_model",
@@ -135,7 +127,7 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> N
         "log.backends=[file]",
     ]
     assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
-    log = (list_runs(tmp_path / "run")[-1].dir / "log.txt").read_text()
+    log = log_of(tmp_path / "run")
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "
     assert share in log
     sizes = {name: param.numel() for name, param in LanguageModel.on_meta(base).named_parameters()}
@@ -155,14 +147,12 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> N
         (Lora(rank=8, train=["*.experts.*"], target_parameters=BOTH), "is trained in full"),
     ],
 )
-def test_expert_adapters_that_cannot_be_are_refused(
-    tmp_path: Path, lora: Lora, message: str
-) -> None:
+def test_expert_adapters_that_cannot_be_are_refused(tmp_path, lora, message):
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
 
 
-def exported(base: str, folder: str) -> None:
+def exported(base: str, folder: str):
     world = World.join("cpu")
     engine = engine_of(Path(base), LORA, Layout.of(world, parallel(pipeline=2)))
     steps(engine)
@@ -172,9 +162,7 @@ def exported(base: str, folder: str) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(
-    ranks2, tmp_path: Path
-) -> None:
+def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(ranks2, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
     ranks2.run(exported, str(base), str(tmp_path))
     one = engine_of(base, LORA)

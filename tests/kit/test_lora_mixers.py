@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from lora_models import engine_of, steps
@@ -25,7 +22,7 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("family", PROJECTIONS)
-def test_lora_on_mixer_projections_has_the_gradients_of_peft(family: str, tmp_path: Path) -> None:
+def test_lora_on_mixer_projections_has_the_gradients_of_peft(family, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -43,9 +40,7 @@ def test_lora_on_mixer_projections_has_the_gradients_of_peft(family: str, tmp_pa
     )
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    theirs: Any = PeftModel.from_pretrained(
-        base, str(tmp_path / "adapter"), is_trainable=True
-    ).eval()
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
     for ids in SEQUENCES:  # one at a time: transformers knows no boundaries
         log_probs = (
             theirs(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
@@ -68,9 +63,7 @@ def test_lora_on_mixer_projections_has_the_gradients_of_peft(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "falcon_h1"])
-def test_lora_on_state_space_models_trains_every_adapter_and_merges(
-    family: str, tmp_path: Path
-) -> None:
+def test_lora_on_state_space_models_trains_every_adapter_and_merges(family, tmp_path):
     mixer_model(family).hf.save_pretrained(tmp_path / "base")
     engine = engine_of(tmp_path / "base", Lora(rank=2))
     packed = PackedBatch.from_sequences(SEQUENCES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import config_of, parallel
 from folders import alone, entries
-from lora_models import BATCH, engine_of, steps, weights
+from lora_models import BATCH, engine_of, exported, log_probs, steps, token_log_probs, weights
 from torch import Tensor
 
 from mvp_engine.checkpoint.format import Reader
@@ -23,11 +23,11 @@ LORA = Lora(rank=4, alpha=6.0)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> Path:
+def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     for family in FAMILIES:
         torch.manual_seed(0)
-        LanguageModel.from_config(config_of(family)).hf.save_pretrained(folder / family)  # type: ignore[operator]
+        LanguageModel.from_config(config_of(family)).hf.save_pretrained(folder / family)
     return folder
 
 
@@ -66,9 +66,7 @@ def on_ranks(
     return found
 
 
-def check(
-    bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[str, Tensor], ...]]]
-) -> None:
+def check(bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[str, Tensor], ...]]]):
     for i, family in enumerate(families):
         expected = results(bases, family, alone(), None)
         for rank in found:
@@ -81,9 +79,7 @@ def check(
 
 
 @pytest.mark.slow
-def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(
-    ranks2, bases: Path, tmp_path: Path
-) -> None:
+def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -93,22 +89,20 @@ def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(
     assert all(".lora_" in name for name in saved if name.startswith("model."))
     engine = engine_of(bases / "qwen3", LORA, train=False)
     engine.load_checkpoint(tmp_path / "saved")
-    log_probs = engine.infer_batch(BATCH, ["log_probs"])["log_probs"][:8]
+    expected = log_probs(engine)[:8]
     engine.export_hf(tmp_path / "again")
-    again = dict(entries(tmp_path / "again" / "model.safetensors"))
+    again = exported(tmp_path / "again")
     for name, value in entries(tmp_path / "merged" / "model.safetensors"):
         assert torch.allclose(value, again[name], atol=1e-6), name
     base = AutoModelForCausalLM.from_pretrained(bases / "qwen3")
     ids = torch.arange(3, 12)[None]
     logits = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(ids).logits
-    picked = logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-    assert torch.allclose(picked, log_probs, atol=1e-5)
+    picked = token_log_probs(logits, ids)
+    assert torch.allclose(picked, expected, atol=1e-5)
 
 
 @pytest.mark.campaign(only=True)
-def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(
-    ranks4, bases: Path, tmp_path: Path
-) -> None:
+def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(ranks4, bases, tmp_path):
     families = ("qwen3", "phi3")
     check(
         bases, families, ranks4.run(on_ranks, bases, families, tmp_path, {"shard": 2, "tensor": 2})

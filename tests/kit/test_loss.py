@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from conftest import ROOT, run_process
@@ -17,20 +14,20 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8,
 }  # fmt: skip
 
 
 class Logged(StepContext):
-    def __init__(self) -> None:
+    def __init__(self):
         self.logged: dict[str, float] = {}
 
-    def log(self, name: str, value: Any, weight: Any = 1.0) -> None:
+    def log(self, name: str, value, weight=1.0):
         self.logged[name] = self.logged.get(name, 0.0) + float(value) / float(weight)
 
-    def count(self, name: str, amount: Any) -> None:
+    def count(self, name: str, amount):
         self.logged[name] = self.logged.get(name, 0.0) + float(amount)
 
 
@@ -53,8 +50,8 @@ def model() -> LanguageModel:
     [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}],
 )
 def test_loss_kit_loss_and_gradients_equal_cross_entropy_on_full_logits(
-    settings: dict[str, float],
-) -> None:
+    settings,
+):
     ours, theirs, packed = model(), model(), batch()
     kit, ctx = TokenNormedLossKit(TokenLoss(**settings)), Logged()
     loss, weight = kit(ctx, ours, packed)
@@ -75,7 +72,7 @@ def test_loss_kit_loss_and_gradients_equal_cross_entropy_on_full_logits(
     )
 
 
-def test_loss_kit_any_micro_batch_split_gives_the_same_sum() -> None:
+def test_loss_kit_any_micro_batch_split_gives_the_same_sum():
     kit, net, packed = (
         TokenNormedLossKit(TokenLoss(label_smoothing=0.1, z_loss=1e-3)),
         model(),
@@ -87,7 +84,7 @@ def test_loss_kit_any_micro_batch_split_gives_the_same_sum() -> None:
     assert sum(float(w) for _, w in parts) == float(weight)
 
 
-def test_loss_kit_token_weights_scale_loss_and_weight() -> None:
+def test_loss_kit_token_weights_scale_loss_and_weight():
     kit, net, packed = TokenNormedLossKit(), model(), batch()
     packed.token_fields["weight"] = torch.linspace(0, 2, packed.num_tokens)
     loss, weight = kit(Logged(), net, packed)
@@ -108,7 +105,7 @@ def loss(ctx, model, batch):  # a mean over the micro-batch, not a sum
 
 
 @pytest.mark.slow
-def test_loss_skill_check_passes_the_kit_and_fails_a_broken_loss(tmp_path: Path) -> None:
+def test_loss_skill_check_passes_the_kit_and_fails_a_broken_loss(tmp_path):
     assert import_file(ROOT / "skills" / "loss" / "check.py").problems(TokenNormedLossKit()) == []
     (tmp_path / "mine.py").write_text(BROKEN)
     code, said = run_process("skills/loss/check.py", f"{tmp_path / 'mine.py'}:loss")

@@ -55,11 +55,9 @@ def item(kind: str, i: int) -> Part:
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def processor_outputs(
-    processor: Any, text: str, infos: list[MediaInfo], items: list[Any]
-) -> dict[str, Any]:
+def processor_outputs(processor, text: str, infos: list[MediaInfo], items):
     """The processor's own outputs for a whole conversation."""
-    given: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
+    given = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
         if some := [one for info, one in zip(infos, items, strict=True) if info.kind == kind]:
             given[name] = [some] if kind == "video" else some
@@ -97,7 +95,7 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else ''
 {{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
 
 
-def row_encoder(name: str, **options: Any) -> RowEncoder:
+def row_encoder(name: str, **options) -> RowEncoder:
     """With a chat template that writes the placeholders of the family's processor."""
     processor = copy.copy(processor_of(name))
     places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
@@ -105,7 +103,7 @@ def row_encoder(name: str, **options: Any) -> RowEncoder:
     return RowEncoder(processor, max_tokens=100_000, **options)
 
 
-def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str]:
+def conversation(processor, parts: list[Part]) -> tuple[dict[str, Any], str]:
     """A row with media, and its rendered text with placeholders."""
     blocks, text = [{"type": "text", "text": "What is\n"}], "<|im_end|>What is\n"
     for part in parts:
@@ -119,7 +117,7 @@ def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_media_cost_of_every_size_is_what_the_processor_makes(name: str) -> None:
+def test_media_cost_of_every_size_is_what_the_processor_makes(name):
     media = handler(name)
     for kind in media.kinds:
         for i in range(len(SIZES)):
@@ -134,7 +132,7 @@ def test_media_cost_of_every_size_is_what_the_processor_makes(name: str) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_row_encoder_batches_equal_the_processors_own_outputs(name: str) -> None:
+def test_row_encoder_batches_equal_the_processors_own_outputs(name):
     processor, media, rows = processor_of(name), handler(name), row_encoder(name)
     mixes = [
         [],
@@ -194,16 +192,16 @@ def test_row_encoder_batches_equal_the_processors_own_outputs(name: str) -> None
     assert packed.num_sequences == len(mixes)
 
 
-def test_expand_placeholders_positions_move_with_expansions_before_them() -> None:
+def test_expand_placeholders_positions_move_with_expansions_before_them():
     text, moved = expand_placeholders("a<i>b<i>c", [(1, 4), (5, 8)], ["12345", "6"])
     assert text == "a12345b6c"
     assert [moved(i) for i in (0, 1, 4, 5, 8, 9)] == [0, 1, 6, 7, 8, 9]
 
 
-def test_row_encoder_line_breaks_merged_into_an_image_belong_to_its_span() -> None:
+def test_row_encoder_line_breaks_merged_into_an_image_belong_to_its_span():
     """Gemma3 puts two line breaks around an image: tokens that they merge with belong to the image's span."""
     rows = row_encoder("gemma3")
-    blocks: list[Any] = [
+    blocks = [
         {"type": "text", "text": "\n"},
         {"type": "image", "image": item("image", 0).value},
     ]
@@ -232,7 +230,7 @@ def test_row_encoder_line_breaks_merged_into_an_image_belong_to_its_span() -> No
     assert with_loss == ["\n", "N", "o", ".", "<|im_end|>"]
 
 
-def test_row_encoder_placeholder_in_user_text_is_a_bad_row() -> None:
+def test_row_encoder_placeholder_in_user_text_is_a_bad_row():
     rows = row_encoder("qwen3_vl")
     with pytest.raises(BadRow, match="placeholder_in_text"):
         rows.encode({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
@@ -245,7 +243,7 @@ def big(kind: str) -> MediaInfo:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_media_shrink_fits_the_token_budget_or_returns_none(name: str) -> None:
+def test_media_shrink_fits_the_token_budget_or_returns_none(name):
     media = handler(name)
     for kind in media.kinds:
         if kind == "audio":
@@ -271,7 +269,7 @@ def test_media_shrink_fits_the_token_budget_or_returns_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_limits_survive_saving_and_loading_the_processor(name: str, tmp_path: Path) -> None:
+def test_limits_survive_saving_and_loading_the_processor(name, tmp_path):
     limits = Limits(
         fps=1.0,
         max_frames=4,
@@ -311,7 +309,7 @@ def test_limits_survive_saving_and_loading_the_processor(name: str, tmp_path: Pa
         )
 
 
-def test_limited_processor_unsupported_limit_is_a_user_error() -> None:
+def test_limited_processor_unsupported_limit_is_a_user_error():
     with pytest.raises(
         UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"
     ):
@@ -322,7 +320,7 @@ def test_limited_processor_unsupported_limit_is_a_user_error() -> None:
         limited_processor(processor_of("qwen2_5_omni"), Limits(video_max_pixels=255))
 
 
-def test_media_row_option_max_pixels_lowers_the_cost() -> None:
+def test_media_row_option_max_pixels_lowers_the_cost():
     media, image = handler("qwen3_vl"), photo()
     plain = media.probe(Part("image", image), HERE)
     less = media.probe(Part("image", image, {"max_pixels": 1024, "detail": "low"}), HERE)
@@ -331,7 +329,7 @@ def test_media_row_option_max_pixels_lowers_the_cost() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
-def test_media_collate_video_gives_seconds_per_grid(name: str) -> None:
+def test_media_collate_video_gives_seconds_per_grid(name):
     media, part = handler(name), Part("video", np.zeros((6, 16, 16, 3), np.uint8), {"fps": 0.5})
     info = media.probe(part, HERE)
     fields = media.collate([info], [part.value])[1]["pixel_values_videos"].fields
@@ -339,8 +337,8 @@ def test_media_collate_video_gives_seconds_per_grid(name: str) -> None:
     assert fields[field].tolist() == [4.0]  # two frames, of two seconds each
 
 
-def test_media_probe_unsupported_item_is_a_bad_row() -> None:
-    def reason(name: str, part: Part) -> str:
+def test_media_probe_unsupported_item_is_a_bad_row():
+    def reason(name, part):
         media = handler(name)
         with pytest.raises(BadRow) as bad:
             media.cost(media.probe(part, HERE))
@@ -354,7 +352,7 @@ def test_media_probe_unsupported_item_is_a_bad_row() -> None:
     assert reason("qwen3_vl", Part("image", np.zeros((2, 900, 3), np.uint8))) == "refused"
 
 
-def test_media_audio_longer_than_the_chunk_is_a_bad_row_until_chunk_seconds_is_raised() -> None:
+def test_media_audio_longer_than_the_chunk_is_a_bad_row_until_chunk_seconds_is_raised():
     audio = Part(
         "audio",
         np.random.default_rng(0).standard_normal(40000).astype(np.float32),
@@ -371,9 +369,9 @@ def test_media_audio_longer_than_the_chunk_is_a_bad_row_until_chunk_seconds_is_r
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
-def test_media_junk_values_are_bad_rows(kind: str) -> None:
+def test_media_junk_values_are_bad_rows(kind):
     media = handler("qwen2_5_omni")
-    junk: list[Any] = [
+    junk = [
         None,
         True,
         -1,
@@ -419,7 +417,7 @@ def test_media_junk_values_are_bad_rows(kind: str) -> None:
             media.decode(part, media.probe(part, HERE), HERE)
 
 
-def test_media_handler_unsupported_family_is_a_user_error() -> None:
+def test_media_handler_unsupported_family_is_a_user_error():
     odd = copy.copy(processor_of("llava"))
     odd.replace_image_token = lambda images, image_idx, **options: (
         "<image>" * len(images["pixel_values"])
@@ -430,7 +428,7 @@ def test_media_handler_unsupported_family_is_a_user_error() -> None:
         MediaHandler(odd)
 
 
-def test_media_handler_images_of_several_sizes_are_padded_as_by_processor() -> None:
+def test_media_handler_images_of_several_sizes_are_padded_as_by_processor():
     sizes = {"patch_size": {"height": 4, "width": 4}, "size": {"longest_edge": 32}}
     pixtral = hf.PixtralProcessor(
         hf.PixtralImageProcessor(**sizes),
@@ -447,14 +445,14 @@ def test_media_handler_images_of_several_sizes_are_padded_as_by_processor() -> N
     assert "".join(texts) == pixtral.tokenizer.decode(own["input_ids"][0])
 
 
-def test_media_handler_tokenizer_only_supports_no_media() -> None:
+def test_media_handler_tokenizer_only_supports_no_media():
     media = MediaHandler(tokenizer())
     assert (media.kinds, media.empty()) == ([], {})
     with pytest.raises(BadRow, match="unsupported"):
         media.probe(item("image", 0), HERE)
 
 
-def test_media_handler_pickles() -> None:
+def test_media_handler_pickles():
     media = handler("qwen3_vl")
     info = media.probe(item("image", 2), HERE)
     assert pickle.loads(pickle.dumps(media)).expansion(info) == media.expansion(info)

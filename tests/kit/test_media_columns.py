@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from test_rows import chat, media_values, reason, text_part
 
@@ -12,7 +10,7 @@ from mvp_engine.kit.data.read.row_types import Part
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def test_fill_placeholders_tags_take_column_items_in_order_and_split_text() -> None:
+def test_fill_placeholders_tags_take_column_items_in_order_and_split_text():
     row = read_row(chat("<image>A<video>B<image>", images=["1", "2"], videos=["v"]))
     assert row.messages[0].parts == (
         Part("image", "1"),
@@ -33,7 +31,7 @@ def test_fill_placeholders_tags_take_column_items_in_order_and_split_text() -> N
     assert pair.messages[0] == pair.rejected[0]
 
 
-def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_column() -> None:
+def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_column():
     row = read_row(chat("<image> Which tag?", "Write <image>.", images=["1"]))
     assert row.messages[1].parts == (text_part("Write <image>."),)
     assert media_values(row) == ["1"]
@@ -46,7 +44,7 @@ def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_co
     ]  # the only place for it
 
 
-def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() -> None:
+def test_fill_placeholders_blocks_without_value_take_the_column_before_tags():
     typed = [{"type": "image"}, {"type": "text", "text": "What is <image>?"}]
     row = read_row(chat(typed, images=["1"]))
     assert row.messages[0].parts == (Part("image", "1"), text_part("What is <image>?"))
@@ -56,7 +54,7 @@ def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() ->
     ]
 
 
-def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_turn() -> None:
+def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_turn():
     system = {"role": "system", "content": "S"}
     row = read_row(
         {"messages": [system, *chat("Q")["messages"]], "images": ["1", "2"], "video": "v"}
@@ -72,7 +70,7 @@ def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_tu
     assert media_values(pair) == ["1"]
 
 
-def test_fill_placeholders_html_tags_without_unread_columns_stay_text() -> None:
+def test_fill_placeholders_html_tags_without_unread_columns_stay_text():
     for columns in ({}, {"videos": None}, {"images": ["1"]}):
         row = read_row(
             chat("Does HTML have <video>?" + "<image>" * len(columns.get("images", [])), **columns)
@@ -81,7 +79,7 @@ def test_fill_placeholders_html_tags_without_unread_columns_stay_text() -> None:
     assert read_row(chat("Which tag?", "Write <image>.")).messages[1].text == "Write <image>."
 
 
-def test_fill_placeholders_without_media_tags_are_text() -> None:
+def test_fill_placeholders_without_media_tags_are_text():
     row = read_row(chat("What is <image>?", id=3), RowFormat(media_tags=False))
     assert row.messages[0].parts == (text_part("What is <image>?"),)
     row = read_row(chat("What is <image>?", image="1"), RowFormat(media_tags=False))
@@ -105,11 +103,11 @@ def test_fill_placeholders_without_media_tags_are_text() -> None:
         {"text": "a <image>", "image_path": "1"},
     ],
 )
-def test_fill_placeholders_count_mismatch_is_a_bad_row(raw: dict[str, Any]) -> None:
+def test_fill_placeholders_count_mismatch_is_a_bad_row(raw):
     assert reason(raw) == "media_count"
 
 
-def test_media_columns_list_is_one_video_but_several_images() -> None:
+def test_media_columns_list_is_one_video_but_several_images():
     assert media_values(read_row(chat("<video>", video=["1.png", "2.png"]))) == [["1.png", "2.png"]]
     assert media_values(read_row(chat("<video>", videos=[["1.png", "2.png"]]))) == [
         ["1.png", "2.png"]

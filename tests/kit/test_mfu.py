@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ WHISPER |= {"num_mel_bins": 16, "max_source_positions": 40}
 SIGLIP = {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 # What is counted -> (model type, its config, what is seen, what trains: a pattern of names, or all)
-CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+CASES = {
     "Llama: GQA": ("llama", TEXT, "", ""),
     "Qwen3: heads wider than the model": ("qwen3", {**TEXT, "tie_word_embeddings": True}, "", ""),
     "Qwen3-MoE: 2 of 8 experts": ("qwen3_moe", {**TEXT, **MOE}, "", ""),
@@ -132,7 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 class Adapted(nn.Module):
     """A frozen linear layer with a LoRA adapter."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear):
         super().__init__()
         self.base_layer = base
         self.lora_A = nn.Linear(base.in_features, 16, bias=False)
@@ -193,7 +192,7 @@ def sample(case: str, seen: bool) -> PackedBatch:
 
 def counted(model: LanguageModel, one: PackedBatch) -> int:
     """What torch counts in forward and backward of transformers' own model on one sequence."""
-    given: dict[str, Any] = {name: value[None] for name, value in one.token_fields.items()}
+    given = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():
         given |= {name: media.values, **media.fields} if len(media.row_counts) else {}
     with attention.eager_attention(model.hf.config), FlopCounterMode(display=False) as counter:
@@ -206,7 +205,7 @@ def counted(model: LanguageModel, one: PackedBatch) -> int:
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, tuple[float, float]]:
+def rows():
     """For each case, the FLOPs of two packed sequences by the kit and by the counter."""
     found = {}
     for case in CASES:
@@ -222,16 +221,14 @@ def rows() -> dict[str, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_mfu_flops_equal_the_torch_flop_counter(
-    rows: dict[str, tuple[float, float]], case: str
-) -> None:
+def test_mfu_flops_equal_the_torch_flop_counter(rows, case):
     formula, counter = rows[case]
     assert formula == pytest.approx(counter, rel=0.02)
 
 
 def test_mfu_table_in_the_docs_equals_the_test_results(
-    rows: dict[str, tuple[float, float]],
-) -> None:
+    rows,
+):
     lines = ["| what | MFUKit, MFLOP | counter, MFLOP | apart |", "| --- | ---: | ---: | ---: |"]
     for case, (formula, counter) in rows.items():
         apart = f"{100 * (formula / counter - 1):+.2f} %"
@@ -243,14 +240,14 @@ def test_mfu_table_in_the_docs_equals_the_test_results(
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 40])
-def test_causal_pairs_equal_the_count_of_the_mask(window: int | None) -> None:
+def test_causal_pairs_equal_the_count_of_the_mask(window):
     for length in (1, 2, 5, 17):
         q, k = torch.arange(length)[:, None], torch.arange(length)[None]
         allowed = (k <= q) & (q - k < (window or length))
         assert causal_pairs(torch.tensor([float(length)]), window).item() == allowed.sum().item()
 
 
-def test_mfu_flops_windows_and_packing_reduce_attention_only() -> None:
+def test_mfu_flops_windows_and_packing_reduce_attention_only():
     kit = MFUKit(model_of("Gemma 3: windows"))
     long = PackedBatch.from_sequences([torch.randint(3, 90, (120,))])
     halves = PackedBatch.from_sequences([torch.randint(3, 90, (60,)) for _ in "ab"])
@@ -265,7 +262,7 @@ def test_mfu_flops_windows_and_packing_reduce_attention_only() -> None:
     assert float(kit.flops(long, masked=False) - kit.flops(long)) == pytest.approx(saved + head)
 
 
-def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone() -> None:
+def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone():
     kit = MFUKit(model_of("Gemma 3: windows"))
     ids = torch.randint(3, 90, (20,))
     few, many = (PackedBatch.from_sequences([ids], [torch.arange(20) > first]) for first in (15, 5))
@@ -288,13 +285,13 @@ def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone() -> None:
         ("Voodoo 2", None),
     ],
 )
-def test_peak_of_device_name_is_found(name: str, teraflops: float | None) -> None:
+def test_peak_of_device_name_is_found(name, teraflops):
     assert peaks.peak_of(name) == (None if teraflops is None else teraflops * 1e12)
 
 
-def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog) -> None:
+def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
-    said: list[Any] = []
+    said = []
     monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda *what: said.append(what))
     peaks.device_peak.cache_clear()
     try:
@@ -305,7 +302,7 @@ def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog) -> 
     assert "Voodoo 2" in said[0]
 
 
-def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path) -> None:
+def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
     figures = {}
     for size in (1, 4):
@@ -318,9 +315,9 @@ def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path) -> No
     assert "mfu" not in alone.read({"tokens": 1.0}, 0.0, None)
 
 
-def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_path) -> None:
+def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_path):
     now = [0.0]
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(
         meter_module.LOGGER, "warning", lambda text, *values: said.append(text % values)

@@ -24,7 +24,7 @@ def campaign(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [campaign(name) for name in MIXERS])
-def test_complete_with_mixer_states_equals_transformers_generate(name: str) -> None:
+def test_complete_with_mixer_states_equals_transformers_generate(name):
     model = mixer_model(name)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 90, (length,), generator=generator) for length in (7, 1, 12, 7)]
@@ -47,7 +47,7 @@ def test_complete_with_mixer_states_equals_transformers_generate(name: str) -> N
     assert [one.tokens for one in completions] == [tokens for tokens in expected for _ in range(2)]
 
 
-def test_kv_cache_for_mixers_without_states_is_refused() -> None:
+def test_kv_cache_for_mixers_without_states_is_refused():
     model = mixer_model("rwkv")
     with pytest.raises(UserError, match="call it without a KV cache"):
         model(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
+from run_files import json_lines
 from safetensors.torch import load_file
-from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
+from tiny_vlm import chat, vlm_folder, with_images, write  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
@@ -39,16 +39,16 @@ REPORT = ["workflow=report", "resume=auto"]
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rows = with_images(tmp_path, 8)
-    write(tmp_path / "images.jsonl", rows)
-    write(tmp_path / "held.jsonl", rows[:2])
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "train.yaml").write_text(CONFIG)
-    return str(tmp_path / "train.yaml")
+def config(vlm_folder):  # noqa: F811
+    rows = with_images(vlm_folder, 8)
+    write(vlm_folder / "images.jsonl", rows)
+    write(vlm_folder / "held.jsonl", rows[:2])
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    return str(vlm_folder / "train.yaml")
+
+
+def train(config: str, *words: str) -> int:
+    return main(["train", config, *words])
 
 
 def page(folder: Path) -> str:
@@ -56,49 +56,44 @@ def page(folder: Path) -> str:
     return file.read_text()
 
 
-def test_report_row_that_ends_with_an_unanswered_image_is_left_out(
-    config: str, tmp_path: Path
-) -> None:
-    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
+@pytest.mark.slow
+def test_report_row_that_ends_with_an_unanswered_image_is_left_out(config, tmp_path):
+    rows = json_lines(tmp_path / "held.jsonl")
     rows[1]["messages"].append(rows[1]["messages"][0])
     write(tmp_path / "held.jsonl", rows)
-    assert main(["train", config]) == 0
-    assert main(["train", config, *REPORT]) == 0
+    assert train(config) == 0
+    assert train(config, *REPORT) == 0
     assert "How many? 0" in page(tmp_path)
     assert "How many? 1" not in page(tmp_path)
 
 
+@pytest.mark.slow
 def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, tmp_path, monkeypatch
+):
     marks = ["card right", "card wrong", "answers are wrong"]
     words = ["log.backends=[jsonl,plot]", "project.run_id=run"]
-    assert main(["train", config, "project.dir=outputs/default", *words]) == 0
+    assert train(config, "project.dir=outputs/default", *words) == 0
     text = (tmp_path / "outputs" / "default" / "run" / "report.html").read_text()
     assert "How many? 0" in text
     assert not any(mark in text for mark in marks)
     monkeypatch.setattr(
         MLLMEngine, "score", lambda self, ctx, name, answers: [one.sample == 0 for one in answers]
     )
-    assert main(["train", config, "project.dir=outputs/judged", *words]) == 0
+    assert train(config, "project.dir=outputs/judged", *words) == 0
     text = (tmp_path / "outputs" / "judged" / "run" / "report.html").read_text()
     assert all(mark in text for mark in marks)
     lines = (tmp_path / "outputs" / "judged" / "run" / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line)["right"] for line in lines] == [True, False]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_train_writes_the_report_and_logs_rows_per_second_and_fill(
-    config: str, tmp_path: Path, stream: bool
-) -> None:
-    words = [
-        "log.backends=[jsonl,plot]",
-        "loop.total_steps=2",
-        f"mllm.sources.images.stream={str(stream).lower()}",
-    ]
-    assert main(["train", config, *words]) == 0
+@pytest.mark.parametrize("stream", [None, "images", "held"])
+def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_path, stream):
+    words = ["log.backends=[jsonl,plot]", "loop.total_steps=2"]
+    words += [f"mllm.sources.{stream}.stream=true"] if stream else []
+    assert train(config, *words) == 0
     assert "How many? 1" in page(tmp_path)
-    assert "data:image/png" in page(tmp_path)
+    assert stream == "held" or "data:image/png" in page(tmp_path)
     (run,) = list_runs(tmp_path / "outputs")
     for record in run.records("train"):
         rows = record["perf"]["samples_per_s"] * record["perf"]["step_s"]
@@ -107,145 +102,95 @@ def test_train_writes_the_report_and_logs_rows_per_second_and_fill(
         assert record["fill"] == record["totals"]["tokens"] / 256
 
 
-def test_report_on_streamed_eval_rows_shows_the_prompts(config: str, tmp_path: Path) -> None:
-    assert main(["train", config, "mllm.sources.held.stream=true"]) == 0
-    assert main(["train", config, *REPORT, "mllm.sources.held.stream=true"]) == 0
-    assert "How many? 1" in page(tmp_path)
-
-
 def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_folder(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
-    words = [
-        "train",
-        config,
-        "loop.eval_interval=null",
-        "optim.ema=0.9",
-        "optim.lr=0.1",
-        "export=link",
-    ]
-    assert main(words) == 0
-    assert main([*words, "workflow=export", "resume=auto", "optim.ema=null"]) == 0
-    averages, last = (
-        load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS
-    )
+    config, tmp_path, capsys
+):
+    words = ["loop.eval_interval=null", "optim.ema=0.9", "optim.lr=0.1", "export=link"]
+    assert train(config, *words) == 0
+    assert train(config, *words, "workflow=export", "resume=auto", "optim.ema=null") == 0
+    averages, last = (load_file(weights_of(tmp_path, name)) for name in FOLDERS)
     assert any(not averages[name].equal(last[name]) for name in last)
     assert (tmp_path / "link").resolve().name == FOLDERS[1]
     for workflow in ("train", "export", "report"):
-        assert (
-            main([*words, f"workflow={workflow}", "resume=auto", "export=model"]) == EXIT_USER_ERROR
-        )
+        again = [*words, f"workflow={workflow}", "resume=auto"]
+        assert train(config, *again, "export=model") == EXIT_USER_ERROR
         assert "no link of an earlier run" in capsys.readouterr().err
-        assert (
-            main([*words, f"workflow={workflow}", "resume=auto", "export=train.yaml/new"])
-            == EXIT_USER_ERROR
-        )
+        assert train(config, *again, "export=train.yaml/new") == EXIT_USER_ERROR
         assert "nothing can be written into" in capsys.readouterr().err
 
 
-def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def weights_of(folder: Path, export: str) -> Path:
+    return next(folder.glob(f"outputs/*/{export}/model.safetensors"))
+
+
+@pytest.mark.slow
+def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(config, tmp_path, capsys):
     # The loss falls, so the first step is the best one.
-    words = [
-        "train",
-        config,
-        "checkpoint.best_metric=loss",
-        "checkpoint.best_mode=max",
-        "optim.ema=0.5",
-    ]
-    words += [
-        "optim.lr=0.01",
-        "optim.schedule=constant",
-        "eval_generation=null",
-        "log.backends=[jsonl,file]",
-    ]
-    assert main([*words, "project.dir=one", "export=one_step"]) == 0
-    assert main([*words, "project.dir=three", "export=three_steps", "loop.total_steps=3"]) == 0
+    words = ["checkpoint.best_metric=loss", "checkpoint.best_mode=max", "optim.ema=0.5"]
+    words += ["optim.lr=0.01", "optim.schedule=constant", "eval_generation=null"]
+    words += ["log.backends=[jsonl,file]"]
+    three = [*words, "project.dir=three", "loop.total_steps=3"]
+    assert train(config, *words, "project.dir=one", "export=one_step") == 0
+    assert train(config, *three, "export=three_steps") == 0
     [run] = list_runs(tmp_path / "three")
     assert [record["step"] for record in run.records("eval")] == [1, 2, 3]
     assert (tmp_path / "three_steps").resolve() == run.dir / "hf_step_1_ema"
-    best, one = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("three_steps", "one_step")
-    )
+    best, one = (load_file(Path(name, "model.safetensors")) for name in ("three_steps", "one_step"))
     assert all(torch.equal(best[name], one[name]) for name in {**best, **one})
-    assert (
-        "the model is that of the best checkpoint, step 1, not of the last step 3"
-        in (run.dir / "log.txt").read_text()
-    )
+    words = "the model is that of the best checkpoint, step 1, not of the last step 3"
+    assert words in (run.dir / "log.txt").read_text()
+    here = ["--dir", "three"]
+    chat_command = ["chat", "latest", *here, "-p", "How many?", "--max-new-tokens", "1"]
     for folder in ("hf_step_1_ema", "checkpoints/step_00000001"):
-        assert (
-            main(["chat", "latest", "--dir", "three", "-p", "How many?", "--max-new-tokens", "1"])
-            == 0
-        )
-        assert f"/{folder}\n" in capsys.readouterr().err
-        assert main(["push", "latest", "me/it", "--dir", "three", "--dry-run"]) == 0
-        assert f"/{folder}\n" in capsys.readouterr().err
+        for command in (chat_command, ["push", "latest", "me/it", *here, "--dry-run"]):
+            assert main(command) == 0
+            assert f"/{folder}\n" in capsys.readouterr().err
         shutil.rmtree(run.dir / "hf_step_1_ema", ignore_errors=True)
-    assert (
-        main(
-            [
-                "train",
-                config,
-                "workflow=export",
-                "resume=auto",
-                "project.dir=three",
-                "optim.ema=0.5",
-            ]
-        )
-        == 0
-    )
+    assert train(config, *three, "workflow=export", "resume=auto") == 0
     assert (run.dir / "hf_step_1_ema").is_dir()
     for name in ("latest", run.id, f"three/{run.id}"):
-        assert main(["evaluate", name, "--dir", "three"]) == 0
-    records = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 1, 1]
+        assert main(["evaluate", name, *here]) == 0
+    assert [record["step"] for record in json_lines(run.dir / "evaluate.jsonl")] == [1, 1, 1]
     capsys.readouterr()
-    assert main(["evaluate", "lates", "--dir", "three"]) == EXIT_USER_ERROR
+    assert main(["evaluate", "lates", *here]) == EXIT_USER_ERROR
     assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
 
 
-def test_export_with_ema_and_an_own_optimizer_holds_the_averages(
-    config: str, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(
-        MLLMEngine,
-        "prepare_optimizer",
-        lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.5),
-    )
-    words = ["train", config, "loop.eval_interval=null", "optim.ema=0.9", "export=link"]
-    assert main(words) == 0
-    assert main([*words, "workflow=export", "resume=auto", "optim.ema=null"]) == 0
-    in_training, last = (
-        load_file(next(tmp_path.glob(f"outputs/*/{name}/model.safetensors"))) for name in FOLDERS
-    )
+def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config, tmp_path, monkeypatch):
+    def sgd(engine, model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    monkeypatch.setattr(MLLMEngine, "prepare_optimizer", sgd)
+    words = ["loop.eval_interval=null", "optim.ema=0.9", "export=link"]
+    export = [*words, "workflow=export", "resume=auto"]
+    assert train(config, *words) == 0
+    assert train(config, *export, "optim.ema=null") == 0
+    in_training, last = (load_file(weights_of(tmp_path, name)) for name in FOLDERS)
     assert any(not in_training[name].equal(last[name]) for name in last)
-    shutil.rmtree(next(tmp_path.glob(f"outputs/*/{FOLDERS[0]}")))
-    assert main([*words, "workflow=export", "resume=auto"]) == 0
-    later = load_file(next(tmp_path.glob(f"outputs/*/{FOLDERS[0]}/model.safetensors")))
+    shutil.rmtree(weights_of(tmp_path, FOLDERS[0]).parent)
+    assert train(config, *export) == 0
+    later = load_file(weights_of(tmp_path, FOLDERS[0]))
     assert all(later[name].equal(in_training[name]) for name in last)
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-def test_eval_generation_completes_at_most_max_samples_rows(
-    config: str, tmp_path: Path, stream: str
-) -> None:
+def test_eval_generation_completes_at_most_max_samples_rows(config, tmp_path, stream):
     write(tmp_path / "held.jsonl", with_images(tmp_path, 7))
     words = ["eval_generation.max_samples=3", f"mllm.sources.held.stream={stream}"]
-    assert main(["train", config, *words]) == 0
+    assert train(config, *words) == 0
     (file,) = tmp_path.glob("outputs/*/answers.jsonl")
     samples = [json.loads(line)["sample"] for line in file.read_text().splitlines()]
     assert sorted(samples) == ([0, 1, 2] if stream == "true" else [0, 3, 6])
 
 
 def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_these(
-    config: str, tmp_path: Path
-) -> None:
+    config, tmp_path
+):
     write(tmp_path / "held.jsonl", with_images(tmp_path, 24))
     write(tmp_path / "more.jsonl", [chat(f"Say {i}", "yes") for i in range(24)])
     words = ["eval_generation.max_samples=3", "loop.eval_batches=2", "mllm.micro_batch_tokens=64"]
     words += ["+mllm.sources.more={path: more.jsonl, split: eval}", "mllm.row_tokens=64"]
-    assert main(["train", config, *words]) == 0
+    assert train(config, *words) == 0
     (run,) = list_runs(tmp_path / "outputs")
     assert {"loss_held", "loss_more"} <= list(run.records("eval"))[-1].keys()
     lines = (run.dir / "answers.jsonl").read_text().splitlines()
@@ -253,17 +198,12 @@ def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_t
 
 
 @pytest.mark.slow
-def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(
-    config: str, tmp_path: Path
-) -> None:
+def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config, tmp_path):
     drawn = np.random.default_rng(0)
-    write(
-        tmp_path / "images.jsonl",
-        [chat(f"Say {i}", "yes " * int(drawn.integers(3, 22))) for i in range(40)],
-    )
+    answers = ["yes " * int(drawn.integers(3, 22)) for _ in range(40)]
+    write(tmp_path / "images.jsonl", [chat("Say", answer) for answer in answers])
     words = ["loop.total_steps=null", "loop.epochs=3", "loop.eval_interval=null", "log.interval=1"]
-    words += ["mllm.micro_batch_tokens=160", "data.global_batch_size=1"]
-    assert main(["train", config, *words]) == 0
+    assert train(config, *words, "mllm.micro_batch_tokens=160") == 0
     (run,) = list_runs(tmp_path / "outputs")
     records = list(run.records("train"))
     of_epochs = [sum(record["epoch"] == epoch for record in records) for epoch in range(3)]
@@ -272,42 +212,27 @@ def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(
 
 
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
-def test_train_with_missing_eval_rows_fails_before_the_first_step(
-    config: str, tmp_path: Path, word: str
-) -> None:
-    assert main(["train", config, word]) == EXIT_USER_ERROR
+def test_train_with_missing_eval_rows_fails_before_the_first_step(config, tmp_path, word):
+    assert train(config, word) == EXIT_USER_ERROR
     assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))
-    assert main(["train", config, word, "loop.eval_interval=null"]) == 0
+    assert train(config, word, "loop.eval_interval=null") == 0
 
 
-def test_train_with_preference_pairs_is_refused_by_the_default_loss(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
-    said = {"chosen": chat("Hi", "Yes")["messages"], "rejected": chat("Hi", "No")["messages"]}
-    write(tmp_path / "images.jsonl", [said] * 4)
-    words = ["train", config, "loop.eval_interval=null"]
-    assert main([*words, "mllm.pairs=true"]) == EXIT_USER_ERROR
-    assert "rejected answers" in capsys.readouterr().err
-    assert main(words) == 0
+def test_rows_that_the_default_loss_would_ignore_are_refused(config, tmp_path, capsys):
+    sides = {side: chat("Hi", side)["messages"] for side in ("chosen", "rejected")}
+    labels = [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)]
+    for rows, word, said in (
+        ([sides] * 4, "mllm.pairs=true", "rejected answers"),
+        (labels, "mllm.fields={label: int}", "mllm.fields has label"),
+    ):
+        write(tmp_path / "images.jsonl", rows)
+        assert train(config, "loop.eval_interval=null", word) == EXIT_USER_ERROR
+        assert said in capsys.readouterr().err
+    write(tmp_path / "images.jsonl", [sides] * 4)
+    assert train(config, "loop.eval_interval=null") == 0
 
 
-def test_train_with_labels_is_refused_by_the_default_loss(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
-    write(
-        tmp_path / "images.jsonl",
-        [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)],
-    )
-    assert (
-        main(["train", config, "loop.eval_interval=null", "mllm.fields={label: int}"])
-        == EXIT_USER_ERROR
-    )
-    assert "mllm.fields has label" in capsys.readouterr().err
-
-
-def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(
-    config: str, tmp_path: Path
-) -> None:
+def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_path):
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
     words = [
@@ -317,14 +242,14 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(
         "mllm.max_bad_fraction=0.5",
     ]
     words.append("log.backends=[file]")
-    assert main(["train", config, *words]) == 0
+    assert train(config, *words) == 0
     (log,) = tmp_path.glob("outputs/*/log.txt")
     lines = log.read_text().splitlines()
     assert any("bad row, left out: images.jsonl:5: corrupt" in line for line in lines)
     assert "left out 1 bad row (images: 1 corrupt). All are in" in lines[-1]
 
 
-def test_plan_of_rows_that_do_not_fit_is_a_user_error(config: str, capsys: Any) -> None:
+def test_plan_of_rows_that_do_not_fit_is_a_user_error(config, capsys):
     assert main(["plan", config, "mllm.row_tokens=2"]) == EXIT_USER_ERROR
     assert "no row of train" in capsys.readouterr().err
 
@@ -334,29 +259,25 @@ def test_plan_of_rows_that_do_not_fit_is_a_user_error(config: str, capsys: Any) 
     [(["data.global_batch_size=2"], 2), (["mllm.global_batch_tokens=512"], 2), ([], 1)],
 )
 def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(
-    config: str, monkeypatch: pytest.MonkeyPatch, size: list[str], packs: int
-) -> None:
+    config, monkeypatch, size, packs
+):
     text = Path(config).read_text().replace("global_batch_size: 1, ", "")
     Path(config).write_text(text.replace("eval_interval: 1", "eval_interval: null"))
-    engines: list[MLLMEngine] = []
-    prepare = MLLMEngine.prepare_scheduler
+    engines = []
+    tokens = []
+    prepare, build = MLLMEngine.prepare_scheduler, OptimKit.build_scheduler
 
-    def kept(self: MLLMEngine, optimizer: Any) -> Any:
+    def kept(self, optimizer):
         engines.append(self)
         return prepare(self, optimizer)
 
-    monkeypatch.setattr(MLLMEngine, "prepare_scheduler", kept)
-    tokens: list[int] = []
-    scheduler = OptimKit.build_scheduler
-
-    def counted(
-        self: OptimKit, optimizer: Any, total_steps: int | None, tokens_per_step: int | None = None
-    ) -> Any:
+    def counted(self, optimizer, total_steps, tokens_per_step=None):
         tokens.append(tokens_per_step or 0)
-        return scheduler(self, optimizer, total_steps, tokens_per_step)
+        return build(self, optimizer, total_steps, tokens_per_step)
 
+    monkeypatch.setattr(MLLMEngine, "prepare_scheduler", kept)
     monkeypatch.setattr(OptimKit, "build_scheduler", counted)
-    assert main(["train", config, *size]) == 0
+    assert train(config, *size) == 0
     (engine,) = engines
     assert engine.global_batch_size == packs
     assert engine.feed.loader.dataset.plan.packs_per_step == packs
@@ -364,75 +285,50 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     assert engine.run.info["setup"]["global_batch"] == count(packs, "pack")
 
 
-def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:
+def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config, capsys):
     for command in (["train", config], ["plan", config], ["data", "inspect", config]):
         assert main([*command, "mllm.global_batch_tokens=512"]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
         assert "data.global_batch_size" in error
         assert "mllm.global_batch_tokens" in error
-
-
-def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(
-    config: str, capsys: Any
-) -> None:
-    assert main(["train", config, "mllm.packs_per_step=2"]) == EXIT_USER_ERROR
-    assert (
-        "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size"
-        in capsys.readouterr().err
-    )
+    assert train(config, "mllm.packs_per_step=2") == EXIT_USER_ERROR
+    words = "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size"
+    assert words in capsys.readouterr().err
 
 
 def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_raised_by_evaluate(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    config, tmp_path, monkeypatch, capsys
+):
+    def fail(*_, **__):
         raise IndexError("no answer")
 
-    for target, name, what in (
-        (mllm, "generate_answers", "generation"),
-        (MLLMEngine, "score", "score"),
-    ):
+    sources = (mllm, "generate_answers", "generation"), (MLLMEngine, "score", "score")
+    for target, name, what in sources:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, fail)
-            words = [config, "checkpoint.best_metric=exact_held", "log.backends=[file]"]
-            assert main(["train", *words, "loop.total_steps=2", f"project.dir={what}"]) == 0
+            words = ["checkpoint.best_metric=exact_held", "log.backends=[file]"]
+            words.append(f"project.dir={what}")
+            assert train(config, *words, "loop.total_steps=2") == 0
             (log,) = tmp_path.glob(f"{what}/*/log.txt")
             assert f"{what} failed in the evaluation at step 1" in log.read_text()
             assert "in fail" in log.read_text()  # the traceback
-            assert main(["evaluate", *words, f"project.dir={what}"]) == 1
+            assert main(["evaluate", config, *words]) == 1
             assert "IndexError: no answer" in capsys.readouterr().err
 
 
-def test_chat_with_a_lora_run_equals_its_export(config: str, tmp_path: Path, capsys: Any) -> None:
-    words = [
-        "train",
-        config,
-        "loop.eval_interval=null",
-        "lora.rank=2",
-        "lora.targets=[llm]",
-        "optim.lr=0.5",
-    ]
-    words += ["loop.total_steps=2"]
-    assert main(words) == 0
+def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
+    words = ["loop.eval_interval=null", "lora.rank=2", "lora.targets=[llm]", "optim.lr=0.5"]
+    words.append("loop.total_steps=2")
+    assert train(config, *words) == 0
     (run,) = (tmp_path / "outputs").iterdir()
 
-    def answer(target: str) -> str:
+    def answer(target):
         capsys.readouterr()
-        command = [
-            "chat",
-            target,
-            "--device",
-            "cpu",
-            "--max-new-tokens",
-            "6",
-            "--json",
-            "-p",
-            "How many?",
-        ]
-        assert main([*command, "--image", "1_0.png"]) == 0
+        options = "--device cpu --max-new-tokens 6 --json --image 1_0.png"
+        assert main(["chat", target, *shlex.split(options), "-p", "How many?"]) == 0
         return str(json.loads(capsys.readouterr().out)["answer"])
 
     untrained = answer("model")
     of_checkpoint = answer(run.name)  # merged for the chat
-    assert main([*words, "workflow=export", "resume=auto", "export=link"]) == 0
+    assert train(config, *words, "workflow=export", "resume=auto", "export=link") == 0
     assert answer(str(run)) == of_checkpoint == answer("link") != untrained

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import yaml
@@ -22,12 +19,12 @@ from mvp_engine.model_engine.optim import build_optimizer
 DEFAULTS = yaml.safe_load((ROOT / "mvp_engine" / "config" / "default.yaml").read_text())["optim"]
 
 
-def settings(**options: Any) -> OptimSettings:
+def settings(**options) -> OptimSettings:
     return OptimSettings(**{**DEFAULTS, "lr": 0.01, "weight_decay": 0.1, **options})
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stack = nn.Parameter(torch.randn(3, 12, 12) / 4)
 
@@ -36,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(12, 140)
         self.down = nn.Linear(140, 12, bias=False)
@@ -50,7 +47,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int):
         super().__init__()
         self.table = nn.Embedding(11, 12)
         self.place_embed = nn.Parameter(torch.zeros(1, 12))
@@ -90,7 +87,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of all weights and optimizer states."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for name, param in model.named_parameters():
         found[name] = param.detach().clone()
         for key, value in optimizer.state.get(param, {}).items():
@@ -102,16 +99,14 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def read_state(optimizer: Any, param: Tensor, which: int) -> Tensor:
+def read_state(optimizer, param: Tensor, which: int) -> Tensor:
     """A state of a parameter as float32: 0 is `exp_avg`, 1 is `exp_avg_sq`."""
     (chunk,) = chunks(param)
     (group, *_) = optimizer.param_groups
     return optimizer._state_tensors(param, group, optimizer.state[param])[which].read(chunk)
 
 
-def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_only_matrices() -> (
-    None
-):
+def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_only_matrices():
     model = net()
     kit = OptimKit(settings(kind="muon", lr_by_part={"layers.1.*": 0.1}, adamw=["*.down.*"]))
     optimizer = kit.build_optimizer(model)
@@ -128,14 +123,14 @@ def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_on
     assert groups["layers.1.*/muon"]["lr"] == 0.1
 
 
-def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error() -> None:
+def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error():
     with pytest.raises(
         UserError, match=r"optim\.kind=muon: Linear has no trainable matrix for Muon"
     ):
         OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
 
 
-def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps() -> None:
+def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
     by_tokens = (
         OptimKit(settings(warmup_tokens=999, schedule="wsd"))
@@ -150,7 +145,7 @@ def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps() -> None
     assert [by_tokens(step) for step in range(60)] == [by_steps(step) for step in range(60)]
 
 
-def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises() -> None:
+def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
     with pytest.raises(UserError, match="does not say how many tokens a step has"):
         OptimKit(settings(warmup_tokens=9)).build_scheduler(optimizer, 50)
@@ -160,7 +155,7 @@ def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises() -> 
         settings(warmup_tokens=9, warmup_steps=1)
 
 
-def test_kit_optimizer_with_default_settings_is_bit_equal_to_fused_adamw() -> None:
+def test_kit_optimizer_with_default_settings_is_bit_equal_to_fused_adamw():
     ours, theirs = net(), net()
     our_optimizer = OptimKit(settings()).build_optimizer(ours)
     their_optimizer = build_optimizer(theirs, settings())
@@ -171,7 +166,7 @@ def test_kit_optimizer_with_default_settings_is_bit_equal_to_fused_adamw() -> No
 # ---- Muon ---------------------------------------------------------------------------------------------------------
 
 
-def test_orthogonalize_random_matrices_brings_singular_values_near_one() -> None:
+def test_orthogonalize_random_matrices_brings_singular_values_near_one():
     torch.manual_seed(3)
     for shape in ((40, 12), (12, 40), (3, 16, 16)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
@@ -182,8 +177,8 @@ def test_orthogonalize_random_matrices_brings_singular_values_near_one() -> None
 
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])
 def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(
-    state_dtype: str,
-) -> None:
+    state_dtype,
+):
     model = net()
     optimizer = OptimKit(
         settings(kind="muon", weight_decay=0.0, state_dtype=state_dtype)
@@ -205,11 +200,11 @@ KINDS = [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muo
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_step_with_found_inf_changes_nothing_and_grad_scale_divides_gradients(
-    options: dict[str, Any],
-) -> None:
+    options,
+):
     """As the engine requests it on a GPU: by flags on the device."""
     model = net()
-    optimizer: Any = OptimKit(settings(ema=0.9, **options)).build_optimizer(model)
+    optimizer = OptimKit(settings(ema=0.9, **options)).build_optimizer(model)
     train(model, optimizer, 3)
     before = contents(model, optimizer)
     loss_of(model).backward()
@@ -236,7 +231,7 @@ def test_step_with_found_inf_changes_nothing_and_grad_scale_divides_gradients(
 # ---- EMA ----------------------------------------------------------------------------------------------------------
 
 
-def test_averaged_after_training_swaps_the_ema_weights_in_and_out() -> None:
+def test_averaged_after_training_swaps_the_ema_weights_in_and_out():
     model = net()
     optimizer = OptimKit(settings(ema=0.75)).build_optimizer(model)
     weight = model.head.weight
@@ -254,7 +249,7 @@ def test_averaged_after_training_swaps_the_ema_weights_in_and_out() -> None:
     assert same(contents(model, optimizer), before)
 
 
-def test_averaged_without_ema_raises_a_user_error() -> None:
+def test_averaged_without_ema_raises_a_user_error():
     optimizer = OptimKit(settings()).build_optimizer(net())
     with pytest.raises(UserError, match="no EMA of the weights is kept"), optimizer.averaged():
         pass
@@ -267,8 +262,8 @@ def engine(kit: OptimKit | None = None) -> FSDPEngine:
 
 
 def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weights(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     training = OptimKit(settings(ema=0.9))
     trained = engine(training)
     train(trained.model, trained.optimizer, 4)
@@ -292,11 +287,9 @@ def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weig
     )  # for the export that may follow
 
 
-def test_eval_weights_without_an_optimizer_are_loaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_weights_without_an_optimizer_are_loaded_once(tmp_path, monkeypatch):
     kit = OptimKit(settings(ema=0.9))
-    loaded: list[Any] = []
+    loaded = []
     monkeypatch.setattr(
         ema,
         "_load_ema_weights",
@@ -310,7 +303,7 @@ def test_eval_weights_without_an_optimizer_are_loaded_once(
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
-def test_eval_weights_without_ema_are_the_weights(tmp_path: Path, has_optimizer: bool) -> None:
+def test_eval_weights_without_ema_are_the_weights(tmp_path, has_optimizer):
     kit = OptimKit(settings())
     evaluated = engine(kit if has_optimizer else None)
     before = {name: param.detach().clone() for name, param in evaluated.model.named_parameters()}
@@ -322,8 +315,8 @@ def test_eval_weights_without_ema_are_the_weights(tmp_path: Path, has_optimizer:
 
 
 def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model = net()
     first = OptimKit(settings(ema=0.9)).build_optimizer(model)
     train(model, first, 3)
@@ -334,7 +327,7 @@ def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
     renumbered = second.state_dict()
     second_order = [p for group in second.param_groups for p in group["params"]]
     renumbered["state"] = {i: states[p] for i, p in enumerate(second_order)}
-    warnings: list[str] = []
+    warnings = []
     logger = "mvp_engine.kit.optim.optimizer.LOGGER.warning"
     monkeypatch.setattr(logger, lambda text, *values: warnings.append(text % values))
     second.load_state_dict(renumbered)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,19 +10,19 @@ from conftest import ROOT
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def states(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("optimizer_states")
 
 
 @pytest.fixture
-def resharding(states: ModuleType) -> ModuleType:
+def resharding(states):
     return importlib.import_module("optimizer_resharding")
 
 
 def test_benchmark_of_optimizers_gives_bytes_and_times_or_the_reason_of_a_failure(
-    states: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    states, monkeypatch
+):
     monkeypatch.setitem(states.OPTIMIZERS, "broken", lambda model: 1 / 0)
     model = states.Parameters({"matrix": (32, 256), "vector": (64,)}, "cpu")
     for param in model.parameters():
@@ -43,14 +41,14 @@ def test_benchmark_of_optimizers_gives_bytes_and_times_or_the_reason_of_a_failur
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_benchmark_of_qwen3_has_the_number_of_parameters_of_the_model(states: ModuleType) -> None:
+def test_benchmark_of_qwen3_has_the_number_of_parameters_of_the_model(states):
     shapes = states.MODELS["qwen3-1.7b"].values()
     assert sum(torch.Size(shape).numel() for shape in shapes) == 1_720_574_976
 
 
 def test_benchmark_of_resharding_on_one_rank_finds_equal_states_and_a_changed_one(
-    resharding: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    resharding, monkeypatch, tmp_path
+):
     monkeypatch.setattr(resharding, "MODELS", {"small": {"matrix": (6, 130)}})
     for phase in ("save", "load"):
         resharding.reshard_worker(resharding.OURS, phase, tmp_path)

@@ -23,7 +23,7 @@ from mvp_engine.kit.optim.update import DeviceFlags, advance_steps_
 # ---- Stochastic rounding ------------------------------------------------------------------------------------------
 
 
-def test_random_bits_of_a_slice_equal_those_of_the_full_tensor_and_are_uniform() -> None:
+def test_random_bits_of_a_slice_equal_those_of_the_full_tensor_and_are_uniform():
     key = torch.tensor(12345, dtype=torch.int32)
     full = random_bits(key, (64, 1000), (0, 0), (64, 1000))
     assert torch.equal(random_bits(key, (7, 30), (5, 900), (64, 1000)), full[5:12, 900:930])
@@ -35,7 +35,7 @@ def test_random_bits_of_a_slice_equal_those_of_the_full_tensor_and_are_uniform()
     assert abs(float(correlation)) < 0.02
 
 
-def test_random_bits_of_positions_beyond_32_bits_wrap_around() -> None:
+def test_random_bits_of_positions_beyond_32_bits_wrap_around():
     key = torch.tensor(12345, dtype=torch.int32)
     far = random_bits(key, (2,), (2**33 + 5,), (2**34,))
     assert torch.equal(far, random_bits(key, (2,), (5,), (2**34,)))
@@ -48,7 +48,7 @@ def rounded(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8])
-def test_stochastic_rounding_over_many_keys_keeps_the_mean(dtype: torch.dtype) -> None:
+def test_stochastic_rounding_over_many_keys_keeps_the_mean(dtype):
     torch.manual_seed(1)
     value = torch.randn(300) * torch.logspace(-3, 0, 300)
     value = value.abs() if dtype is torch.uint8 else value
@@ -64,7 +64,7 @@ def test_stochastic_rounding_over_many_keys_keeps_the_mean(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-def test_second_moment_without_gradients_decays_by_beta2(state_dtype: str) -> None:
+def test_second_moment_without_gradients_decays_by_beta2(state_dtype):
     """With rounding to nearest, 0.999 times a low-precision number would be that number."""
     weight = nn.Parameter(torch.zeros(8, 256))
     module = nn.ParameterDict({"weight": weight})
@@ -82,7 +82,7 @@ def test_second_moment_without_gradients_decays_by_beta2(state_dtype: str) -> No
     )
 
 
-def test_int8_update_of_a_small_element_in_a_block_with_a_large_one_stays_small() -> None:
+def test_int8_update_of_a_small_element_in_a_block_with_a_large_one_stays_small():
     """Its second moment is below the smallest code; stored as 0 it would leave eps as the divisor."""
     weight = nn.Parameter(torch.zeros(4, 128))
     optimizer = OptimKit(settings(state_dtype="int8")).build_optimizer(
@@ -95,7 +95,7 @@ def test_int8_update_of_a_small_element_in_a_block_with_a_large_one_stays_small(
     assert float(weight.detach().abs().max()) < 6 * 0.01
 
 
-def test_low_precision_states_in_training_give_close_losses_and_small_states() -> None:
+def test_low_precision_states_in_training_give_close_losses_and_small_states():
     curves, bytes_per_weight = {}, {}
     for state_dtype in ("float32", "bfloat16", "int8"):
         model = net(layers=1)
@@ -121,7 +121,7 @@ def test_low_precision_states_in_training_give_close_losses_and_small_states() -
 
 @pytest.mark.parametrize("old", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("new", ["float32", "bfloat16", "int8"])
-def test_load_state_dict_with_another_state_dtype_converts_the_states(old: str, new: str) -> None:
+def test_load_state_dict_with_another_state_dtype_converts_the_states(old, new):
     model = net(layers=1)
     first = OptimKit(settings(state_dtype=old)).build_optimizer(model)
     train(model, first, 3)
@@ -140,7 +140,7 @@ def test_load_state_dict_with_another_state_dtype_converts_the_states(old: str, 
 # ---- The Triton kernel --------------------------------------------------------------------------------------------
 
 
-def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none() -> None:
+def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none():
     assert flat_offset(nn.Parameter(torch.zeros(3, 4))) == 0
     assert flat_offset(nn.Parameter(torch.zeros(4, 3).t())) is None
     assert flat_offset(nn.Parameter(torch.zeros(()))) is None
@@ -149,14 +149,12 @@ def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none() -> None:
 Update = Callable[[list[AdamWParam], dict[str, Any], DeviceFlags], None]
 
 
-def by_kernel(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
+def by_kernel(params: list[AdamWParam], group, flags: DeviceFlags):
     offsets = [flat_offset(item.param) for item in params]
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
 
 
-def by_kernel_in_slices(
-    params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags
-) -> None:
+def by_kernel_in_slices(params: list[AdamWParam], group, flags: DeviceFlags):
     """As a StateStream does: rows of a parameter, each with its rows of the states."""
     for item in params:
         for rows in (slice(0, 2), slice(2, len(item.param))):
@@ -174,9 +172,7 @@ def by_kernel_in_slices(
             kernel_adamw_([sliced], [sliced.offset], group, flags)
 
 
-def by_plain_operations(
-    params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags
-) -> None:
+def by_plain_operations(params: list[AdamWParam], group, flags: DeviceFlags):
     for item in params:
         chunked_adamw_(item, group, flags)
 
@@ -186,11 +182,9 @@ def states_after_five_steps(
 ) -> list[dict[str, Tensor]]:
     """Weights and states of two parameters; the fourth of the five steps is skipped."""
     torch.manual_seed(0)
-    params: list[Tensor] = [
-        0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))
-    ]
+    params = [0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))]
     names = {param: str(i) for i, param in enumerate(params)}
-    options: dict[str, Any] = {
+    options = {
         "lr": 1e-3,
         "betas": (0.9, 0.95),
         "eps": 1e-8,
@@ -211,7 +205,7 @@ def states_after_five_steps(
     return [{"weight": param, **optimizer.state[param]} for param in params]
 
 
-def compare_kernel_and_plain_operations(device: str) -> None:
+def compare_kernel_and_plain_operations(device: str):
     for state_dtype in ("bfloat16", "int8"):
         kernel = states_after_five_steps(by_kernel, state_dtype, device)
         if state_dtype == "int8":  # also has scales to slice
@@ -230,19 +224,17 @@ def compare_kernel_and_plain_operations(device: str) -> None:
 class Operators(TorchDispatchMode):
     """Notes the operators that run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_steps_of_all_parameters_advance_without_reading_the_device(found_inf: float) -> None:
+def test_steps_of_all_parameters_advance_without_reading_the_device(found_inf):
     steps = [torch.zeros(()) for _ in range(3)]
     with Operators() as operators:
         advance_steps_(steps, torch.tensor(found_inf))

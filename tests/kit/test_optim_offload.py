@@ -6,9 +6,8 @@ import contextlib
 import gc
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,20 +50,20 @@ class Watched(StateStream):
     ] = []  # (what, number of the bucket, address of its buffer)
     seen: ClassVar[list[Bucket]] = []
 
-    def _load(self, bucket: Bucket, slot: Any) -> Any:
+    def _load(self, bucket: Bucket, slot):
         self.seen.append(bucket)
         self.log.append(("load", len(self.seen), slot.buffer.data_ptr()))
         staged = super()._load(bucket, slot)
         object.__setattr__(staged, "number", len(self.seen))
         return staged
 
-    def _store(self, staged: Any) -> None:
+    def _store(self, staged):
         super()._store(staged)
         self.log.append(("store", staged.number, staged.slot.buffer.data_ptr()))
         staged.slot.buffer.fill_(255)
 
 
-def use_tiny_buckets() -> None:
+def use_tiny_buckets():
     """Let a CPU be a device with a host: states are copied, and everything is larger than a bucket."""
     state_stream.is_host = lambda device: False
     state_stream.SMALL = 12
@@ -72,13 +71,13 @@ def use_tiny_buckets() -> None:
 
 
 @pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_host(monkeypatch):
     for name in ("is_host", "SMALL", "BUCKET_BYTES"):
         monkeypatch.setattr(state_stream, name, getattr(state_stream, name))
     use_tiny_buckets()
 
 
-def trained(num_steps: int, **options: Any) -> tuple[nn.Module, KitOptimizer]:
+def trained(num_steps: int, **options) -> tuple[nn.Module, KitOptimizer]:
     model = net()
     optimizer = OptimKit(settings(**options), seed=5).build_optimizer(model)
     train(model, optimizer, num_steps)
@@ -87,9 +86,7 @@ def trained(num_steps: int, **options: Any) -> tuple[nn.Module, KitOptimizer]:
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: "-".join(options.values()))
-def test_offloaded_states_give_bit_equal_weights_and_states(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_states_give_bit_equal_weights_and_states(options, monkeypatch):
     monkeypatch.setattr("mvp_engine.kit.optim.optimizer.StateStream", Watched)
     monkeypatch.setattr(Watched, "log", [])
     monkeypatch.setattr(Watched, "seen", [])
@@ -103,7 +100,7 @@ def test_offloaded_states_give_bit_equal_weights_and_states(
     counted = [value.nbytes for name, value in states if not name.endswith(("step", "_scales"))]
     assert optimizer.host_bytes == sum(counted) > 0
     assert len(Watched.seen) > 4 * SLOTS  # several buckets in each step
-    held: dict[int, int] = {}  # the bucket in each buffer
+    held = {}  # the bucket in each buffer
     for what, number, buffer in Watched.log:
         if what == "load":
             assert buffer not in held, "a buffer is loaded before its bucket is stored"
@@ -118,9 +115,7 @@ def test_offloaded_states_give_bit_equal_weights_and_states(
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("options", KINDS[::3], ids=lambda options: "-".join(options.values()))
-def test_offloaded_states_on_streams_that_are_late_are_waited_for(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_states_on_streams_that_are_late_are_waited_for(options, monkeypatch):
     expected = contents(*trained(4, ema=0.9, **options))
     streams = use_lazy_streams(monkeypatch)
     found = trained(4, ema=0.9, offload=True, **options)
@@ -131,7 +126,7 @@ def test_offloaded_states_on_streams_that_are_late_are_waited_for(
 
 
 @pytest.mark.usefixtures("on_host")
-def test_offloaded_states_of_a_skipped_step_do_not_change() -> None:
+def test_offloaded_states_of_a_skipped_step_do_not_change():
     model, optimizer = trained(2, offload=True, ema=0.9)
     before = contents(model, optimizer)
     optimizer.found_inf = torch.ones(())
@@ -145,14 +140,14 @@ def test_offloaded_states_of_a_skipped_step_do_not_change() -> None:
 
 
 @pytest.mark.usefixtures("on_host")
-def test_buckets_hold_all_rows_once_and_slices_are_aligned() -> None:
+def test_buckets_hold_all_rows_once_and_slices_are_aligned():
     shapes = [(100, 7), (3, 5, 64), (1000,), (16, 256), (2, 4)]
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     states = [
         (param, {"a": torch.zeros_like(param), "b": torch.zeros_like(param)}) for param in params
     ]
     buckets = list(make_buckets({}, states, can_slice=lambda param: True))
-    rows: dict[Tensor, list[int]] = {param: [] for param in params}
+    rows = {param: [] for param in params}
     for bucket in buckets:
         at_least = max(ALIGNED_ELEMENTS * 64 * 8, state_stream.BUCKET_BYTES)
         assert bucket.num_bytes <= state_stream.BUCKET_BYTES or len(bucket.slices) == 1
@@ -170,9 +165,7 @@ def test_buckets_hold_all_rows_once_and_slices_are_aligned() -> None:
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("first", [False, True], ids=["resumed with offload", "resumed without"])
-def test_checkpoint_of_one_mode_is_that_of_the_other_and_resumes_it(
-    tmp_path: Path, first: bool
-) -> None:
+def test_checkpoint_of_one_mode_is_that_of_the_other_and_resumes_it(tmp_path, first):
     options = {"ema": 0.9, "state_dtype": "int8"}
     made = {offload: engine(ONE_RANK, {**options, "offload": offload}) for offload in (False, True)}
     for offload, one in made.items():
@@ -195,7 +188,7 @@ def test_checkpoint_of_one_mode_is_that_of_the_other_and_resumes_it(
 
 
 @pytest.mark.usefixtures("on_host")
-def test_offloaded_states_are_loaded_with_another_dtype() -> None:
+def test_offloaded_states_are_loaded_with_another_dtype():
     model, optimizer = trained(2, state_dtype="float32")
     found = []
     for offload in (False, True):
@@ -206,7 +199,7 @@ def test_offloaded_states_are_loaded_with_another_dtype() -> None:
 
 
 @pytest.mark.usefixtures("on_host")
-def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike() -> None:
+def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike():
     found = []
     for offload in (False, True):
         options = Settings(clip_grad_norm=0.05, freeze=("layers.0.*",))
@@ -223,7 +216,7 @@ def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike() -> N
     assert same(*found)
 
 
-def two_ranks(options: dict[str, Any]) -> list[dict[str, Tensor]]:
+def two_ranks(options) -> list[dict[str, Tensor]]:
     use_tiny_buckets()
     world = World.join("cpu")
     found = []
@@ -237,26 +230,26 @@ def two_ranks(options: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ema": 0.9}, {"kind": "muon"}], ids=["adamw", "muon"])
-def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options: dict[str, Any]) -> None:
+def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options):
     for expected, found in ranks2.run(two_ranks, options):
         assert same(expected, found)
 
 
 @pytest.mark.usefixtures("on_host")
-def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(host_states, "available_host_memory", lambda: 2**16)
     with pytest.raises(UserError, match=r"optim.offload keeps .* GiB .* for 4 of its ranks"):
         OptimKit(settings(offload=True)).build_optimizer(net())
 
 
-def test_available_host_memory_is_less_than_that_of_the_machine() -> None:
+def test_available_host_memory_is_less_than_that_of_the_machine():
     available = host_memory.available_host_memory()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path: Path) -> None:
+def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path):
     cgroup = replace(host_memory.CGROUPS[0], folder=tmp_path)
     assert cgroup.available() is None  # another version
     (tmp_path / "memory.max").write_text("max\n")
@@ -268,25 +261,25 @@ def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path
 
 
 def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registered: dict[int, int] = {}
+    monkeypatch,
+):
+    registered = {}
     codes = [0, 2]
 
-    def register(address: int, size: int, flags: int) -> int:
+    def register(address, size, flags):
         registered[address] = size
         return codes.pop(0)
 
-    events: list[str] = []
+    events = []
 
-    def unregister(address: int) -> None:
+    def unregister(address):
         events.append("unregister")
         del registered[address]
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    synchronized: list[int] = []  # devices
+    synchronized = []  # devices
     monkeypatch.setattr(
         torch.cuda, "device", lambda device: contextlib.nullcontext(synchronized.append(device))
     )
@@ -314,7 +307,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(
 
 
 @pytest.mark.usefixtures("on_host")
-def test_move_optimizer_leaves_offloaded_states_where_they_are() -> None:
+def test_move_optimizer_leaves_offloaded_states_where_they_are():
     _, optimizer = trained(1, offload=True)
     before = {param: dict(state) for param, state in optimizer.state.items()}
     move_optimizer(optimizer, torch.device("meta"))
@@ -325,7 +318,7 @@ def test_move_optimizer_leaves_offloaded_states_where_they_are() -> None:
             assert value.device.type == ("cpu" if stays else "meta")
 
 
-def test_offload_on_a_cpu_keeps_states_as_they_are() -> None:
+def test_offload_on_a_cpu_keeps_states_as_they_are():
     model, optimizer = trained(2, offload=True)
     assert optimizer._stream is None
     assert same(contents(*trained(2)), contents(model, optimizer))
@@ -343,7 +336,7 @@ def large(device: str, layers: int = 6, width: int = 3000) -> nn.Module:
     return model.to(device)
 
 
-def updated(model: nn.Module, optimizer: Any, num_steps: int) -> None:
+def updated(model: nn.Module, optimizer, num_steps: int):
     for step in range(num_steps):
         generator = torch.Generator("cuda").manual_seed(step)
         for param in model.parameters():
@@ -359,12 +352,10 @@ def updated(model: nn.Module, optimizer: Any, num_steps: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: "-".join(options.values()))
-def test_offload_on_gpu_is_bit_equal_and_needs_less_memory(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_on_gpu_is_bit_equal_and_needs_less_memory(options, monkeypatch):
     monkeypatch.setattr(state_stream, "BUCKET_BYTES", 2**24)
-    peaks: list[int] = []
-    results: list[list[Tensor]] = []
+    peaks = []
+    results = []
     for offload in (False, True):
         held = torch.cuda.memory_allocated()
         model = large("cuda")

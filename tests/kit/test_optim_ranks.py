@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +22,13 @@ from mvp_engine.model_engine import FSDPEngine
 ONE_RANK = World(0, 1, 0, 1, torch.device("cpu"))
 
 
-def engine(world: World, options: dict[str, Any]) -> FSDPEngine:
+def engine(world: World, options) -> FSDPEngine:
     made = FSDPEngine(net(), Layout.of(world, parallel(shard=world.size)))
     made.initialize(OptimKit(settings(**options), seed=5).build_optimizer)
     return made
 
 
-def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+def steps(model: nn.Module, optimizer, first: int, last: int):
     """Updates by random gradients that do not depend on the layout."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -43,7 +42,7 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 def gathered(made: FSDPEngine) -> dict[str, Tensor]:
     """The full tensors of all weights and optimizer states."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for name, param in made.model.named_parameters():
         found[name] = full_tensor(param.detach()).clone()
         for key, value in made.optimizer.state[param].items():
@@ -51,7 +50,7 @@ def gathered(made: FSDPEngine) -> dict[str, Tensor]:
     return found
 
 
-def train_and_save(options: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], int]:
+def train_and_save(options, folder: Path) -> tuple[dict[str, Tensor], int]:
     """On each of two ranks: the full tensors after three steps, and the bytes of this rank's optimizer states."""
     world = World.join("cpu")
     made = engine(world, options)
@@ -66,18 +65,16 @@ def train_and_save(options: dict[str, Any], folder: Path) -> tuple[dict[str, Ten
 LOW_PRECISION = (torch.bfloat16, torch.int8)
 KINDS = [
     {"state_dtype": "float32"},
-    {"state_dtype": "bfloat16"},
     {"state_dtype": "int8"},
     {"kind": "muon"},
+    pytest.param({"state_dtype": "bfloat16"}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=pytest.mark.campaign(only=True)),
 ]
-KINDS += [{"kind": "muon", "state_dtype": "int8"}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: "-".join(options.values()))
-def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(
-    ranks2, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(ranks2, tmp_path, options):
     """Bit-equal with low-precision states; within 1e-6 with torch's fused kernel and with Muon's matmuls."""
     options = {**options, "ema": 0.9}
     one = engine(ONE_RANK, options)
@@ -118,7 +115,7 @@ def is_elementwise(name: str, found: dict[str, Tensor]) -> bool:
     )
 
 
-ROW_OPTIONS: list[dict[str, Any]] = [
+ROW_OPTIONS = [
     {"state_dtype": "int8"},
     {"kind": "muon"},
     {"state_dtype": "bfloat16"},
@@ -153,7 +150,7 @@ def train_with_sharded_rows(folder: Path) -> tuple[list[Tensor], str]:
     return made, message
 
 
-def one_matrix(place: Any = lambda full: full, wide: bool = False) -> nn.Module:
+def one_matrix(place=lambda full: full, wide: bool = False) -> nn.Module:
     """A model of one block with one matrix: rows of 300, or wide ones of whole int8 blocks on each of two ranks."""
     torch.manual_seed(4)
     model = nn.Module()
@@ -163,8 +160,8 @@ def one_matrix(place: Any = lambda full: full, wide: bool = False) -> nn.Module:
 
 
 def test_optimizer_on_rows_sharded_inside_of_blocks_updates_like_one_rank_or_raises(
-    ranks2, tmp_path: Path
-) -> None:
+    ranks2, tmp_path
+):
     expected = []
     for options in ROW_OPTIONS:
         model = one_matrix(wide=options.get("state_dtype") == "int8")
@@ -187,7 +184,7 @@ def test_optimizer_on_rows_sharded_inside_of_blocks_updates_like_one_rank_or_rai
         assert "Set optim.state_dtype=bfloat16" in message
 
 
-def muon_on_a_mesh(shape: tuple[int, int], placements: list[Any]) -> list[Tensor]:
+def muon_on_a_mesh(shape: tuple[int, int], placements) -> list[Tensor]:
     world = World.join("cpu")
     mesh = init_device_mesh("cpu", shape)
     model = six_matrices(lambda full: distribute_tensor(full, mesh, placements))
@@ -199,7 +196,7 @@ def muon_on_a_mesh(shape: tuple[int, int], placements: list[Any]) -> list[Tensor
     return found
 
 
-def six_matrices(place: Any = lambda full: full) -> nn.Module:
+def six_matrices(place=lambda full: full) -> nn.Module:
     torch.manual_seed(4)
     model = nn.Module()
     shapes = [(6, 10), (9, 4), (5, 5), (7, 12), (8, 8), (3, 6, 6)]
@@ -210,12 +207,11 @@ def six_matrices(place: Any = lambda full: full) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placements", [["copy", 0], [0, 1]], ids=["replicate-shard", "shard-tensor"]
 )
-def test_muon_on_a_mesh_of_two_dimensions_updates_like_one_rank(
-    ranks4, placements: list[Any]
-) -> None:
+def test_muon_on_a_mesh_of_two_dimensions_updates_like_one_rank(ranks4, placements):
     from torch.distributed.tensor import Replicate
 
     model = six_matrices()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import transformers as hf
 from conftest import read_metrics
@@ -54,9 +52,7 @@ class Views(ContrastiveEngine):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "views"])
-def test_evaluation_on_pipeline_stages_has_the_metrics_of_one_rank(
-    ranks2, tmp_path: Path, kind: str
-) -> None:
+def test_evaluation_on_pipeline_stages_has_the_metrics_of_one_rank(ranks2, tmp_path, kind):
     """The NLL of preferred answers is added to the loss, and a contrastive loss computed, after the last batch."""
     if kind == "pairs":
         write(

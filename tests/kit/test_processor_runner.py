@@ -27,7 +27,7 @@ from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 
-def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_alone() -> None:
+def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_alone():
     siglip = hf.SiglipImageProcessor(size=SQUARE)
     siglip.image_seq_length = 4
     processor = hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>"))
@@ -44,13 +44,13 @@ def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_al
     assert types.tolist() == [0, 1, 1, 1]  # the prompt, then the answer
 
 
-def test_processor_call_passes_its_own_options_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_call_passes_its_own_options_directly(monkeypatch):
     """transformers 5.23 warns of `return_mm_token_type_ids` among the tokenizer's options."""
-    calls: list[dict[str, Any]] = []
+    calls = []
     real = hf.PaliGemmaProcessor.__call__
 
     @wraps(real)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
+    def call(self, *args, **options):
         calls.append(options)
         return real(self, *args, **options)
 
@@ -67,7 +67,7 @@ def test_processor_call_passes_its_own_options_directly(monkeypatch: pytest.Monk
 class UnmaskedRunner(ProcessorRunner):
     """A processor of sounds with two features a frame, and a mask of what the encoder makes of them."""
 
-    def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items) -> tuple[list[str], dict[str, Any]]:
         frames = [info.num_samples // 1000 for info, _ in items]
         mask = torch.arange(max(frames) // 4) < torch.tensor(frames)[:, None] // 4
         outputs = {
@@ -79,7 +79,7 @@ class UnmaskedRunner(ProcessorRunner):
     call_blank = None
 
 
-def test_audio_without_a_mask_of_frames_has_a_row_for_each_frame() -> None:
+def test_audio_without_a_mask_of_frames_has_a_row_for_each_frame():
     runner = runner_of(UnmaskedRunner)
     (media,) = runner.find_empty_media().values()
     assert runner.layouts == {"audio": FRAMES}
@@ -95,12 +95,12 @@ def runner_of(kind: type[ProcessorRunner]) -> ProcessorRunner:
 class OneSoundRunner(ProcessorRunner):
     """A processor that takes one sound per text, with a mask of frames."""
 
-    def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items) -> tuple[list[str], dict[str, Any]]:
         if len(items) > 1:
             raise ValueError("one sound per text")
         return self._call_with_own_texts(items)
 
-    def _call_with_own_texts(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+    def _call_with_own_texts(self, items) -> tuple[list[str], dict[str, Any]]:
         frames = torch.tensor([info.num_samples // 1000 for info, _ in items])
         mask = torch.arange(int(frames.max())) < frames[:, None]
         outputs = {"input_features": mask[..., None] * torch.ones(2), "input_features_mask": mask}
@@ -109,7 +109,7 @@ class OneSoundRunner(ProcessorRunner):
     call_blank = None
 
 
-def test_sounds_of_a_processor_for_one_per_text_are_padded_as_it_pads_several_texts() -> None:
+def test_sounds_of_a_processor_for_one_per_text_are_padded_as_it_pads_several_texts():
     runner = runner_of(OneSoundRunner)
     (media,) = runner.find_empty_media().values()
     assert not runner.refused
@@ -119,7 +119,7 @@ def test_sounds_of_a_processor_for_one_per_text_are_padded_as_it_pads_several_te
 class EqualTilesRunner(ProcessorRunner):
     """A processor of images in tiles that stacks those of one call, so they must have equal numbers of tiles."""
 
-    def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items) -> tuple[list[str], dict[str, Any]]:
         counts = [info.height // 8 for info, _ in items]
         if len(set(counts)) > 1:
             raise ValueError("stack expects each tensor to be equal size")
@@ -130,7 +130,7 @@ class EqualTilesRunner(ProcessorRunner):
     call_blank = None
 
 
-def test_images_with_different_numbers_of_tiles_are_taken_one_at_a_time() -> None:
+def test_images_with_different_numbers_of_tiles_are_taken_one_at_a_time():
     processor = hf.LlavaProcessor.__new__(hf.LlavaProcessor)
     processor.tokenizer = SimpleNamespace(bos_token="<s>")
     processor.image_token = "<i>"
@@ -140,8 +140,8 @@ def test_images_with_different_numbers_of_tiles_are_taken_one_at_a_time() -> Non
     assert not runner.can_batch_images
 
 
-def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None:
-    def outputs(tiles: int) -> dict[str, torch.Tensor]:
+def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row():
+    def outputs(tiles):
         mask = torch.ones(1, tiles, 4, 4)
         return {
             "pixel_values": torch.ones(1, tiles, 3, 8, 8),
@@ -158,7 +158,7 @@ def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None
 
 
 @pytest.mark.parametrize("text", ["I and I", "II x", "I", "III<x", "Iy I\nI"])
-def test_expansions_that_depend_on_their_neighbours_are_those_of_the_whole_text(text: str) -> None:
+def test_expansions_that_depend_on_their_neighbours_are_those_of_the_whole_text(text):
     images = hf.Idefics2ImageProcessor(size={"shortest_edge": 16, "longest_edge": 32})
     processor = hf.Idefics2Processor(
         images, tokenizer("<fake_token_around_image>", "<image>"), image_seq_len=2

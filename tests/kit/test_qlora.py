@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import config_of, parallel
 from folders import entries
-from lora_models import BATCH, adam, engine_of, steps, weights
+from lora_models import BATCH, adam, engine_of, exported, log_probs, steps, token_log_probs, weights
 from test_api import constant
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class
 from mvp_engine.ops import nf4
 
-NF4: Any = {"llm": "nf4"}
+NF4 = {"llm": "nf4"}
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 100}
 IDS = torch.arange(3, 12)[None]
 
@@ -35,23 +34,23 @@ def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     config = config_of("qwen3")
     for name, value in {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}.items():
         setattr(config, name, value)
-    hf: Any = LanguageModel.from_config(config).hf
+    hf = LanguageModel.from_config(config).hf
     hf.to(dtype).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     return save(tmp_path_factory.mktemp("base") / "qwen3")
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory) -> Path:
+def half(tmp_path_factory):
     return save(tmp_path_factory.mktemp("base") / "half", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def rounded(base: Path, tmp_path_factory) -> Path:
+def rounded(base, tmp_path_factory):
     """The base with its linear layers, apart from the head, quantized and dequantized."""
     from transformers import AutoModelForCausalLM
 
@@ -70,11 +69,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8))
 
 
-def log_probs(engine: FSDPEngine) -> Tensor:
-    return engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
-
-
-def test_qlora_trains_like_lora_on_the_dequantized_base(base: Path, rounded: Path) -> None:
+def test_qlora_trains_like_lora_on_the_dequantized_base(base, rounded):
     engine = engine_of(base, Lora(rank=4), quantize=NF4)
     plain = engine_of(rounded, Lora(rank=4))
     assert not torch.allclose(
@@ -102,11 +97,11 @@ def test_qlora_trains_like_lora_on_the_dequantized_base(base: Path, rounded: Pat
     assert [part["parameters"] for part in trained_parts(engine.model)] == [
         part["parameters"] for part in trained_parts(plain.model)
     ]
-    flops = [float(MFUKit(one.model).flops(BATCH)) for one in (engine, plain)]  # type: ignore[arg-type]
+    flops = [float(MFUKit(one.model).flops(BATCH)) for one in (engine, plain)]
     assert flops[0] == flops[1]
 
 
-def test_qlora_stores_linear_layers_in_4_bits_and_nothing_else(half: Path) -> None:
+def test_qlora_stores_linear_layers_in_4_bits_and_nothing_else(half):
     engine = engine_of(half, Lora(rank=4), quantize=NF4, precision="bf16")
     layers = nf4.quantized_layers(engine.model)
     assert len(layers) == 2 * 7
@@ -138,8 +133,8 @@ def train_on(
 
 @pytest.mark.slow
 def test_qlora_on_two_shards_equals_one_rank_and_resumes_on_any_layout(
-    ranks2, base: Path, half: Path, tmp_path: Path
-) -> None:
+    ranks2, base, half, tmp_path
+):
     one = train_on(base, "fp32", tmp_path / "one", {}, False)
     for two in ranks2.run(train_on, base, "fp32", tmp_path / "two", {"shard": 2}, False):
         for name, value in two.items():
@@ -168,9 +163,7 @@ def test_qlora_on_two_shards_equals_one_rank_and_resumes_on_any_layout(
                 assert same_bytes(value, expected[name]), name
 
 
-def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(
-    base: Path, rounded: Path, tmp_path: Path
-) -> None:
+def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(base, rounded, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -181,13 +174,10 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(
     engine.export_hf(tmp_path / "exported")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
-    exported = dict(entries(tmp_path / "exported" / "model.safetensors"))
-    for other in (
-        dict(entries(tmp_path / "merged" / "model.safetensors")),
-        dict(engine.get_per_tensor_param()),
-    ):
-        assert exported.keys() == other.keys()
-        assert all(torch.allclose(exported[name], other[name], atol=1e-6) for name in exported)
+    written = exported(tmp_path / "exported")
+    for other in (exported(tmp_path / "merged"), dict(engine.get_per_tensor_param())):
+        assert written.keys() == other.keys()
+        assert all(torch.allclose(written[name], other[name], atol=1e-6) for name in written)
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(rounded), str(tmp_path / "adapter")
     )
@@ -197,14 +187,14 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(
         theirs.merge_and_unload(),
     ):
         logits = model.eval()(IDS).logits
-        picked = logits[0].log_softmax(-1)[:-1].gather(-1, IDS[0, 1:, None])[:, 0]
+        picked = token_log_probs(logits, IDS)
         assert torch.allclose(picked, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_qlora_merge_is_close_to_that_of_peft_on_a_bitsandbytes_base(
-    base: Path, half: Path, tmp_path: Path, precision: str
-) -> None:
+    base, half, tmp_path, precision
+):
     pytest.importorskip("bitsandbytes")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -235,12 +225,12 @@ def test_qlora_merge_is_close_to_that_of_peft_on_a_bitsandbytes_base(
 
 
 def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     config = {"model_type": "qwen3", **SIZES, **changes}
 
-    def build(quantize: Any) -> FSDPEngine:
+    def build(quantize):
         model = MLLMModelKit(Lora(rank=4)).build(ModelSource(None, config))
         engine = engine_class("language_model")(
             model, parallel_alone(), Settings(seed=3, quantize=quantize)
@@ -260,7 +250,7 @@ def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
     assert torch.equal(log_probs(again), log_probs(engine))
     engine.export_hf(tmp_path / "exported")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
-    merged = dict(entries(tmp_path / "merged" / "model.safetensors"))
+    merged = exported(tmp_path / "merged")
     for name, value in entries(tmp_path / "exported" / "model.safetensors"):
         assert torch.allclose(merged[name], value, atol=1e-6), name
 
@@ -269,8 +259,8 @@ def parallel_alone() -> Layout:
     return Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def test_quantize_is_refused_where_it_cannot_work(base: Path, tmp_path: Path) -> None:
-    def fails(match: str, lora: Lora | None, **settings: Any) -> None:
+def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
+    def fails(match, lora, **settings):
         with pytest.raises(UserError, match=match):
             engine_of(base, lora, train=False, **settings)
 
@@ -283,7 +273,7 @@ def test_quantize_is_refused_where_it_cannot_work(base: Path, tmp_path: Path) ->
     fails("has no part vision; it has llm", Lora(), quantize={"vision": "nf4"})
     fails("both name llm", Lora(), quantize=NF4, fp8={"llm": True}, precision="bf16")
     narrow = tmp_path / "narrow"
-    LanguageModel.from_config(config_of("qwen3")).hf.save_pretrained(narrow)  # type: ignore[operator]
+    LanguageModel.from_config(config_of("qwen3")).hf.save_pretrained(narrow)
     with pytest.raises(
         UserError, match=r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"
     ):

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import transformers as hf
 from conftest import ROOT
+from run_files import json_lines
 from templates.tiny import tokenizer
-from test_kit import chat, model_config, qwen3_vl, with_images, write
+from test_kit import chat, with_images, write
+from tiny_vlm import vlm_folder  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
@@ -20,31 +22,27 @@ from mvp_engine.kit.data.encode import row_encoder
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(vlm_folder):  # noqa: F811
     page = (ROOT / "docs" / "data.md").read_text()
     for name, code in re.findall(
         r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
     ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(code)
-    write(tmp_path / "photos.jsonl", with_images(tmp_path, 24))
+        (vlm_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (vlm_folder / name).write_text(code)
+    write(vlm_folder / "photos.jsonl", with_images(vlm_folder, 24))
     write(
-        tmp_path / "texts.jsonl",
+        vlm_folder / "texts.jsonl",
         [chat(f"Count to {i}", " ".join(map(str, range(i)))) for i in range(1, 20)],
     )
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return vlm_folder
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     (file,) = folder.glob("*/metrics.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return json_lines(file)
 
 
-def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys: Any) -> None:
+def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
     assert main(["train", *words]) == 0
     lines = records(recipe / "outputs")
@@ -69,7 +67,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
 
 
 @pytest.mark.campaign(only=True)
-def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
+def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     config = recipe / "chat" / "configs" / "train.yaml"
     text = (
         config.read_text()
@@ -95,12 +93,10 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
-def test_row_encoder_template_without_stop_token_warns_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_encoder_template_without_stop_token_warns_once(tmp_path, monkeypatch):
     source, warned = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-        list[str](),
+        [],
     )
     monkeypatch.setattr(row_encoder.LOGGER, "warning", warned.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers as hf
-from tiny_vlm import model_config, qwen3_vl, with_images, write
+from run_files import json_lines
+from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -76,25 +74,20 @@ log: {backends: [jsonl, file]}
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write(tmp_path / "images.jsonl", with_images(tmp_path, 24))
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "engine.py").write_text(ENGINE)
-    (tmp_path / "train.yaml").write_text(CONFIG)
-    return str(tmp_path / "train.yaml")
+def config(vlm_folder):  # noqa: F811
+    write(vlm_folder / "images.jsonl", with_images(vlm_folder, 24))
+    (vlm_folder / "engine.py").write_text(ENGINE)
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    return str(vlm_folder / "train.yaml")
 
 
-def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.slow
+def test_replay_of_a_packed_vlm_names_the_rows(config, tmp_path, capsys):
     planted = {"nan": 3, "huge": 11, "log": 18}
     assert main(["train", config, *(f"faults.{kind}={row}" for kind, row in planted.items())]) == 0
     [run] = list_runs(tmp_path / "outputs")
-    records = [
-        json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()
-    ]
-    found: dict[str, dict[str, Any]] = {}
+    records = json_lines(run.dir / "skipped_steps.jsonl")
+    found = {}
     for record in records:
         capsys.readouterr()
         assert main(["check", run.id, "--json", "--step", str(record["step"])]) == 0
@@ -110,9 +103,7 @@ def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, caps
     assert huge["parameter"] is not None
 
 
-def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(
-    config: str, capsys: Any
-) -> None:
+def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config, capsys):
     assert main(["train", config, "faults.label=5"]) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "rank 0, micro-batch" in text
@@ -122,8 +113,8 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(
 
 @pytest.mark.campaign(only=True)
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
+    config, tmp_path, capsys
+):
     words = [
         "optim.lr=50",
         "optim.warmup_steps=0",
@@ -142,9 +133,8 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
     assert all(record["skipped"] == 0 for record in new.records("train"))
 
 
-def test_replay_on_a_stream_names_the_stream_and_the_row(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.slow
+def test_replay_on_a_stream_names_the_stream_and_the_row(config, tmp_path, capsys):
     words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
     assert main(["train", config, *words, "faults.nan=3"]) == 0
     [run] = list_runs(tmp_path / "outputs")

@@ -10,7 +10,7 @@ from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def test_read_row_columns_are_renamed_and_dropped_first() -> None:
+def test_read_row_columns_are_renamed_and_dropped_first():
     form = RowFormat(columns={"subject": "prompt", "reply": "completion", "label": None})
     row = read_row({"subject": "Why?", "reply": "So.", "label": False, "id": 3, "url": None}, form)
     assert roles_and_texts(row.messages) == EXPECTED_TURNS
@@ -19,7 +19,7 @@ def test_read_row_columns_are_renamed_and_dropped_first() -> None:
         read_row({"subject": "Why?", "prompt": "So.", "completion": "x"}, form)
 
 
-def test_read_row_unused_columns_and_message_keys_are_listed() -> None:
+def test_read_row_unused_columns_and_message_keys_are_listed():
     row = read_row(
         {
             "messages": [QUESTION, {**ANSWER, "mood": "good"}],
@@ -32,7 +32,7 @@ def test_read_row_unused_columns_and_message_keys_are_listed() -> None:
     assert read_row({"messages": [QUESTION, ANSWER], "system": "S", "label": True}).unused == ()
 
 
-def test_read_row_newer_preference_columns_give_the_pair() -> None:
+def test_read_row_newer_preference_columns_give_the_pair():
     rejected = [QUESTION, {**ANSWER, "content": "No."}]
     rows = [
         {"messages": [QUESTION, ANSWER], "rejected_messages": rejected},
@@ -48,7 +48,7 @@ def test_read_row_newer_preference_columns_give_the_pair() -> None:
         assert row.unused == ()
 
 
-def test_read_row_reasoning_and_tool_call_blocks_become_fields_of_the_message() -> None:
+def test_read_row_reasoning_and_tool_call_blocks_become_fields_of_the_message():
     call = '{"name": "f", "arguments": {}}'
     blocks = [
         {"type": "reasoning", "value": "hm"},
@@ -61,7 +61,7 @@ def test_read_row_reasoning_and_tool_call_blocks_become_fields_of_the_message() 
     assert row.messages[1].extra["tool_calls"][0]["function"]["name"] == "f"
 
 
-def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
+def test_read_row_fields_are_numbers_and_mean_nothing_else():
     form = RowFormat(fields={"score": "float", "label": "int"}, prompt_only=True)
     row = read_row({"prompt": "Why?", "completion": "So.", "score": "0.5", "label": False}, form)
     assert (row.fields, row.unused) == ({"score": 0.5, "label": 0}, ())
@@ -80,7 +80,7 @@ def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("key", ["loss", "weight", "loss_weight", "loss_scale", "train"])
-def test_read_row_loss_flag_of_a_message_in_every_spelling(key: str) -> None:
+def test_read_row_loss_flag_of_a_message_in_every_spelling(key):
     row = read_row({"messages": [QUESTION, {**ANSWER, key: 0}, QUESTION, {**ANSWER, key: 1}]})
     assert [message.loss for message in row.messages] == [None, False, None, True]
     assert row.unused == ()

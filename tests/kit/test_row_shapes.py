@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from templates.tiny import tokenizer
@@ -34,7 +33,7 @@ TOOLS = (
     '# Tools\n<tools>\n{"type": "function", "function": {"name": "f", "parameters": {}}}\n</tools>'
 )
 CALLED = f"user: q | assistant: {CALL} | tool: 1 | assistant: «a»"
-RIGHT: dict[str, str | list[str]] = {
+RIGHT = {
     "trl_vision_blocks": IMAGE,
     "trl_vision_pc_notag": IMAGE,
     "trl_vision_msg_notag": IMAGE,
@@ -90,7 +89,7 @@ NEVER = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("shapes")
     (made / "img").mkdir()
     write_image(made / "img" / "a.png", 16, 16)
@@ -98,15 +97,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoders() -> dict[str, RowEncoder]:
+def encoders():
     """A vision-language model, and a text model whose template writes tools and reasoning."""
     models = {"vlm": qwen3_vl(), "text": tokenizer("qwen3")}
     return {name: RowEncoder(model, max_tokens=4000, pairs=True) for name, model in models.items()}
 
 
-def seen(
-    encoders: dict[str, RowEncoder], name: str, folder: Path, row: Any, **options: Any
-) -> list[str]:
+def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row, **options) -> list[str]:
     """What the model sees: roles and texts, those with loss between « and ». Raises BadRow."""
     is_text = name in ("lf_sharegpt_tools", "openai_tool_calls", "reasoning_content")
     encoder = encoders["text" if is_text else "vlm"]
@@ -125,7 +122,7 @@ def seen(
     return [_shown(sequence) for sequence in facts["sequences"]]
 
 
-def _shown(sequence: dict[str, Any]) -> str:
+def _shown(sequence) -> str:
     text = ""
     for segment in sequence["text"]:
         if "media" in segment:
@@ -146,9 +143,7 @@ def _shown(sequence: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_row_shape_is_read_right_or_refused_with_the_reason(
-    name: str, encoders: dict[str, RowEncoder], folder: Path
-) -> None:
+def test_row_shape_is_read_right_or_refused_with_the_reason(name, encoders, folder):
     row = SHAPES[name].get("row") or SHAPES[name]["file"]
     if name in REFUSED:
         with pytest.raises(BadRow, match=REFUSED[name]):
@@ -159,25 +154,21 @@ def test_row_shape_is_read_right_or_refused_with_the_reason(
     assert sequences == ([expected] if isinstance(expected, str) else expected)
 
 
-def test_row_shapes_table_has_at_least_28_of_32_right() -> None:
+def test_row_shapes_table_has_at_least_28_of_32_right():
     assert SHAPES.keys() == RIGHT.keys() | REFUSED.keys()
     assert len(SHAPES) == 33
     assert len(RIGHT) >= 28
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_row_shape_that_would_be_learnt_wrongly_is_refused(
-    name: str, encoders: dict[str, RowEncoder], folder: Path
-) -> None:
+def test_row_shape_that_would_be_learnt_wrongly_is_refused(name, encoders, folder):
     change, words = NEVER[name]
     row = {**SHAPES.get(name, {}).get("row", {}), **change}
     with pytest.raises(BadRow, match=words):
         seen(encoders, name, folder, row)
 
 
-def test_row_shape_reasoning_without_a_template_for_it_is_refused(
-    encoders: dict[str, RowEncoder], folder: Path
-) -> None:
+def test_row_shape_reasoning_without_a_template_for_it_is_refused(encoders, folder):
     row = SHAPES["reasoning_content"]["row"]
     with pytest.raises(BadRow, match="leaves out reasoning_content of message 1"):
         seen(encoders, "reasoning", folder, row)
@@ -196,8 +187,6 @@ def test_row_shape_reasoning_without_a_template_for_it_is_refused(
     assert seen(encoders, "reasoning_content", folder, earlier) == [f"{without_loss} | {PAIR[1]}"]
 
 
-def test_row_shape_prompt_only_without_the_setting_names_the_setting(
-    encoders: dict[str, RowEncoder], folder: Path
-) -> None:
+def test_row_shape_prompt_only_without_the_setting_names_the_setting(encoders, folder):
     with pytest.raises(BadRow, match=r"mllm.prompt_only=true"):
         seen(encoders, "trl_prompt_only", folder, SHAPES["trl_prompt_only"]["row"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def p_value(drawn: Tensor, probs: Tensor) -> float:
     return float(torch.special.gammaincc((possible.sum() - 1) / 2, chi_square / 2))
 
 
-def test_gumbel_noise_depends_on_its_key_alone(monkeypatch) -> None:
+def test_gumbel_noise_depends_on_its_key_alone(monkeypatch):
     keys = keys_of(7, [5, -1, 2**70], samples=2)
     together = gumbel_noise(keys, 3, 1001)
     for row in range(6):
@@ -54,7 +53,7 @@ def test_gumbel_noise_depends_on_its_key_alone(monkeypatch) -> None:
     assert len(all_noise.unique()) > 0.999 * all_noise.numel()
 
 
-def test_gumbel_noise_bits_never_change() -> None:
+def test_gumbel_noise_bits_never_change():
     """A resumed run draws what the undisturbed one would have drawn, on a newer version, too."""
     assert sequence_keys(1, [2], 2) == KEYS
     found = gumbel_noise(torch.tensor(KEYS), 5, 3)
@@ -66,7 +65,7 @@ NOISE = [-0.08480055, -1.39320719, 0.46011606, 1.21668899, -0.44588286, -0.76982
 
 
 @pytest.mark.parametrize("varied", ["seed", "prompt", "sample", "position"])
-def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied: str) -> None:
+def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied):
     probs = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.015, 0.005])
     if varied == "position":
         few = keys_of(0, list(range(100)))
@@ -74,11 +73,12 @@ def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied: str) -
             [gumbel_noise(few, position, len(probs)) for position in range(DRAWS // 100)]
         )
     else:
-        seeds = (
-            torch.cat([keys_of(seed, [0]) for seed in range(DRAWS)]) if varied == "seed" else None
-        )
-        others = keys_of(0, list(range(DRAWS))) if varied == "prompt" else keys_of(0, [0], DRAWS)
-        noises = gumbel_noise(others if seeds is None else seeds, 0, len(probs))
+        keys = {
+            "seed": lambda: [sequence_keys(seed, [0], 1)[0] for seed in range(DRAWS)],
+            "prompt": lambda: sequence_keys(0, list(range(DRAWS)), 1),
+            "sample": lambda: sequence_keys(0, [0], DRAWS),
+        }
+        noises = gumbel_noise(torch.tensor(keys[varied]()), 0, len(probs))
     drawn = (probs.log() + noises).argmax(-1)
     assert p_value(drawn, probs) > 0.001
     pairs = drawn[:-1] * len(probs) + drawn[1:]  # neighbours are independent
@@ -87,7 +87,7 @@ def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied: str) -
     assert float(noises.var()) == pytest.approx(1.6449, abs=0.05)
 
 
-def test_complete_draws_follow_the_probabilities_without_placeholders() -> None:
+def test_complete_draws_follow_the_probabilities_without_placeholders():
     engine, ones = built("qwen3_vl")
     few = Decoding(max_new_tokens=1, temperature=0.7, samples=DRAWS, use_cache=False)
     drawn = complete(engine, ones[0], few)
@@ -127,7 +127,7 @@ def trainer_log_probs(
 
 def check_log_probs(
     engine: LanguageModelEngine, prompts: list[PackedBatch], found: list[Completion]
-) -> None:
+):
     trained = trainer_log_probs(engine, prompts, found, SAMPLED.temperature)
     for one, log_probs in zip(found, trained, strict=True):
         assert one.log_probs == pytest.approx(log_probs, abs=2e-5)
@@ -141,9 +141,9 @@ ALL = [
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_sampled_log_probs_equal_the_trainers_on_packed_families(name: str) -> None:
+def test_sampled_log_probs_equal_the_trainers_on_packed_families(name):
     engine, ones = built(name)
-    head: Any = engine.model.hf.get_output_embeddings()
+    head = engine.model.hf.get_output_embeddings()
     with torch.no_grad():  # placeholders would be likely
         head.weight[engine.model.placeholders] = 2 * head.weight[7]
     found = complete(engine, PackedBatch.concat(ones), SAMPLED)
@@ -169,7 +169,7 @@ def on_ranks(name: str, sizes: dict[str, int], budget: int | None) -> list[tuple
     return [(keys[one.prompt], one.tokens) for one in found]
 
 
-def check_layout(ranks: Any, count: int, sizes: dict[str, int]) -> None:
+def check_layout(ranks, count: int, sizes: dict[str, int]):
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
     keys = range(100, 100 + len(ones))
@@ -182,7 +182,7 @@ def check_layout(ranks: Any, count: int, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
-def test_sampled_tokens_on_two_ranks_are_those_of_one(ranks2, sizes: dict[str, int]) -> None:
+def test_sampled_tokens_on_two_ranks_are_those_of_one(ranks2, sizes):
     check_layout(ranks2, 2, sizes)
 
 
@@ -193,18 +193,19 @@ FOUR_RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", FOUR_RANKS, ids=str)
-def test_sampled_tokens_on_four_ranks_are_those_of_one(ranks4, sizes: dict[str, int]) -> None:
+def test_sampled_tokens_on_four_ranks_are_those_of_one(ranks4, sizes):
     check_layout(ranks4, 4, sizes)
 
 
-def test_complete_keys_of_the_wrong_number_are_refused() -> None:
+def test_complete_keys_of_the_wrong_number_are_refused():
     engine, ones = built("qwen3")
     with pytest.raises(ValueError, match="1 keys for 2 prompts"):
         complete(engine, PackedBatch.concat(ones), SAMPLED, [1])
 
 
-def test_model_temperature_per_call_equals_plain_pytorch_and_leaves_the_next_call_alone() -> None:
+def test_model_temperature_per_call_equals_plain_pytorch_and_leaves_the_next_call_alone():
     engine, ones = built("qwen3_vl")
     model = engine.model
     batch = PackedBatch.concat(ones)

@@ -10,12 +10,12 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import tarfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,22 +50,22 @@ SECRET = "the private key"
 class Payload:
     """Runs code when it is unpickled."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker: Path):
         self.marker = marker
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch {self.marker}",)
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Any:
+def marker(tmp_path):
     file = tmp_path / "marker"
     yield file
     assert not file.exists(), "the payload ran"
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path):
     file = tmp_path / "outside" / "id_rsa"
     file.parent.mkdir()
     file.write_text(SECRET)
@@ -75,32 +75,39 @@ def secret(tmp_path: Path) -> Path:
 # ---- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_payload_itself_would_run(tmp_path: Path) -> None:
+def test_payload_itself_would_run(tmp_path):
     pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
 
+def pickled(payload) -> torch.Tensor:
+    """The bytes of a pickle, as older checkpoints held them."""
+    buffer = io.BytesIO()
+    torch.save(payload, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def write_checkpoint(folder: Path, **tensors):
+    checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
+
+
 @pytest.mark.parametrize("place", ["shared", "rank.00000"])
-def test_checkpoint_with_a_pickle_payload_is_refused(
-    train, tmp_path: Path, marker: Path, place: str, capsys
-) -> None:
+def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path, marker, place, capsys):
     """The checksums are right: whoever made it computed them."""
     assert train("loop.total_steps=3", dir=tmp_path / "runs") == 0
     folder = list_runs(tmp_path / "runs")[0].checkpoint_list()[-1]
     reader = checkpoint_format.Reader(folder)
     tensors = {name: reader.read(name) for name in reader.entries}
-    buffer = io.BytesIO()
-    torch.save({"step": 3, "bad": Payload(marker)}, buffer)
-    tensors[place] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    checkpoint_format.write(tmp_path / "made", checkpoint_format.shards_of(tensors), None)
+    tensors[place] = pickled({"step": 3, "bad": Payload(marker)})
+    write_checkpoint(tmp_path / "made", **tensors)
     checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
     assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
 
-def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path: Path, secret: Path) -> None:
+def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path, secret):
     folder = tmp_path / "step"
-    checkpoint_format.write(folder, checkpoint_format.shards_of({"x": torch.ones(3)}), None)
+    write_checkpoint(folder, x=torch.ones(3))
     checkpoint_format.verify(folder)
     (folder / "meta.json").write_text(json.dumps({"files": {"../outside/id_rsa": 0}}))
     with pytest.raises(CorruptCheckpoint, match="names a file outside"):
@@ -113,22 +120,16 @@ def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path: Path, secre
 
 
 @pytest.mark.parametrize("dtype", ["torch.load", "torch.ops", "load", "torch.os"])
-def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path: Path, dtype: str) -> None:
-    header = {"x": {"name": "x", "dtype": dtype, "shape": [3], "offset": [0]}}
-    save_file(
-        {"x": torch.ones(3)},
-        tmp_path / "rank_00000.safetensors",
-        {"ranks": "1", "pieces": json.dumps(header)},
-    )
+def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path, dtype):
+    header = json.dumps({"x": {"name": "x", "dtype": dtype, "shape": [3], "offset": [0]}})
+    file = tmp_path / "rank_00000.safetensors"
+    save_file({"x": torch.ones(3)}, file, {"ranks": "1", "pieces": header})
     with pytest.raises(CorruptCheckpoint, match="cannot be read"):
         checkpoint_format.Reader(tmp_path)
 
 
-def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path: Path, marker: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save(Payload(marker), buffer)
-    data = {"shared": torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
-    checkpoint_format.write(tmp_path, checkpoint_format.shards_of(data), None)
+def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
+    write_checkpoint(tmp_path, shared=pickled(Payload(marker)))
     with pytest.raises(UserError, match="could run code"):
         state.read_shared(tmp_path)
 
@@ -139,38 +140,34 @@ def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path: Path, mar
 @pytest.mark.parametrize(
     "name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"]
 )
-def test_weight_index_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+def test_weight_index_that_names_a_file_outside_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match="a file outside of its folder"):
         weight_paths(tmp_path)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path, marker: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path, marker):
     torch.save(Payload(marker), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="is a pickle"):
         weight_paths(tmp_path)
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
+def model_folder(tmp_path):
     folder = tmp_path / "model"
     tokenizer("zephyr").save_pretrained(folder)
     return folder
 
 
-def with_code(
-    folder: Path, config: str, marker: Path, auto_map: dict[str, Any], **settings: Any
-) -> None:
+def with_code(folder: Path, config: str, marker: Path, auto_map, **settings):
     (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
     file = folder / config
     before = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**before, **settings, "auto_map": auto_map}))
 
 
-def test_tokenizer_with_code_of_its_own_runs_none_of_it(
-    model_folder: Path, marker: Path, monkeypatch
-) -> None:
-    asked: list[str] = []
+def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, monkeypatch):
+    asked = []
     monkeypatch.setattr("builtins.input", lambda *text: asked.append(str(text)) or "y")
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoProcessor": "evil.Evil"}
     with_code(model_folder, "tokenizer_config.json", marker, auto_map, tokenizer_class="Evil")
@@ -181,82 +178,63 @@ def test_tokenizer_with_code_of_its_own_runs_none_of_it(
     assert "evil" not in sys.modules
 
 
-def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path: Path, marker: Path) -> None:
+def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path, marker):
     with_code(tmp_path, "config.json", marker, {"AutoConfig": "evil.Evil"}, model_type="evil_lm")
     with pytest.raises(UserError, match="cannot be read"):
         _config_of_folder(tmp_path)
 
 
 def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
-    model_folder: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(
-        config_source.LOGGER, "warning", lambda text, file: warned.append(text % file.name)
-    )
-    code = {
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-        "AutoTokenizer": ["evil.Evil", None],
-    }
-    config = Qwen3Config(
-        vocab_size=320, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
-    )
+    model_folder, marker, tmp_path, monkeypatch
+):
+    warned = []
+    logger = config_source.LOGGER
+    monkeypatch.setattr(logger, "warning", lambda text, file: warned.append(text % file.name))
+    code = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
+    code["AutoTokenizer"] = ["evil.Evil", None]
+    sizes = {"vocab_size": 320, "hidden_size": 8, "head_dim": 8}
+    config = Qwen3Config(**sizes, num_hidden_layers=1, num_attention_heads=1)
     Qwen3ForCausalLM(config).save_pretrained(model_folder)
     with_code(model_folder, "config.json", marker, code)
     with_code(model_folder, "tokenizer_config.json", marker, code)
     model = LanguageModelEngine.build_model(ModelSource(str(model_folder)))
-    kit = made(
-        write(tmp_path / "rows.jsonl", [chat("hello", "world")]), load_processor(model_folder)
-    )
+    rows = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
+    kit = made(rows, load_processor(model_folder))
     assert [text.partition(",")[0] for text in warned] == [
-        "config.json names code of its own (auto_map)",
-        "tokenizer_config.json names code of its own (auto_map)",
+        f"{name}.json names code of its own (auto_map)" for name in ("config", "tokenizer_config")
     ]
     kit.save_processor(tmp_path / "processor")
     for side_files in (model_folder, tmp_path / "processor"):
         model.side_files = side_files
         write_side_files(model.export_target(), tmp_path / "out")
         for file in (tmp_path / "out").glob("*.json"):
-            assert not any(
-                key in file.read_text() for key in ("auto_map", "is_local", "local_files_only")
-            ), file
+            for key in ("auto_map", "is_local", "local_files_only"):
+                assert key not in file.read_text(), file
     assert "evil" not in sys.modules
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello") == tokenizer(
-        "zephyr"
-    ).encode("hello")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.encode("hello") == tokenizer("zephyr").encode("hello")
 
 
 @pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
-def test_tokenizer_config_that_names_a_file_outside_is_refused(
-    model_folder: Path, secret: Path, value: str
-) -> None:
+def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder, secret, value):
     file = model_folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
     with pytest.raises(UserError, match="is outside of its folder"):
         load_processor(model_folder)
 
 
-def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(
-    model_folder: Path, secret: Path
-) -> None:
+def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder, secret):
     (model_folder / "chat_template.jinja").unlink(missing_ok=True)
     (model_folder / "chat_template.jinja").symlink_to(secret)
     with pytest.raises(UserError, match="is a link to"):
         load_processor(model_folder)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    small = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
-    )
+    sizes = {"hidden_size": 8, "head_dim": 8, "vocab_size": 8}
+    config = Qwen3Config(**sizes, num_hidden_layers=1, num_attention_heads=1)
     with torch.device("meta"):
-        skeleton = LlamaForCausalLM(small)
+        skeleton = Qwen3ForCausalLM(config)
     target = Target.__new__(Target)
-    for key, value in {
-        "skeleton": skeleton,
-        "side_files": model_folder,
-        "dtype": torch.float32,
-    }.items():
+    fields = {"skeleton": skeleton, "side_files": model_folder, "dtype": torch.float32}
+    for key, value in fields.items():
         object.__setattr__(target, key, value)
     out = model_folder.parent / "export"
     with pytest.raises(UserError, match="which is not copied"):
@@ -264,9 +242,7 @@ def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(
     assert not any(SECRET in file.read_text() for file in out.rglob("*") if file.is_file())
 
 
-def test_links_of_the_hub_cache_and_to_files_of_the_same_name_are_read(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_links_of_the_hub_cache_and_to_files_of_the_same_name_are_read(model_folder, tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs = tmp_path / "models--a--b" / "blobs"
     linked = tmp_path / "linked"
@@ -302,17 +278,13 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_chat_template_that_tries_to_escape_does_nothing(
-    tmp_path: Path, marker: Path, template: str
-) -> None:
-    evil = (
-        template.replace("MARKER", str(marker))
-        + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
-    )
-    file = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
+def test_chat_template_that_tries_to_escape_does_nothing(tmp_path, marker, template):
+    turns = "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+    evil = template.replace("MARKER", str(marker)) + turns
+    row = chat("hello", "world")
     try:
-        kit = made(file, tokenizer("zephyr", chat_template=evil))
-        encoded = kit.row_encoder.encode(chat("hello", "world"), None, tmp_path)
+        kit = made(write(tmp_path / "rows.jsonl", [row]), tokenizer("zephyr", chat_template=evil))
+        encoded = kit.row_encoder.encode(row, None, tmp_path)
         text = kit.processor.decode(encoded[0].ids)
     except (UserError, BadRow):
         return
@@ -336,9 +308,7 @@ EXPENSIVE = {
 
 
 @pytest.mark.parametrize("template", EXPENSIVE)
-def test_chat_template_that_takes_too_much_memory_or_time_is_refused(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_template_that_takes_too_much_memory_or_time_is_refused(template, monkeypatch):
     monkeypatch.setattr(template_marks, "TRIAL_CPU_SECONDS", 1)
     source = template + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
     before = resource.getrusage(
@@ -350,12 +320,12 @@ def test_chat_template_that_takes_too_much_memory_or_time_is_refused(
 
 
 def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     real = subprocess.run
-    programs: list[str] = []
+    programs = []
 
-    def run(command: list[str], **options: Any) -> Any:
+    def run(command, **options):
         programs.append(command[2])
         command[2] += "\nassert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
         return real(command, **options)
@@ -367,23 +337,22 @@ def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(
     assert len(programs) == 1
 
 
-def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatch):
+    def form(source: str) -> ChatTemplate:
+        return ChatTemplate(tokenizer("zephyr", chat_template=source))
+
     turn = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
     repeats = turn.replace("{{ m", "{{ messages[0]['content'] if m['content'] == 'x' }}{{ m")
     squares = "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}" + turn
     messages = 100 * [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     long = [{"role": "user", "content": "z" * 10**5}, *messages]
     with pytest.raises(BadRow, match="writes a text that is far longer than the row"):
-        ChatTemplate(tokenizer("zephyr", chat_template=repeats)).render(
-            read_row({"messages": long})
-        )
-    form = ChatTemplate(tokenizer("zephyr", chat_template=squares))
-    form.render(read_row({"messages": messages}))
+        form(repeats).render(read_row({"messages": long}))
+    squared, row = form(squares), read_row({"messages": messages})
+    squared.render(row)
     monkeypatch.setattr(template_renderer, "RowMarks", partial(RowMarks, max_iterations=1000))
     with pytest.raises(BadRow, match="loops more than 1,000 times"):
-        form.render(read_row({"messages": messages}))
+        squared.render(row)
 
 
 # ---- Datasets -------------------------------------------------------------------------------------------------------
@@ -396,12 +365,12 @@ EPS = (
 )
 
 
-def encode_and_load(encoder: Any, source: Any, index: int, format: Any) -> None:
+def encode_and_load(encoder, source, index: int, format):
     sides = encoder.encode(source[index], format, source.root)
     encoder.load(sides, source.root, {"source": 0, "sample": index})
 
 
-def reasons(file: Path, **settings: Any) -> list[str]:
+def reasons(file: Path, **settings) -> list[str]:
     """Why each row of a file is bad."""
     kit = made(file, qwen3_vl(), **settings)
     source = open_source(file)
@@ -415,52 +384,40 @@ def reasons(file: Path, **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("whose", ["of the Hub", "refused", "local"])
-def test_dataset_row_that_names_files_outside_is_bad(
-    tmp_path: Path, secret: Path, marker: Path, whose: str
-) -> None:
+def test_dataset_row_that_names_files_outside_is_bad(tmp_path, secret, marker, whose):
     """In local files, such paths are read: what is there is decoded as an image, and a private key is none."""
     data = tmp_path / ("datasets--org--name/snapshots/abc" if whose == "of the Hub" else "data")
     data.mkdir(parents=True)
     (data / "link.png").symlink_to(secret)
     os.mkfifo(data / "pipe.png")
-    values = [
-        "../outside/id_rsa",
-        str(secret),
-        f"file://{secret}",
-        "link.png",
-        "../" * 40 + "etc/passwd",
-    ]
-    values += ["pipe.png", "/dev/zero", "http://127.0.0.1/x.png"]
-    rows = [chat([{"type": "image", "image": value}], "Yes.") for value in values]
-    expected = {
-        "of the Hub": [
-            *["path_escape"] * 3,
-            "corrupt",
-            "path_escape",
-            "unsupported",
-            "path_escape",
-            "unsupported",
-        ],
-        "refused": [*["path_escape"] * 5, "unsupported", "path_escape", "unsupported"],
-        "local": [*["corrupt"] * 5, *["unsupported"] * 3],
+    escape, corrupt, unsupported = "path_escape", "corrupt", "unsupported"
+    expected = {  # of the Hub, refused, local
+        "../outside/id_rsa": (escape, escape, corrupt),
+        str(secret): (escape, escape, corrupt),
+        f"file://{secret}": (escape, escape, corrupt),
+        "link.png": (corrupt, escape, corrupt),
+        "../" * 40 + "etc/passwd": (escape, escape, corrupt),
+        "pipe.png": (unsupported, unsupported, unsupported),
+        "/dev/zero": (escape, escape, unsupported),
+        "http://127.0.0.1/x.png": (unsupported, unsupported, unsupported),
     }
+    rows = [chat([{"type": "image", "image": value}], "Yes.") for value in expected]
     settings = {"limits": {"allow_outside": False}} if whose == "refused" else {}
-    assert reasons(write(data / "rows.jsonl", rows), **settings) == expected[whose]
+    column = ["of the Hub", "refused", "local"].index(whose)
+    found = reasons(write(data / "rows.jsonl", rows), **settings)
+    assert found == [row[column] for row in expected.values()]
 
 
-def test_image_of_a_local_file_by_absolute_path_is_read(tmp_path: Path) -> None:
+def test_image_of_a_local_file_by_absolute_path_is_read(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "photos").mkdir()
     name = write_image(tmp_path / "photos" / "a.png", 16, 16)
     rows = [chat("<image>?", "Yes.") | {"image": f"{tmp_path}/photos/{name}"}, chat("Hi", "Ho")]
-    assert "Bad rows: none" in made(
-        write(tmp_path / "data" / "rows.jsonl", rows), qwen3_vl()
-    ).summary("train")
+    kit = made(write(tmp_path / "data" / "rows.jsonl", rows), qwen3_vl())
+    assert "Bad rows: none" in kit.summary("train")
 
 
-def test_dataset_media_that_name_other_files_or_programs_are_bad(
-    tmp_path: Path, secret: Path, marker: Path
-) -> None:
+def test_dataset_media_that_name_other_files_or_programs_are_bad(tmp_path, secret, marker):
     """A playlist is no video, and PostScript is no image: its decoder is a program."""
     pytest.importorskip("av")
     (tmp_path / "list.mp4").write_text(HLS.format(secret))
@@ -471,7 +428,7 @@ def test_dataset_media_that_name_other_files_or_programs_are_bad(
     assert reasons(write(tmp_path / "rows.jsonl", rows)) == ["corrupt"] * 3
 
 
-def test_dataset_caption_that_is_a_link_outside_is_bad(tmp_path: Path, secret: Path) -> None:
+def test_dataset_caption_that_is_a_link_outside_is_bad(tmp_path, secret):
     data = tmp_path / "data"
     data.mkdir()
     (data / "one.txt").symlink_to(secret)
@@ -483,7 +440,7 @@ def test_dataset_caption_that_is_a_link_outside_is_bad(tmp_path: Path, secret: P
     assert source[1]["text"] == "fine"
 
 
-def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
+def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path):
     from mvp_engine.kit.data.settings import read_dataset_info
 
     for name in ("../outside/rows.json", "/etc/passwd"):
@@ -492,16 +449,11 @@ def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path: Path) -> No
             read_dataset_info(f"{tmp_path}/dataset_info.json:x")
 
 
-def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(
-    tmp_path: Path, secret: Path, marker: Path
-) -> None:
+def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(tmp_path, secret, marker):
     file = tmp_path / "shard.tar"
+    members = {"a.pyd": pickle.dumps(Payload(marker)), "a.txt": b"fine", "a.npy": b"x"}
     with tarfile.open(file, "w") as tar:
-        for name, data in (
-            ("a.pyd", pickle.dumps(Payload(marker))),
-            ("a.txt", b"fine"),
-            ("a.npy", b"x"),
-        ):
+        for name, data in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
@@ -516,38 +468,27 @@ def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(
     assert SECRET not in str(error.value)
 
 
-def test_arrow_file_with_a_pickled_extension_type_runs_nothing(
-    tmp_path: Path, marker: Path
-) -> None:
+def test_arrow_file_with_a_pickled_extension_type_runs_nothing(tmp_path, marker):
     pyarrow = pytest.importorskip("pyarrow")
-    metadata = {
-        b"ARROW:extension:name": b"arrow.py_extension_type",
-        b"ARROW:extension:metadata": pickle.dumps(Payload(marker)),
-    }
+    extension = {"name": b"arrow.py_extension_type", "metadata": pickle.dumps(Payload(marker))}
+    metadata = {f"ARROW:extension:{key}": value for key, value in extension.items()}
     field = pyarrow.field("text", pyarrow.string(), metadata=metadata)
     table = pyarrow.table([["fine"]], schema=pyarrow.schema([field]))
-    with (
-        pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as out,
-        pyarrow.ipc.new_file(out, table.schema) as writer,
-    ):
+    file = str(tmp_path / "rows.arrow")
+    with pyarrow.OSFile(file, "wb") as out, pyarrow.ipc.new_file(out, table.schema) as writer:
         writer.write_table(table)
-    assert open_source(tmp_path / "rows.arrow")[0]["text"] == "fine"
+    assert open_source(file)[0]["text"] == "fine"
 
 
-def test_report_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
+def test_report_page_shows_hostile_text_as_text():
     from mvp_engine.report.page import _example
 
     class Hostile:
         question = expected = written = "<script>alert(1)</script><img src=x onerror=alert(1)>"
         right = None
+        media = spoken = list
 
-        def media(self) -> list[Any]:
-            return []
-
-        def spoken(self) -> list[Any]:
-            return []
-
-    html = _example(Hostile(), ["question", "expected", "written"])  # type: ignore[arg-type]
+    html = _example(Hostile(), ["question", "expected", "written"])
     assert "<script" not in html
     assert "<img" not in html
 
@@ -555,21 +496,17 @@ def test_report_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
 # ---- Configs and recipes --------------------------------------------------------------------------------------------
 
 
-def test_config_with_a_python_tag_is_refused(tmp_path: Path, marker: Path) -> None:
+def test_config_with_a_python_tag_is_refused(tmp_path, marker):
     file = tmp_path / "train.yaml"
-    file.write_text(
-        f"engine: {TINY.parent / 'engine.py'}\nproject: !!python/object/apply:os.system ['touch {marker}']\n"
-    )
+    project = f"!!python/object/apply:os.system ['touch {marker}']"
+    file.write_text(f"engine: {TINY.parent / 'engine.py'}\nproject: {project}\n")
     with pytest.raises(UserError):
         compose(str(file), [])
 
 
-def test_recipe_with_a_link_outside_is_not_copied(tmp_path: Path, secret: Path) -> None:
+def test_recipe_with_a_link_outside_is_not_copied(tmp_path, secret):
     recipe = tmp_path / "recipe"
-    recipe.mkdir()
-    for file in TINY.parent.iterdir():
-        if file.is_file():
-            (recipe / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(TINY.parent, recipe)
     (recipe / "notes.md").symlink_to(secret)
     with pytest.raises(UserError, match="a link that leads out of the recipe"):
         new_recipe("copied", str(recipe), tmp_path)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, losses
-from ranks import RankPool
 from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
 
 from mvp_engine.errors import EXIT_INTERRUPTED
@@ -23,7 +20,7 @@ from mvp_engine.runs import list_runs
 CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
 
 
-def loaders(data: Any, ranks: int, states: list[Any] | None = None) -> list[StreamLoader]:
+def loaders(data, ranks: int, states: list[Any] | None = None) -> list[StreamLoader]:
     made = [
         data.stream_loader("train", rank=rank, world_size=ranks, seed=3) for rank in range(ranks)
     ]
@@ -33,15 +30,13 @@ def loaders(data: Any, ranks: int, states: list[Any] | None = None) -> list[Stre
     return made
 
 
-def test_stream_loader_moved_to_any_ranks_gives_each_row_once(
-    file: Path, campaign_size: Callable[..., int]
-) -> None:
+def test_stream_loader_moved_to_any_ranks_gives_each_row_once(file, campaign_size):  # noqa: F811
     dice = random.Random(campaign_size(1, 2))
     data = kit(file)
     for _ in range(campaign_size(4, 100)):
         ranks = [dice.choice([1, 2, 3, 4, 5, 7]) for _ in range(dice.randint(2, 4))]
-        states: list[Any] | None = None
-        seen = Counter[int]()
+        states = None
+        seen = Counter()
         for number, size in enumerate(ranks):
             made = loaders(data, size, states)
             is_last = number == len(ranks) - 1
@@ -54,7 +49,7 @@ def test_stream_loader_moved_to_any_ranks_gives_each_row_once(
         assert loader.cursors == start_lanes(2, size - 1, size)
 
 
-def test_stream_loader_state_of_ranks_that_share_their_data_counts_once(file: Path) -> None:  # noqa: F811
+def test_stream_loader_state_of_ranks_that_share_their_data_counts_once(file):  # noqa: F811
     """Tensor parallel ranks of one data-parallel rank save the same position."""
     data = kit(file)
     [straight] = loaders(data, 1)
@@ -66,7 +61,7 @@ def test_stream_loader_state_of_ranks_that_share_their_data_counts_once(file: Pa
     assert all(a.equals(b) for a, b in zip(expected, got, strict=True))
 
 
-def test_stream_loader_state_of_an_earlier_version_continues(file: Path) -> None:  # noqa: F811
+def test_stream_loader_state_of_an_earlier_version_continues(file):  # noqa: F811
     data = kit(file)
     old = ("first", "left", "window", "packs")
     for rank in range(2):
@@ -86,7 +81,7 @@ def test_stream_loader_state_of_an_earlier_version_continues(file: Path) -> None
     ("before", "after", "lanes"),
     [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)],
 )
-def test_move_lanes_deals_out_even_shares(before: int, after: int, lanes: list[int]) -> None:
+def test_move_lanes_deals_out_even_shares(before, after, lanes):
     states = [{"lanes": start_lanes(4, rank, before), "turn": 0} for rank in range(before)]
     moved = move_lanes(states, 4, after)
     assert [len(cursors) for cursors in moved] == lanes
@@ -95,16 +90,14 @@ def test_move_lanes_deals_out_even_shares(before: int, after: int, lanes: list[i
         assert sum(is_of_lane(cursor, row) for cursor in every) == 1
 
 
-def test_move_lanes_of_many_ranks_stay_bounded() -> None:
+def test_move_lanes_of_many_ranks_stay_bounded():
     states = [{"lanes": start_lanes(4, rank, 1024), "turn": 2} for rank in range(1024)]
     sizes = {len(cursors) for cursors in move_lanes(states, 4, 1023)}
     assert sizes == {4, 5}
 
 
 @pytest.mark.slow
-def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(
-    train: Callable[..., int], ranks2: RankPool, tmp_path: Path
-) -> None:
+def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, ranks2, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"text": f"{i} " + "word " * (i % 30)}) + "\n" for i in range(240))
@@ -130,7 +123,7 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(
     )
     assert ranks2.launch(CONFIG, *words) == [0, 0]
     [run] = list_runs(tmp_path / "run")
-    seen = Counter[int]()
+    seen = Counter()
     for note in (
         json.loads(line) for f in run.dir.glob("seen-*") for line in f.read_text().splitlines()
     ):

@@ -11,11 +11,11 @@ import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from run_files import json_lines
 from templates.tiny import tokenizer
 from test_kit import chat, made, qwen3_vl, write, write_image
 
@@ -37,7 +37,7 @@ def texts(rows: int = ROWS, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": f"{i} " + "word " * int(rng.integers(1, 40))} for i in range(rows)]
 
 
-def kit(file: Path, **settings: Any) -> Any:
+def kit(file: Path, **settings):
     given = {
         "sources": [{"path": str(file), "stream": True}],
         "stream_window": 4,
@@ -47,7 +47,7 @@ def kit(file: Path, **settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("streams") / "a.jsonl", texts())
 
 
@@ -56,9 +56,7 @@ def samples(batches: list[PackedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(
-    file: Path, world: int
-) -> None:
+def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(file, world):
     loaders = [
         kit(file).stream_loader("train", rank=rank, world_size=world) for rank in range(world)
     ]
@@ -71,11 +69,12 @@ def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 5, 9])
 def test_stream_loader_of_held_out_rows_gives_the_same_packs_on_any_ranks_and_each_time(
-    file: Path, limit: int | None
-) -> None:
-    def packs(world: int, **options: Any) -> list[list[int]]:
+    tmp_path, limit
+):
+    def packs(world, **options):
         found = []
         for rank in range(world):
             loader = held.stream_loader("eval", rank=rank, world_size=world, **options)
@@ -89,15 +88,16 @@ def test_stream_loader_of_held_out_rows_gives_the_same_packs_on_any_ranks_and_ea
             found += first
         return sorted(found)
 
+    file = write(tmp_path / "held.jsonl", texts(120))
     held = kit(file, sources=[{"path": str(file), "stream": True, "split": "eval"}], stream_lanes=4)
     alone = packs(1)
-    assert len(alone) == limit or sorted(row for pack in alone for row in pack) == list(range(ROWS))
-    for world in (2, 3, 4, 6, 8):  # parts of the lanes, all of them, parts of their packs
+    assert len(alone) == limit or sorted(row for pack in alone for row in pack) == list(range(120))
+    for world in (3, 4, 8):  # parts of the lanes, all of them, parts of their packs
         assert packs(world) == alone
     assert packs(2, num_workers=2, seed=7) == alone
 
 
-def test_stream_loader_order_depends_on_epoch_not_on_workers(file: Path) -> None:
+def test_stream_loader_order_depends_on_epoch_not_on_workers(file):
     alone = list(kit(file).stream_loader("train", seed=1))
     for workers in (1, 3):
         same = list(kit(file).stream_loader("train", seed=1, num_workers=workers))
@@ -123,16 +123,14 @@ def test_stream_loader_order_depends_on_epoch_not_on_workers(file: Path) -> None
         pytest.param((40, 3), (1, 0, 2), marks=CAMPAIGN),
     ],
 )
-def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(
-    file: Path, stops: tuple[int, int], workers: tuple[int, ...]
-) -> None:
+def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(file, stops, workers):
     made = kit(file)
     for rank in range(2):
         options = {"rank": rank, "world_size": 2, "seed": 3}
         straight = made.stream_loader("train", **options)
         straight.set_epoch(1)
-        expected, got = list(straight), list[PackedBatch]()
-        state: dict[str, Any] | None = None
+        expected, got = list(straight), []
+        state = None
         for stop, count in zip((*stops, None), workers, strict=True):
             loader = made.stream_loader("train", num_workers=count, **options)
             loader.load_state_dict(state) if state else loader.set_epoch(1)
@@ -143,7 +141,7 @@ def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(
         assert (loader.num_packs, loader.fill_ratio) == (straight.num_packs, straight.fill_ratio)
 
 
-def test_stream_loader_state_of_other_streams_or_ranks_raises(file: Path) -> None:
+def test_stream_loader_state_of_other_streams_or_ranks_raises(file):
     state = kit(file).stream_loader("train").state_dict()
     kit(file).stream_loader("train").load_state_dict(state)
     with pytest.raises(UserError, match="the packing is not what the checkpoint was trained with"):
@@ -158,13 +156,13 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     class Sized:
         overlong, max_tokens, fingerprint = "drop", budget, ""
 
-        def encode(self, raw: dict[str, Any], *_: Any) -> Any:
+        def encode(self, raw, *_):
             return [type("Sides", (), {"ids": range(raw["size"])})()]
 
-        def encoder_cost(self, sides: Any) -> int:
+        def encoder_cost(self, sides) -> int:
             return 0
 
-        def load(self, sides: Any, root: Any, fields: dict[str, int]) -> Any:
+        def load(self, sides, root, fields: dict[str, int]):
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
             return [
                 PackedBatch.from_sequences(
@@ -175,7 +173,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
-    encoder: Any = Sized()
+    encoder = Sized()
     mixture = StreamMixture([stream], [1.0])
     dataset = StreamPackDataset(mixture, encoder, budget=budget, window=window, lanes=lanes)
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
@@ -184,7 +182,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_stream_loader_realistic_lengths_fills_packs_to_99_percent() -> None:
+def test_stream_loader_realistic_lengths_fills_packs_to_99_percent():
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
     sizes = (
         np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096)
@@ -196,29 +194,29 @@ def test_stream_loader_realistic_lengths_fills_packs_to_99_percent() -> None:
     assert loader.fill_ratio >= 0.99
 
 
-def test_stream_loader_reads_at_most_two_windows_ahead(file: Path) -> None:
+def test_stream_loader_reads_at_most_two_windows_ahead(file):
     """When a pack is yielded, at most two windows of rows were read beyond those yielded before."""
-    read = Counter[str]()
+    read = Counter()
     loader = kit(file, stream_lanes=1).stream_loader("train")
     encode = loader.dataset.row_encoder.encode
 
-    def counted(*given: Any) -> Any:
+    def counted(*given):
         sides = encode(*given)
         read["tokens"] += sum(len(side.ids) for side in sides)
         return sides
 
-    loader.dataset.row_encoder.encode = counted  # type: ignore[method-assign]
+    loader.dataset.row_encoder.encode = counted
     for _ in loader:
         assert read["tokens"] - loader.num_tokens <= 2 * 4 * 256 + 256
 
 
-def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path: Path) -> None:
-    rows: list[Any] = texts(60)
+def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path):
+    rows = texts(60)
     rows[3], rows[17], rows[30] = "{broken", {"question": "?"}, {"text": "long " * 500}
     file = write(tmp_path / "a.jsonl", rows)
     loader = kit(file).stream_loader("train", folder=tmp_path, num_workers=2)
     assert sorted(samples(list(loader))) == sorted(set(range(60)) - {3, 17, 30})
-    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    listed = json_lines(tmp_path / "bad_rows.jsonl")
     assert {line["where"]: line["reason"] for line in listed} == {
         "a.jsonl:4": "bad_json",
         "a.jsonl:18": "unknown_format",
@@ -243,12 +241,12 @@ def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path: Path) ->
 
 
 def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     plain = write(tmp_path / "a.jsonl", texts(50))
     expected = list(kit(plain, stream_lanes=1).stream_loader("train"))
 
-    def same(path: str) -> None:
+    def same(path):
         got = list(
             kit(plain, stream_lanes=1, sources=[{"path": path, "stream": True}]).stream_loader(
                 "train"
@@ -279,9 +277,7 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
-def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(tmp_path, suffix):
     with tarfile.open(tmp_path / f"s.{suffix}", "w:gz" if suffix.endswith("gz") else "w") as tar:
         for i in range(8):
             name = write_image(tmp_path / f"{i}.png", 16 + 8 * (i % 2), 16, i)
@@ -299,7 +295,7 @@ def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(
     assert all(f"Number {i}." in text for i in range(8))
 
 
-def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path: Path) -> None:
+def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path):
     a, b = (write(tmp_path / f"{name}.jsonl", texts(rows)) for name, rows in (("a", 60), ("b", 30)))
     streams = StreamMixture([Stream("a", str(a)), Stream("b", str(b))], [1.0, 3.0])
     order = [which for which, _, _ in streams.rows()]
@@ -318,7 +314,7 @@ def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path: Pa
         mixed.loader("train")
 
 
-def test_stream_line_with_too_much_text_or_a_key_twice_is_a_bad_row(tmp_path: Path) -> None:
+def test_stream_line_with_too_much_text_or_a_key_twice_is_a_bad_row(tmp_path):
     (tmp_path / "a.jsonl").write_text("xxx" * 100 + '\n{"text": "a", "text": "b"}\n')
     reasons = []
     for _, read in Stream("a", str(tmp_path / "a.jsonl"), format=RowFormat(max_text=10)):

@@ -31,9 +31,7 @@ def shard(file: Path, links: dict[str, tuple[bytes, str]]) -> Path:
 @pytest.mark.parametrize(
     ("kind", "target"), [(tarfile.LNKTYPE, "a/1.png"), (tarfile.SYMTYPE, "../a/./1.png")]
 )
-def test_tar_shard_linked_member_has_the_content_of_its_target(
-    tmp_path: Path, kind: bytes, target: str
-) -> None:
+def test_tar_shard_linked_member_has_the_content_of_its_target(tmp_path, kind, target):
     again = "2.png" if kind == tarfile.SYMTYPE else "a/2.png"  # a link to a link
     source = open_source(
         shard(tmp_path / "s.tar", {"./a/2.png": (kind, target), "./a/3.png": (kind, again)})
@@ -47,12 +45,12 @@ def test_tar_shard_linked_member_has_the_content_of_its_target(
 
 
 @pytest.mark.parametrize("target", ["a/9.png", "a/2.png", "a"])
-def test_tar_shard_link_without_content_is_a_user_error(tmp_path: Path, target: str) -> None:
+def test_tar_shard_link_without_content_is_a_user_error(tmp_path, target):
     with pytest.raises(UserError, match=r"a/2.png is a link to .*tar --dereference"):
         open_source(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, target)}))
 
 
-def test_stream_with_a_linked_member_is_a_user_error(tmp_path: Path) -> None:
+def test_stream_with_a_linked_member_is_a_user_error(tmp_path):
     stream = Stream(
         "s", str(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, "a/1.png")}))
     )

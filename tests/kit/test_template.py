@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +45,7 @@ from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_render_assistant_turns_and_stop_token_carry_loss(name: str) -> None:
+def test_render_assistant_turns_and_stop_token_carry_loss(name):
     form, stop = template(name), STOPS[name]
     assert texts_with_loss(form, HI, HELLO) == ["Hello  there!" + stop]
     assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [
@@ -56,99 +54,86 @@ def test_render_assistant_turns_and_stop_token_carry_loss(name: str) -> None:
     ]
     if name not in ("gemma", "by_index"):
         assert texts_with_loss(form, SYSTEM, HI, HELLO) == ["Hello  there!" + stop]
-    assert form.render(Row(messages=(HI, HELLO))).stops
+    assert form.render(chat_row(HI, HELLO)).stops
 
 
-def test_render_mistral_without_header_and_with_moved_system_prompt() -> None:
-    form = template("mistral")
-    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [
-        " Hello  there!</s>",
-        " Ciao\n\n  now.</s>",
-    ]
-    assert texts_with_loss(form, SYSTEM, HI, HELLO, BYE, CIAO) == [
-        " Hello  there!</s>",
-        " Ciao\n\n  now.</s>",
-    ]
-    text = form.render(Row(messages=(SYSTEM, HI, HELLO, BYE, CIAO))).text
-    assert text.index("Be brief.") > text.index("Hello"), (
-        "before the last question: no rendering of a prefix contains it"
-    )
+def chat_row(*messages, **columns) -> Row:
+    return Row(messages=messages, **columns)
+
+
+def bad_row(form: ChatTemplate, row: Row) -> str:
+    """The reason why a form refuses a row."""
+    with pytest.raises(BadRow) as bad:
+        form.render(row)
+    return bad.value.reason
+
+
+def learnt(form: ChatTemplate, *messages) -> str:
+    """The text of the tokens that carry loss."""
+    ids, loss, _ = form.tokenize(form.render(chat_row(*messages)))
+    return form.tokenizer.decode([id for id, has in zip(ids, loss, strict=True) if has])
+
+
+def test_render_mistral_without_header_and_with_moved_system_prompt():
+    form, answers = template("mistral"), [" Hello  there!</s>", " Ciao\n\n  now.</s>"]
+    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == answers
+    assert texts_with_loss(form, SYSTEM, HI, HELLO, BYE, CIAO) == answers
+    text = form.render(chat_row(SYSTEM, HI, HELLO, BYE, CIAO)).text
+    # Before the last question: no rendering of a prefix contains it.
+    assert text.index("Be brief.") > text.index("Hello")
     call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'
-    assert texts_with_loss(form, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [
-        call,
-        " Ciao\n\n  now.</s>",
-    ]
+    assert texts_with_loss(form, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [call, answers[1]]
 
 
-def test_render_default_system_prompt_is_written_once() -> None:
-    text = template("qwen2_5").render(Row(messages=(HI, HELLO, BYE, CIAO, HI, HELLO))).text
+def test_render_default_system_prompt_is_written_once():
+    text = template("qwen2_5").render(chat_row(HI, HELLO, BYE, CIAO, HI, HELLO)).text
     assert text.count("You are a helpful assistant.") == 1
 
 
-def test_render_tool_calls_carry_loss_and_results_do_not() -> None:
+def test_render_tool_calls_carry_loss_and_results_do_not():
     both = message("assistant", "Let me see.", tool_calls=[*CALL.extra["tool_calls"]] * 2)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    end = ["Ciao\n\n  now.<|im_end|>"]
-    messages = (SYSTEM, HI, CALL, RESULT, RESULT, both, RESULT, CIAO)
-    turns = [call + "<|im_end|>", f"Let me see.\n{call}\n{call}<|im_end|>", *end]
-    assert texts_with_loss(template("qwen2_5"), *messages, tools=(TOOL,)) == turns
-    assert texts_with_loss(
-        template("qwen3"), *messages[:-1], message("assistant", "4"), tools=(TOOL,)
-    ) == [
-        *turns[:2],
-        "4<|im_end|>",
-    ]
-    llama = template(
-        "llama3"
-    )  # writes the first question outside of its loop, and dumps results as JSON
+    messages = (SYSTEM, HI, CALL, RESULT, RESULT, both, RESULT)
+    turns = [call + "<|im_end|>", f"Let me see.\n{call}\n{call}<|im_end|>"]
+    found = texts_with_loss(template("qwen2_5"), *messages, CIAO, tools=(TOOL,))
+    assert found == [*turns, "Ciao\n\n  now.<|im_end|>"]
+    found = texts_with_loss(template("qwen3"), *messages, message("assistant", "4"), tools=(TOOL,))
+    assert found == [*turns, "4<|im_end|>"]
+    # Llama's writes the first question outside of its loop, and dumps results as JSON.
+    form, end = template("llama3"), "Ciao\n\n  now.<|eot_id|>"
     call = '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'
-    assert texts_with_loss(llama, SYSTEM, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [
-        call,
-        "Ciao\n\n  now.<|eot_id|>",
-    ]
-    assert texts_with_loss(llama, HI, CALL, message("tool", "a\n5", loss=True), CIAO) == [
-        call,
-        "a\\n5",  # a quotation mark separates it from the stop token
-        "Ciao\n\n  now.<|eot_id|>",
-    ]
+    assert texts_with_loss(form, SYSTEM, HI, CALL, RESULT, CIAO, tools=(TOOL,)) == [call, end]
+    result = message("tool", "a\n5", loss=True)  # a quotation mark separates it from the stop token
+    assert texts_with_loss(form, HI, CALL, result, CIAO) == [call, "a\\n5", end]
 
 
-def test_render_tool_call_with_null_function_is_a_bad_row() -> None:
+def test_render_tool_call_with_null_function_is_a_bad_row():
     """Arrow fills a missing `function` with null, where a row has the name directly in the call."""
     call = message("assistant", tool_calls=[{"function": None, "name": "add", "arguments": {}}])
-    with pytest.raises(BadRow) as bad:
-        template("qwen2_5").render(Row(messages=(HI, call)))
-    assert bad.value.reason == "template"
+    assert bad_row(template("qwen2_5"), chat_row(HI, call)) == "template"
 
 
-def test_render_reasoning_that_the_template_keeps_carries_loss() -> None:
-    form = template("qwen3")
+def test_render_reasoning_that_the_template_keeps_carries_loss():
+    form, end = template("qwen3"), "Ciao\n\n  now.<|im_end|>"
     thought = message("assistant", "<think>\nhm, hm\n</think>\n\nFour.")
     apart = message("assistant", "Four.", reasoning_content="hm, hm")
     older = message("assistant", "Four.", reasoning="hm, hm")
     for turn in thought, apart, older:
         assert texts_with_loss(form, HI, turn) == ["<think>\nhm, hm\n</think>\n\nFour.<|im_end|>"]
-        assert texts_with_loss(form, HI, turn, BYE, CIAO) == ["Ciao\n\n  now.<|im_end|>"]
-        assert "hm" not in form.render(Row(messages=(HI, turn, BYE, CIAO))).text
+        assert texts_with_loss(form, HI, turn, BYE, CIAO) == [end]
+        assert "hm" not in form.render(chat_row(HI, turn, BYE, CIAO)).text
     assert texts_with_loss(form, HI, HELLO) == ["Hello  there!<|im_end|>"]
-    steps = texts_with_loss(
-        form,
-        HI,
-        message("assistant", tool_calls=CALL.extra["tool_calls"], reasoning_content="use it"),
-        RESULT,
-        apart,
-    )
+    calls = CALL.extra["tool_calls"]
+    call = message("assistant", tool_calls=calls, reasoning_content="use it")
+    steps = texts_with_loss(form, HI, call, RESULT, apart)
     assert steps[0].startswith("<think>\nuse it\n</think>\n\n<tool_call>")
     assert steps[1].startswith("<think>\nhm, hm\n</think>")
     # What the generation prompt already contains carries no loss.
     off = template("qwen3", enable_thinking=False)
-    assert texts_with_loss(off, HI, HELLO, BYE, CIAO) == [
-        "Hello  there!<|im_end|>",
-        "Ciao\n\n  now.<|im_end|>",
-    ]
+    assert texts_with_loss(off, HI, HELLO, BYE, CIAO) == ["Hello  there!<|im_end|>", end]
 
 
-def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block() -> None:
+def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block():
     form, stop = template("deepseek_r1"), R1[1]
     tag = message("assistant", "<think>\nlong\n</think><b>4</b>")
     assert texts_with_loss(form, HI, tag, BYE, CIAO) == ["Ciao\n\n  now." + stop]
@@ -161,13 +146,13 @@ def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block() -> None
     assert runs[1:] == ["Hello  there!" + stop, "Ciao\n\n  now." + stop]
 
 
-def test_render_trimmed_contents_carry_loss_without_white_space() -> None:
+def test_render_trimmed_contents_carry_loss_without_white_space():
     spaced = message("assistant", "\n\n Hello \n")
     assert texts_with_loss(template("gemma"), HI, spaced, BYE, spaced) == ["Hello<end_of_turn>"] * 2
     assert texts_with_loss(template("phi3"), HI, message("assistant", "")) == ["<|end|>"]
 
 
-def test_render_generation_blocks_equal_transformers_assistant_mask() -> None:
+def test_render_generation_blocks_equal_transformers_assistant_mask():
     form = template("generation")
     messages = [
         {"role": m.role, "content": m.parts[0].value} for m in (SYSTEM, HI, HELLO, BYE, CIAO)
@@ -175,28 +160,26 @@ def test_render_generation_blocks_equal_transformers_assistant_mask() -> None:
     expected = form.tokenizer.apply_chat_template(
         messages, return_assistant_tokens_mask=True, return_dict=True
     )
-    ids, loss, _ = form.tokenize(form.render(Row(messages=(SYSTEM, HI, HELLO, BYE, CIAO))))
+    ids, loss, _ = form.tokenize(form.render(chat_row(SYSTEM, HI, HELLO, BYE, CIAO)))
     assert ids == expected["input_ids"]
     assert loss == [bool(flag) for flag in expected["assistant_masks"]]
 
 
-def test_render_stop_token_after_the_loop_carries_loss_and_the_next_turn_does_not() -> None:
+def test_render_stop_token_after_the_loop_carries_loss_and_the_next_turn_does_not():
     after = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}</s>"  # without a generation prompt
     form = ChatTemplate(tokenizer("zephyr", chat_template=after))
     assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == ["Hello  there!", "Ciao\n\n  now.</s>"]
-    assert not form.render(Row(messages=(HI, HELLO, BYE, CIAO))).stops
-    assert form.render(Row(messages=(HI, HELLO))).stops
+    assert not form.render(chat_row(HI, HELLO, BYE, CIAO)).stops
+    assert form.render(chat_row(HI, HELLO)).stops
 
 
 @pytest.mark.parametrize("name", [*STOPS, "mistral", "qwen3"])
-def test_render_message_loss_overrides_the_role(name: str) -> None:
+def test_render_message_loss_overrides_the_role(name):
     form = template(name)
     stop = STOPS.get(name, "" if name == "mistral" else "<|im_end|>")
     stop = "" if name in ("deepseek_r1", "by_index") else stop  # no stop token after a question
-    question, silent = (
-        message("user", " Bye?", loss=True),
-        message("assistant", "Hello  there!", loss=False),
-    )
+    question = message("user", " Bye?", loss=True)
+    silent = message("assistant", "Hello  there!", loss=False)
     last = texts_with_loss(form, HI, HELLO)[-1].replace("Hello  there!", "Ciao\n\n  now.")
     assert texts_with_loss(form, HI, silent, BYE, CIAO) == [last]
     assert texts_with_loss(form, HI, silent, question, CIAO) == ["Bye?" + stop, last]
@@ -204,110 +187,83 @@ def test_render_message_loss_overrides_the_role(name: str) -> None:
         rules = message("system", "Be brief.", loss=True)
         text = texts_with_loss(form, rules, HI, silent, BYE, CIAO)[0]
         assert text.removeprefix("Be brief.") in ("", stop, "<|im_end|>")
-    with pytest.raises(BadRow) as bad:
-        form.render(Row(messages=(HI, silent)))
-    assert bad.value.reason == "nothing_to_learn"
+    assert bad_row(form, chat_row(HI, silent)) == "nothing_to_learn"
 
 
 @pytest.mark.parametrize("options", [{}, {"add_vision_id": True}])
-def test_render_media_are_located_at_the_templates_placeholders(options: dict[str, Any]) -> None:
+def test_render_media_are_located_at_the_templates_placeholders(options):
     form = ChatTemplate(Processor("qwen_vl"), **options)
+    asks = message("user", IMAGE, "and", VIDEO, IMAGE, "?")
     shows = message("assistant", "Like ", IMAGE, " this.")
-    row = Row(
-        messages=(
-            message("user", IMAGE, "and", VIDEO, IMAGE, "?"),
-            HELLO,
-            message("user", VIDEO),
-            shows,
-        )
-    )
+    row = chat_row(asks, HELLO, message("user", VIDEO), shows)
     rendered = form.render(row)
-    assert [(place.index, place.kind) for place in rendered.media] == list(
-        enumerate(p.kind for p in row.media())
-    )
-    for place in rendered.media:
-        assert rendered.text[slice(*place.span)] == f"<|{place.kind}_pad|>"
-        assert (
-            rendered.text[slice(*place.outer)]
-            == f"<|vision_start|><|{place.kind}_pad|><|vision_end|>"
-        )
+    kinds = [place.kind for place in rendered.media]
+    assert [place.index for place in rendered.media] == [*range(len(kinds))]
+    assert kinds == [part.kind for part in row.media()]
     ids, _, media = form.tokenize(rendered)
     for place, token in zip(rendered.media, media, strict=True):
-        assert form.tokenizer.decode(ids[slice(*token.span)]) == rendered.text[slice(*place.span)]
-        assert form.tokenizer.decode(ids[slice(*token.outer)]) == rendered.text[slice(*place.outer)]
-    label = "Picture 3: " if options else ""
-    assert texts_with_loss(form, *row.messages) == [
-        "Hello  there!<|im_end|>",
-        "Like " + label,
-        " this.<|im_end|>",
-    ]
+        inner, outer = (rendered.text[slice(*span)] for span in (place.span, place.outer))
+        assert inner == f"<|{place.kind}_pad|>"
+        assert outer == f"<|vision_start|>{inner}<|vision_end|>"
+        assert form.tokenizer.decode(ids[slice(*token.span)]) == inner
+        assert form.tokenizer.decode(ids[slice(*token.outer)]) == outer
+    label = "Like Picture 3: " if options else "Like "
+    expected = ["Hello  there!<|im_end|>", label, " this.<|im_end|>"]
+    assert texts_with_loss(form, *row.messages) == expected
 
 
-def test_render_placeholder_in_row_text_is_a_bad_row() -> None:
+def test_render_placeholder_in_row_text_is_a_bad_row():
     form = ChatTemplate(Processor("qwen_vl"))
     literal = message("assistant", "Write <|image_pad|> there.")
-    for row in (
-        Row(messages=(message("user", IMAGE), literal)),
-        Row(messages=(HI, literal)),
-        Row(text="a <|video_pad|> b"),
-    ):
-        with pytest.raises(BadRow, match="placeholder_in_text"):
-            form.render(row)
-    named = "{% for m in messages %}{{ m.name }}{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
-    named += "{% endfor %}"
+    shown = chat_row(message("user", IMAGE), literal)
+    for row in (shown, chat_row(HI, literal), Row(text="a <|video_pad|> b")):
+        assert bad_row(form, row) == "placeholder_in_text"
+    named = "{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
+    named = "{% for m in messages %}{{ m.name }}" + named + "{% endfor %}"
     other = ChatTemplate(tokenizer("qwen_vl", chat_template=named))
-    assert len(other.render(Row(messages=(message("user", IMAGE, name="Eve"), HELLO))).media) == 1
-    with pytest.raises(BadRow, match="placeholder_in_text"):
-        other.render(Row(messages=(message("user", IMAGE, name="<|image_pad|>"), HELLO)))
-    assert texts_with_loss(
-        form, message("user", "What is <image>?", IMAGE), message("assistant", "<video> is HTML")
-    ) == ["<video> is HTML<|im_end|>"]
+    assert len(other.render(chat_row(message("user", IMAGE, name="Eve"), HELLO)).media) == 1
+    row = chat_row(message("user", IMAGE, name="<|image_pad|>"), HELLO)
+    assert bad_row(other, row) == "placeholder_in_text"
+    tags = message("user", "What is <image>?", IMAGE), message("assistant", "<video> is HTML")
+    assert texts_with_loss(form, *tags) == ["<video> is HTML<|im_end|>"]
 
 
-def test_render_llava_typed_texts_with_images_moved_to_the_front() -> None:
+def test_render_llava_typed_texts_with_images_moved_to_the_front():
     form = ChatTemplate(Processor("llava"))
     assert form.renderer.typed_content
     assert texts_with_loss(form, SYSTEM, HI, HELLO, message("user", "this:", IMAGE), CIAO) == [
         "Hello  there!",
         "Ciao\n\n  now.",
     ]
-    rendered = form.render(Row(messages=(message("user", "this:", IMAGE), CIAO)))
+    rendered = form.render(chat_row(message("user", "this:", IMAGE), CIAO))
     assert rendered.text == "USER: <image>\nthis: ASSISTANT: Ciao\n\n  now. "
     assert not rendered.stops, "the format has no stop token"
 
 
-def test_render_media_without_placeholder_is_a_bad_row() -> None:
-    shown = Row(messages=(message("user", Part("audio", "a.wav"), IMAGE), HELLO))
+def test_render_media_without_placeholder_is_a_bad_row():
+    shown = chat_row(message("user", Part("audio", "a.wav"), IMAGE), HELLO)
     for form in template("qwen2_5"), template("llama3"), ChatTemplate(Processor("qwen_vl")):
-        with pytest.raises(BadRow, match="unsupported_media"):
-            form.render(shown)
-    with pytest.raises(
-        BadRow, match="unsupported_media"
-    ):  # three special tokens: the placeholder is ambiguous
-        template("qwen_vl").render(Row(messages=(message("user", IMAGE), HELLO)))
+        assert bad_row(form, shown) == "unsupported_media"
+    # Three special tokens: the placeholder is ambiguous.
+    row = chat_row(message("user", IMAGE), HELLO)
+    assert bad_row(template("qwen_vl"), row) == "unsupported_media"
     named = ChatTemplate(tokenizer("qwen_vl"), placeholders={"image": "<|image_pad|>"})
-    assert len(named.render(Row(messages=(message("user", IMAGE, IMAGE), HELLO))).media) == 2
+    assert len(named.render(chat_row(message("user", IMAGE, IMAGE), HELLO)).media) == 2
 
 
-def test_render_row_content_left_out_by_the_template_is_a_bad_row() -> None:
-    no_tools, roles = (
-        template("phi3"),
-        "{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}",
-    )
+def test_render_row_content_left_out_by_the_template_is_a_bad_row():
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}"
+    roles = ChatTemplate(tokenizer("zephyr", chat_template=source))
+    two_calls = message("assistant", tool_calls=CALL.extra["tool_calls"] * 2)
     for form, row in (
-        (no_tools, Row(messages=(HI, HELLO), tools=(TOOL,))),
-        (no_tools, Row(messages=(HI, CALL, RESULT, HELLO))),
-        (template("gemma"), Row(messages=(SYSTEM, HI, HELLO))),
-        (template("gemma"), Row(messages=(HI, HELLO, HELLO))),
-        (
-            template("llama3"),
-            Row(messages=(HI, message("assistant", tool_calls=CALL.extra["tool_calls"] * 2))),
-        ),
-        (ChatTemplate(tokenizer("zephyr", chat_template=roles)), Row(messages=(SYSTEM, HI, HELLO))),
+        (template("phi3"), chat_row(HI, HELLO, tools=(TOOL,))),
+        (template("phi3"), chat_row(HI, CALL, RESULT, HELLO)),
+        (template("gemma"), chat_row(SYSTEM, HI, HELLO)),
+        (template("gemma"), chat_row(HI, HELLO, HELLO)),
+        (template("llama3"), chat_row(HI, two_calls)),
+        (roles, chat_row(SYSTEM, HI, HELLO)),
     ):
-        with pytest.raises(BadRow) as bad:
-            form.render(row)
-        assert bad.value.reason == "template"
+        assert bad_row(form, row) == "template"
 
 
 @pytest.mark.parametrize(
@@ -319,18 +275,21 @@ def test_render_row_content_left_out_by_the_template_is_a_bad_row() -> None:
         "{{ raise_exception('never') }}",
     ],
 )
-def test_chat_template_unusable_source_is_a_user_error(source: str) -> None:
+def test_chat_template_unusable_source_is_a_user_error(source):
     with pytest.raises(UserError, match="chat template"):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
 
 
-def test_render_ambiguous_spans_are_bad_rows() -> None:
+def test_render_ambiguous_spans_are_bad_rows():
     # The header of answers is not the generation prompt; a text is shown twice; a text decides what is shown.
-    other = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{{ 'A:' if add_generation_prompt }}"
-    twice = (
-        "{% for m in messages %}{{ m.content }}{{ m.content if m.role == 'user' }}</s>{% endfor %}"
+    loop = "{% for m in messages %}"
+    other = (
+        loop + "<{{ m.role }}>{{ m.content }}</s>{% endfor %}{{ 'A:' if add_generation_prompt }}"
     )
-    peeks = "{% for m in messages %}{{ 'yes' if m.content.startswith('B') else 'no' }}{{ m.content }}</s>{% endfor %}"
+    twice = loop + "{{ m.content }}{{ m.content if m.role == 'user' }}</s>{% endfor %}"
+    peeks = (
+        loop + "{{ 'yes' if m.content.startswith('B') else 'no' }}{{ m.content }}</s>{% endfor %}"
+    )
     drops = "{% for m in messages if m.content != 'x' %}{{ m.content }}</s>{% endfor %}"
     question = message("user", "Bye?", loss=True)
     for source, messages in (
@@ -340,11 +299,9 @@ def test_render_ambiguous_spans_are_bad_rows() -> None:
         (drops, (HI, message("assistant", "x"))),
     ):
         form = ChatTemplate(tokenizer("zephyr", chat_template=source))
-        with pytest.raises(BadRow) as bad:
-            form.render(Row(messages=messages))
-        assert bad.value.reason == "mask"
+        assert bad_row(form, chat_row(*messages)) == "mask"
     with pytest.raises(BadRow, match="no characters"):
-        template("qwen2_5").render(Row(messages=(message("user", "\ufdd0{0\ufdd1"), HELLO)))
+        template("qwen2_5").render(chat_row(message("user", "\ufdd0{0\ufdd1"), HELLO))
 
 
 @settings(max_examples=60, deadline=None)
@@ -352,9 +309,7 @@ def test_render_ambiguous_spans_are_bad_rows() -> None:
 @pytest.mark.parametrize(
     ("name", "oracle"), [("qwen2_5", chatml), ("phi3", phi), ("llama3", llama)]
 )
-def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(
-    name: str, oracle: Any, data: st.DataObject
-) -> None:
+def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(name, oracle, data):
     text = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
     turn = st.tuples(text, text, st.sampled_from([None, True, False]))
     messages = [message("system", data.draw(text))] if data.draw(st.booleans()) else []
@@ -363,7 +318,7 @@ def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(
     flags = [message.role == "assistant" and message.loss is not False for message in messages]
     if not any(flags):
         return
-    rendered = template(name).render(Row(messages=tuple(messages)))
+    rendered = template(name).render(chat_row(*messages))
     pieces = oracle(
         [(m.role, m.parts[0].value, flag) for m, flag in zip(messages, flags, strict=True)]
     )
@@ -375,17 +330,13 @@ def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(
 
 
 @pytest.mark.parametrize("trim", [False, True])
-def test_tokenize_white_space_in_an_answer_carries_loss_with_trimmed_offsets(trim: bool) -> None:
+def test_tokenize_white_space_in_an_answer_carries_loss_with_trimmed_offsets(trim):
     code = "def f(x):\n        if x:\n            return   x\n"
     form = ChatTemplate(tokenizer("phi3", trim=trim))
-    ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, message("assistant", code)))))
-    learns = [id for id, has in zip(ids, loss, strict=True) if has]
-    assert form.tokenizer.decode(learns) == code + "<|end|>"
+    assert learnt(form, HI, message("assistant", code)) == code + "<|end|>"
 
 
-def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must_start_inside() -> (
-    None
-):
+def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must_start_inside():
     form = template("phi3")
     text = "<|user|>\n\n hello<|end|>\n"
     ids = form.tokenizer(text).input_ids
@@ -394,78 +345,60 @@ def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must
     for start, first in (8, 1), (9, 1), (10, 2):
         _, loss, _ = form.tokenize(Rendered(text, ((start, text.index("\n", 11)),)))
         assert [i for i, has in enumerate(loss) if has] == list(range(first, len(ids) - 1))
-    greedy = copy.deepcopy(
-        form.tokenizer
-    )  # as in Phi-3's tokenizer: they include the white space after them
-    greedy.add_tokens(
-        [AddedToken(token, rstrip=True, special=True) for token in PHI], special_tokens=True
-    )
-    form = ChatTemplate(greedy)
-    ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, message("assistant", "\n\n ok")))))
-    assert greedy.decode([id for id, has in zip(ids, loss, strict=True) if has]) == "ok<|end|>"
+    # As in Phi-3's tokenizer: special tokens include the white space after them.
+    greedy = copy.deepcopy(form.tokenizer)
+    tokens = [AddedToken(token, rstrip=True, special=True) for token in PHI]
+    greedy.add_tokens(tokens, special_tokens=True)
+    assert learnt(ChatTemplate(greedy), HI, message("assistant", "\n\n ok")) == "ok<|end|>"
 
 
-def test_tokenize_text_row_carries_loss_everywhere_with_one_bos_and_eos() -> None:
+def test_tokenize_text_row_carries_loss_everywhere_with_one_bos_and_eos():
     form = ChatTemplate(adds_bos("zephyr"))
     bos, eos = form.tokenizer.bos_token_id, form.tokenizer.eos_token_id
     for text in "hello", "<s>hello", "hello</s>", "<s>hello</s>":
         ids, loss, _ = form.tokenize(form.render(Row(text=text)))
         assert (ids[0], ids[-1], ids.count(bos), ids.count(eos)) == (bos, eos, 1, 1)
         assert all(loss[1:])
-    ids, loss, _ = template("qwen2_5").tokenize(template("qwen2_5").render(Row(text="hello")))
-    assert template("qwen2_5").tokenizer.decode(ids) == "hello<|endoftext|>"
+    other = template("qwen2_5")
+    ids, loss, _ = other.tokenize(other.render(Row(text="hello")))
+    assert other.tokenizer.decode(ids) == "hello<|endoftext|>"
     assert all(loss)
     for text in "", " \n":
-        with pytest.raises(BadRow, match="nothing_to_learn"):
-            form.render(Row(text=text))
+        assert bad_row(form, Row(text=text)) == "nothing_to_learn"
 
 
-def test_tokenize_conversation_has_the_bos_of_its_template_or_processor() -> None:
-    for name, process, count in (
-        ("llama3", 0, 1),
-        ("zephyr", 0, 0),
-        ("llama3", 1, 1),
-        ("zephyr", 1, 1),
-    ):
+def test_tokenize_conversation_has_the_bos_of_its_template_or_processor():
+    cases = ("llama3", 0, 1), ("zephyr", 0, 0), ("llama3", 1, 1), ("zephyr", 1, 1)
+    for name, process, count in cases:
         made = adds_bos(name)
         form = ChatTemplate(SimpleNamespace(tokenizer=made) if process else made)
-        ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, HELLO))))
+        ids, _, _ = form.tokenize(form.render(chat_row(HI, HELLO)))
         assert ids.count(made.bos_token_id) == count
-        assert made.decode([id for id, has in zip(ids, loss, strict=True) if has]).startswith(
-            "Hello  there!"
-        )
-    shown = Processor("llava", adds_bos("llava"))
-    ids, _, media = ChatTemplate(shown).tokenize(
-        ChatTemplate(shown).render(Row(messages=(message("user", IMAGE), HELLO)))
-    )
-    assert [ids[0], *ids[slice(*media[0].span)]] == shown.tokenizer.convert_tokens_to_ids(
-        ["<s>", "<image>"]
-    )
+        assert learnt(form, HI, HELLO).startswith("Hello  there!")
+    form = ChatTemplate(Processor("llava", adds_bos("llava")))
+    ids, _, media = form.tokenize(form.render(chat_row(message("user", IMAGE), HELLO)))
+    tokens = form.tokenizer.convert_ids_to_tokens([ids[0], *ids[slice(*media[0].span)]])
+    assert tokens == ["<s>", "<image>"]
 
 
-def test_truncate_never_splits_a_media_span() -> None:
+def test_truncate_never_splits_a_media_span():
     ids, loss = list(range(12)), [False] * 2 + [True] * 10
     media = [(3, 6), (6, 8), (9, 11)]
+    sizes = {}
     for limit in range(4, 14):
         kept, mask, whole = truncate(ids, loss, media, limit)
+        sizes[limit] = len(kept)
         assert kept == ids[: len(kept)]
         assert len(kept) == len(mask) <= limit
         assert all(end <= len(kept) or start >= len(kept) for start, end in media)
         assert whole == sum(end <= len(kept) for _, end in media)
-    assert [len(truncate(ids, loss, media, limit)[0]) for limit in (4, 6, 7, 8, 10, 99)] == [
-        3,
-        6,
-        6,
-        8,
-        9,
-        12,
-    ]
+    assert [*sizes.values()] == [3, 3, 6, 6, 8, 9, 9, 11, 12, 12]
     for mask, limit in (loss, 2), ([True] + [False] * 11, 12):  # nothing predicts the first token
         with pytest.raises(BadRow, match="nothing_to_learn"):
             truncate(ids, mask, media, limit)
 
 
-def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template() -> None:
+def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template():
     form = pickle.loads(pickle.dumps(template("qwen3")))
     assert texts_with_loss(form, HI, HELLO) == texts_with_loss(template("qwen3"), HI, HELLO)
     with pytest.raises(UserError, match="fast tokenizer"):
@@ -474,12 +407,12 @@ def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template() ->
     bare.chat_template = None
     ChatTemplate(bare).render(Row(text="hello"))
     with pytest.raises(UserError, match="no chat template"):
-        ChatTemplate(bare).render(Row(messages=(HI, HELLO)))
+        ChatTemplate(bare).render(chat_row(HI, HELLO))
 
 
 def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_its_tokenizer(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     tokenizer("qwen_vl").save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(

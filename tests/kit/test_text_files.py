@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
 
 
-def test_csv_file_rows_keep_line_numbers_and_empty_cells_are_absent(tmp_path: Path) -> None:
+def test_csv_file_rows_keep_line_numbers_and_empty_cells_are_absent(tmp_path):
     (tmp_path / "a.csv").write_bytes(
         '\ufeffprompt,completion,n\r\n"a\r\n,b",c,\r\n\r\nd,e\r\nf,g,1\r\n'.encode()
     )
@@ -29,7 +28,7 @@ def test_csv_file_rows_keep_line_numbers_and_empty_cells_are_absent(tmp_path: Pa
     }
 
 
-def test_text_file_gives_one_row_per_line(tmp_path: Path) -> None:
+def test_text_file_gives_one_row_per_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one \r\n\n{two}\n\xff")
     source = open_source(tmp_path / "a.txt")
     assert [source[i] for i in range(2)] == [{"text": "one "}, {"text": "{two}"}]
@@ -38,13 +37,13 @@ def test_text_file_gives_one_row_per_line(tmp_path: Path) -> None:
         source[2]
 
 
-def test_open_source_json_list_in_a_jsonl_file_is_read_as_a_list(tmp_path: Path) -> None:
+def test_open_source_json_list_in_a_jsonl_file_is_read_as_a_list(tmp_path):
     rows = [{"text": "a"}, {"text": "b"}]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows, indent=1))
     assert list(open_source(tmp_path / "a.jsonl")) == rows
 
 
-def test_csv_file_messages_may_be_a_json_string(tmp_path: Path) -> None:
+def test_csv_file_messages_may_be_a_json_string(tmp_path):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     cell = json.dumps(messages).replace('"', '""')
     (tmp_path / "a.csv").write_text(f'id,messages\n1,"{cell}"\n2,"[{{\'role\'"\n')

@@ -15,7 +15,7 @@ from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 
 @pytest.mark.slow
-def test_run_with_timeout_process_exits_while_a_decoder_hangs() -> None:
+def test_run_with_timeout_process_exits_while_a_decoder_hangs():
     code = """
 import ctypes
 from mvp_engine.kit.data.read.row_types import BadRow
@@ -42,7 +42,7 @@ class HangingDataset(torch.utils.data.Dataset):
             return bad.reason
 
 
-def test_run_with_timeout_dataloader_workers_continue_and_exit() -> None:
+def test_run_with_timeout_dataloader_workers_continue_and_exit():
     started = time.monotonic()
     assert list(torch.utils.data.DataLoader(HangingDataset(), batch_size=1, num_workers=1)) == [
         ["timeout"],

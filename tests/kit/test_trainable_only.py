@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from families import layout_of
-from folders import alone, entries, folder_of, same
-from lora_models import adam, steps
+from folders import alone, folder_of, same
+from lora_models import adam, exported, steps
 from test_api import constant
 from torch import Tensor, nn
 
@@ -29,7 +26,7 @@ class Net(nn.Module):
 
     fresh = ("head.*",)
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -45,7 +42,7 @@ class Net(nn.Module):
 
 
 def plain_engine(
-    seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings: Any
+    seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings
 ) -> FSDPEngine:
     model = MLLMModelKit(lora).adapt(Net(seed))
     engine = FSDPEngine(model, layout or alone(), Settings(**settings))
@@ -53,7 +50,7 @@ def plain_engine(
     return engine
 
 
-def step(engine: FSDPEngine) -> None:
+def step(engine: FSDPEngine):
     engine.train_batch([X], lambda x: (engine.model(x).square().sum(), 3.0))
 
 
@@ -72,9 +69,7 @@ def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
         return tensors(engine)
 
 
-def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(
-    ranks2, tmp_path: Path
-) -> None:
+def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2, tmp_path):
     start = plain_engine(0, Lora(rank=2))
     assert torch.equal(start.model(X), Net()(X))
     adapted = [name for name, _ in start.model.named_parameters() if "lora_A" in name]
@@ -98,7 +93,7 @@ def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(
         plain_engine(1, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
 
 
-def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path: Path) -> None:
+def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path):
     from peft import PeftModel
 
     engine = plain_engine(0, Lora(rank=2, rslora=True))
@@ -111,10 +106,8 @@ def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainable_only", [None, False, True])
-def test_frozen_plain_module_is_saved_whole_unless_trainable_only(
-    trainable_only: bool | None, tmp_path: Path
-) -> None:
-    settings: Any = {"freeze": ("blocks.*",), "trainable_only": trainable_only}
+def test_frozen_plain_module_is_saved_whole_unless_trainable_only(trainable_only, tmp_path):
+    settings = {"freeze": ("blocks.*",), "trainable_only": trainable_only}
     engine = plain_engine(0, **settings)
     step(engine)
     engine.save_checkpoint(tmp_path / "saved")
@@ -128,7 +121,7 @@ def test_frozen_plain_module_is_saved_whole_unless_trainable_only(
             plain_engine(0).load_checkpoint(tmp_path / "saved")  # nothing is frozen now
 
 
-def test_lora_with_trainable_only_false_saves_the_base_too(tmp_path: Path) -> None:
+def test_lora_with_trainable_only_false_saves_the_base_too(tmp_path):
     engine = plain_engine(0, Lora(rank=2), trainable_only=False)
     engine.save_checkpoint(tmp_path / "saved")
     other = plain_engine(1, Lora(rank=2))
@@ -137,11 +130,11 @@ def test_lora_with_trainable_only_false_saves_the_base_too(tmp_path: Path) -> No
 
 
 def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its_folder(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder_of("qwen3", tmp_path / "base")
 
-    def built(**settings: Any) -> LanguageModelEngine:
+    def built(**settings):
         model = LanguageModelEngine.build_model(ModelSource(str(tmp_path / "base"), {}))
         engine = LanguageModelEngine(model, alone(), Settings(freeze=("*.mlp.*",), **settings))
         engine.initialize(adam, constant)
@@ -158,5 +151,4 @@ def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its
     assert same(tensors(again), tensors(engine))
     engine.export_hf(tmp_path / "export")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
-    exported = dict(entries(tmp_path / "export" / "model.safetensors"))
-    assert same(dict(entries(tmp_path / "merged" / "model.safetensors")), exported)
+    assert same(exported(tmp_path / "merged"), exported(tmp_path / "export"))

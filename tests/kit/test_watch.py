@@ -7,7 +7,6 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import run_process
@@ -20,11 +19,11 @@ from mvp_engine.kit.data.pack import worker_watchdog
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 
-def broken_at(kit: Any, row: int, what: Any) -> None:
+def broken_at(kit, row: int, what):
     """Call `what` when the row with this number is loaded."""
     load = kit.row_encoder.load
 
-    def replaced(sides: Any, root: Path, fields: dict[str, int]) -> Any:
+    def replaced(sides, root: Path, fields: dict[str, int]):
         if fields["sample"] == row:
             what()
         return load(sides, root, fields)
@@ -33,14 +32,12 @@ def broken_at(kit: Any, row: int, what: Any) -> None:
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> Any:
+def kit(tmp_path):
     rows = [{"text": f"hello {'very ' * 40}{i}"} for i in range(20)]
     return made(write(tmp_path / "a.jsonl", rows), tokenizer("zephyr"))
 
 
-def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(
-    kit: Any, monkeypatch
-) -> None:
+def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit, monkeypatch):
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
     with pytest.raises(
@@ -49,10 +46,10 @@ def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(
         list(kit.loader("train", num_workers=2))
 
 
-def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit: Any, monkeypatch) -> None:
+def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit, monkeypatch):
     """The other worker holds the pipe open, so that the reader alone would wait for ever."""
 
-    def send_half(connection: Connection, message: Any, *_: Any) -> None:
+    def send_half(connection, message, *_):
         os.write(connection.fileno(), bytes(message[: len(message) // 2]))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,14 +59,14 @@ def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit: Any, monk
         list(kit.loader("train", num_workers=2))
 
 
-def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkeypatch) -> None:
-    def fetching() -> Any:
+def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkeypatch):
+    def fetching():
         raise EOFError  # the worker is dead; torch reports it a moment later
         yield
 
     deaths = iter([RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")])
 
-    def positions(_: WorkerWatchdog) -> list[str]:
+    def positions(_):
         for error in deaths:
             raise error
         return ["worker 0 at a.jsonl:8"]
@@ -79,7 +76,8 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
         list(WorkerWatchdog().iterate(fetching, 1.0))
 
 
-def test_watchdog_hanging_worker_raises_with_its_row(kit: Any, monkeypatch) -> None:
+@pytest.mark.slow
+def test_watchdog_hanging_worker_raises_with_its_row(kit, monkeypatch):
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
     )  # until it is ended
@@ -89,21 +87,22 @@ def test_watchdog_hanging_worker_raises_with_its_row(kit: Any, monkeypatch) -> N
         list(kit.loader("train", num_workers=1))
 
 
-def test_watchdog_slow_worker_is_waited_for(kit: Any, monkeypatch) -> None:
+@pytest.mark.slow
+def test_watchdog_slow_worker_is_waited_for(kit, monkeypatch):
     load = kit.row_encoder.load
     kit.row_encoder.load = lambda *given: time.sleep(0.15) or load(*given)
     monkeypatch.setattr(MLLMData, "stall_seconds", 0.5)
     assert sum(batch.num_sequences for batch in kit.loader("train", num_workers=1)) == 20
 
 
-def test_watchdog_exception_in_a_worker_is_raised_unchanged(kit: Any) -> None:
+def test_watchdog_exception_in_a_worker_is_raised_unchanged(kit):
     broken_at(kit, 7, lambda: [][0])
     with pytest.raises(IndexError, match=r"while reading a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
 
 
 @pytest.mark.slow
-def test_measure_costs_forked_process_does_not_wait_for_parent_threads() -> None:
+def test_measure_costs_forked_process_does_not_wait_for_parent_threads():
     """Audio processors compute with torch; a forked process has none of the threads that torch started before."""
     code = """
 import torch

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import transformers as hf
 from PIL import Image
 from templates.tiny import FOLDER, tokenizer
 
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
-PATCH: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+PATCH = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 AREAS = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
-VIT: dict[str, Any] = {
+VIT = {
     **PATCH,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -27,7 +29,7 @@ VIT: dict[str, Any] = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-TEXT: dict[str, Any] = {
+TEXT = {
     "vocab_size": 400,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -39,7 +41,7 @@ TEXT: dict[str, Any] = {
 
 
 @cache
-def qwen3_vl() -> Any:
+def qwen3_vl():
     words = tokenizer("qwen_vl")
     videos = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
     template = (FOLDER / "qwen_vl.jinja").read_text()
@@ -48,8 +50,8 @@ def qwen3_vl() -> Any:
     )
 
 
-def model_config() -> Any:
-    ids: dict[str, Any] = {
+def model_config():
+    ids = {
         f"{kind}_token_id": tokenizer("qwen_vl").convert_tokens_to_ids(f"<|{kind}_pad|>")
         for kind in ("image", "video")
     }
@@ -58,7 +60,7 @@ def model_config() -> Any:
     return hf.Qwen3VLConfig(text_config={**TEXT, **rope}, vision_config=VIT, **ids)
 
 
-def chat(question: Any, answer: str) -> dict[str, Any]:
+def chat(question, answer: str):
     return {
         "messages": [
             {"role": "user", "content": question},
@@ -73,14 +75,14 @@ def write_image(file: Path, width: int, height: int, seed: int = 0) -> str:
     return file.name
 
 
-def write(file: Path, rows: list[Any]) -> Path:
+def write(file: Path, rows) -> Path:
     file.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
     return file
 
 
-def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLLMDataKit:
+def made(file: Path, processor, config=None, **settings) -> MLLMDataKit:
     """A data kit for one file; a step has two packs."""
     given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256}
     given |= {"cache": str(file.parent / "cache"), **settings}
@@ -101,3 +103,19 @@ def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
         ]
         found.append(chat(question, f"{len(names)} pictures."))
     return found
+
+
+@cache
+def _saved_model(parent: Path) -> Path:
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(parent / "model")
+    qwen3_vl().save_pretrained(parent / "model")
+    return parent / "model"
+
+
+@pytest.fixture
+def vlm_folder(tmp_path, tmp_path_factory, monkeypatch):
+    """The current folder, with a tiny Qwen3-VL in `model`, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(_saved_model(tmp_path_factory.getbasetemp()), tmp_path / "model")
+    return tmp_path

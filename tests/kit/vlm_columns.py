@@ -27,9 +27,9 @@ WHOLE_FOLDERS = (
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
 
 
-def columns(name: str, rows: Rows, pool: Any) -> dict[str, bool | str]:
+def columns(name: str, rows: Rows, pool) -> dict[str, bool | str]:
     """All columns of a type that is exact. `pool`: two ranks."""
-    found: dict[str, bool | str] = {"lora": lora(name, rows)}
+    found = {"lora": lora(name, rows)}
     for column in ("ulysses", "tensor"):
         found[column] = on_two_ranks(name, rows, pool, **{column: 2})
     found["export"] = True if name in WHOLE_FOLDERS else export(name, rows)
@@ -93,14 +93,14 @@ def export(name: str, rows: Rows) -> bool | str:
     )
 
 
-def _read(model_class: Any, folder: Path) -> tuple[Any, dict[str, list[str]]]:
+def _read(model_class, folder: Path) -> tuple[Any, dict[str, list[str]]]:
     """The model in a folder, and the tensors that are missing or unexpected."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, loading = model_class.from_pretrained(folder, **options)
     return model, {key: sorted(map(str, names)) for key, names in loading.items() if names}
 
 
-def on_two_ranks(name: str, rows: Rows, pool: Any, **sizes: int) -> bool | str:
+def on_two_ranks(name: str, rows: Rows, pool, **sizes: int) -> bool | str:
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     batch = PackedBatch.concat(rows.ones)
     answers = pool.run(_on_layout, name, pickle.dumps(batch), sizes, timeout=120.0)

@@ -21,7 +21,7 @@ from vlm_special import (
     qwen_like,
 )
 
-EXCEPTIONS: dict[str, Special] = {
+EXCEPTIONS = {
     "aria": Special(  # its processor fixes the size of images to 980
         options={"size_conversion": {980: 4}},
         config={

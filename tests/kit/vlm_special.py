@@ -54,8 +54,8 @@ QWEN_VIDEO = "Qwen2VLVideoProcessor"
 SIGLIP = {"options": {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}}
 
 
-def qwen_like(**changes: Any) -> Special:
-    found: dict[str, Any] = {
+def qwen_like(**changes) -> Special:
+    found = {
         "config": {"text_config": MROPE},
         "places": QWEN,
         "tokens": VISION_TOKENS,
@@ -64,7 +64,7 @@ def qwen_like(**changes: Any) -> Special:
     return Special(**{**found, **changes})
 
 
-def glm_like(**changes: Any) -> Special:
+def glm_like(**changes) -> Special:
     config = {"text_config": {**MROPE, "partial_rotary_factor": 1.0}}
     return Special(
         **{"config": config, "places": GLM, "tokens": GLM_TOKENS, "aliases": GLM_ALIASES, **changes}
@@ -124,7 +124,7 @@ QWEN2_5_OMNI = {
 QWEN3_OMNI = {"text_config": MROPE, "vision_config": {"patch_size": 14}, **START}
 
 
-def omni_like(processor_of: str, config: dict[str, Any]) -> Special:
+def omni_like(processor_of: str, config) -> Special:
     return qwen_like(
         processor_of=processor_of,
         images=OMNI_PATCH,

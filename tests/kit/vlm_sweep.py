@@ -108,7 +108,7 @@ def _last_line() -> str:
     return f"{kind.__name__ if kind else ''}: {error} ({' '.join(places)})"
 
 
-def check_type(config: Any, processor: Any, noise: float) -> Rows:
+def check_type(config, processor, noise: float) -> Rows:
     """Raise unless rows with media are exact through the data kit; returns them."""
     model = random_model(config, noise)
     check_packing(model)
@@ -118,7 +118,7 @@ def check_type(config: Any, processor: Any, noise: float) -> Rows:
     return rows
 
 
-def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
+def random_model(config, noise: float = 0.1) -> LanguageModel:
     """No weight is zero, and all media change the outputs by far more than the tolerance."""
     with torch.device("meta"):
         size = sum(
@@ -134,9 +134,9 @@ def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
     return model.eval()
 
 
-def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
+def _rows_of(model: LanguageModel, processor, folder: Path) -> Rows:
     """Rows with the media that the model takes, from files."""
-    settings: dict[str, Any] = {
+    settings = {
         "sources": [{"path": str(folder / "rows.jsonl")}],
         "micro_batch_tokens": 32768,
     }
@@ -153,14 +153,14 @@ def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
     )  # that of the files: the processor's own call does not resample
     if not kinds:
         raise UserError("the data kit finds no media in this processor")
-    items: list[list[tuple[str, int]]] = [[]]
+    items = [[]]
     for kind in kinds:
         items += [[(kind, 0)], [(kind, 1), (kind, 0)]]
     if len(kinds) > 1:
         items.append([(kind, 2) for kind in kinds])
     rows, media = [], []
     for i, of_row in enumerate(items):
-        blocks: list[Any] = [
+        blocks = [
             {"type": kind, kind: file_of(folder, kind, n, rate), "fps": 2.0} for kind, n in of_row
         ]
         media.append([opened(folder, block["type"], block[block["type"]]) for block in blocks])
@@ -193,15 +193,13 @@ def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
     return Rows(kinds, ones, given)
 
 
-def _row_of(row: dict[str, Any], item: int) -> dict[str, Any]:
+def _row_of(row, item: int):
     """The row with one of its media."""
     blocks = row["messages"][0]["content"]
     return _row([blocks[item]], blocks[-1]["text"], row["messages"][1]["content"])
 
 
-def _sounds_change(
-    processor: Any, together: dict[str, Any], row: dict[str, Any], media: list[Any]
-) -> bool:
+def _sounds_change(processor, together, row, media) -> bool:
     """Whether the last frames of sounds change with other sounds of the call, as where waveforms are padded.
 
     The data kit calls processors for one sound at a time.
@@ -235,7 +233,7 @@ def _kinds_of_model(
     ones: list[PackedBatch],
 ) -> tuple[list[str], list[int]]:
     """The kinds of media that pass the preflight, and the rows without others."""
-    problems: dict[str, str] = {}
+    problems = {}
     for kind in kinds:
         chosen = [
             one
@@ -255,14 +253,14 @@ def _kinds_of_model(
     return [kind for kind in kinds if kind not in problems], kept
 
 
-def _row(blocks: list[Any], question: str, answer: str) -> dict[str, Any]:
-    content: Any = [*blocks, {"type": "text", "text": question}] if blocks else question
+def _row(blocks, question: str, answer: str):
+    content = [*blocks, {"type": "text", "text": question}] if blocks else question
     return {
         "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     }
 
 
-def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[str, Any]:
+def own_inputs(processor, row, media):
     """The outputs of the processor for a whole row."""
     shown = []
     for message in row["messages"]:
@@ -291,7 +289,7 @@ def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[st
     return outputs
 
 
-def own_format(processor: Any, shown: list[Any], media: list[Any]) -> dict[str, Any]:
+def own_format(processor, shown, media):
     """The outputs of a processor that formats a prompt and its answer itself."""
     content, answer = (message["content"] for message in shown)
     if not media:  # it needs an image: the same text without one
@@ -313,7 +311,7 @@ def own_format(processor: Any, shown: list[Any], media: list[Any]) -> dict[str, 
     return found
 
 
-def compare(model: LanguageModel, rows: Rows) -> None:
+def compare(model: LanguageModel, rows: Rows):
     """Log-probs and gradients: packed, alone, and by transformers' own model with its own attention code."""
     ones = rows.ones
     own, own_grads = _transformers(model, rows)
@@ -342,7 +340,7 @@ def compare(model: LanguageModel, rows: Rows) -> None:
     assert encoders, "no encoder has a gradient"
 
 
-def _assert_close(what: str, computed: torch.Tensor, expected: torch.Tensor) -> None:
+def _assert_close(what: str, computed: torch.Tensor, expected: torch.Tensor):
     difference = float((computed - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     assert difference <= TOLERANCE, f"{what} differ by {difference:.1e}"
 
@@ -363,7 +361,7 @@ def _transformers(model: LanguageModel, rows: Rows) -> tuple[torch.Tensor, dict[
     """The same from a plain model of transformers, with the outputs of its processor, of the rows that it can run."""
     config = copy.deepcopy(model.hf.config)
     config._attn_implementation = "eager"
-    plain: Any = type(model.hf)(config).eval()
+    plain = type(model.hf)(config).eval()
     plain.load_state_dict(model.hf.state_dict())
     found = []
     for i, (one, inputs) in enumerate(zip(rows.ones, rows.given, strict=True)):
@@ -379,14 +377,14 @@ def _transformers(model: LanguageModel, rows: Rows) -> tuple[torch.Tensor, dict[
     return torch.cat(found), _grads(plain)
 
 
-def own_log_probs(plain: Any, one: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
+def own_log_probs(plain, one: PackedBatch, inputs) -> torch.Tensor:
     """The log-probs of the labels of a row, by a model of transformers."""
     logits = plain(**inputs, use_cache=False).logits[0]
     picked = logits.log_softmax(-1).gather(-1, one.labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(one.labels == IGNORE, 0.0, picked)
 
 
-def _grads(model: Any) -> dict[str, torch.Tensor]:
+def _grads(model) -> dict[str, torch.Tensor]:
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {name: grad.clone() for name, grad in grads.items() if bool(grad.any())}
 
@@ -394,7 +392,7 @@ def _grads(model: Any) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()
-    counts: dict[str, int] = {}
+    counts = {}
     for name in sys.argv[1:] or types():
         start = time.time()
         trial = try_type(name)

@@ -9,7 +9,6 @@ import copy
 import importlib
 import inspect
 import re
-from typing import Any
 
 import transformers as hf
 from processors import chat_template
@@ -20,7 +19,7 @@ from vlm_special import DROP, Special
 VOCAB = 640
 HIDDEN = 32
 # Sizes by the name of a config key. All parts have one hidden size, so that no projection needs an entry.
-SIZES: dict[str, int] = {
+SIZES = {
     **dict.fromkeys(
         [
             "hidden_size",
@@ -141,7 +140,7 @@ SIZES: dict[str, int] = {
     "index_head_dim": 16,
 }
 # Lists by name: indices of layers must exist.
-LISTS: dict[str, list[Any]] = {
+LISTS = {
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0],
     "global_attn_indexes": [1],
@@ -164,9 +163,9 @@ def special_of(name: str) -> Special:
     return EXCEPTIONS.get(name, Special())
 
 
-def tiny_config(name: str, processor: Any) -> Any:
+def tiny_config(name: str, processor):
     """The config of a type with a few thousand parameters, and the token ids of `processor`."""
-    config_class: Any = hf.CONFIG_MAPPING[name]
+    config_class = hf.CONFIG_MAPPING[name]
     special = special_of(name)
     values = _shrunk(config_class(**special.parts).to_dict())
     _merge(values, copy.deepcopy(special.config))
@@ -175,9 +174,9 @@ def tiny_config(name: str, processor: Any) -> Any:
     return config_class.from_dict(values)
 
 
-def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
+def _shrunk(values):
     layers = {values.get(key) for key in ("num_hidden_layers", "depth", "encoder_layers")} - {None}
-    found: dict[str, Any] = {}
+    found = {}
     for key, value in values.items():
         if isinstance(value, dict):
             found[key] = _shrunk_rope(value) if key.startswith("rope_") else _shrunk(value)
@@ -194,7 +193,7 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _shrunk_rope(values: dict[str, Any]) -> dict[str, Any]:
+def _shrunk_rope(values):
     found = {
         key: _shrunk_rope(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -204,7 +203,7 @@ def _shrunk_rope(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _merge(values: dict[str, Any], changes: dict[str, Any]) -> None:
+def _merge(values, changes):
     for key, change in changes.items():
         if isinstance(change, dict) and isinstance(values.get(key), dict):
             _merge(values[key], change)
@@ -214,7 +213,7 @@ def _merge(values: dict[str, Any], changes: dict[str, Any]) -> None:
             values[key] = change
 
 
-def _name_tokens(values: dict[str, Any], processor: Any) -> None:
+def _name_tokens(values, processor):
     """Ids of tokens by the processor's names for them; special tokens that it does not name get any unused id."""
     tokenizer = processor.tokenizer
     vocab = tokenizer.get_vocab()
@@ -242,9 +241,9 @@ def _name_tokens(values: dict[str, Any], processor: Any) -> None:
             values[key] = next(unused)
 
 
-def special_of_processor(processor: Any) -> dict[str, str]:
+def special_of_processor(processor) -> dict[str, str]:
     """The tokens that a processor or its tokenizer names: `image` for `image_token` and so on."""
-    found: dict[str, str] = {}
+    found = {}
     for owner in (processor.tokenizer, processor):
         for name in dir(owner):
             if name.endswith("_token") and isinstance(getattr(owner, name, None), str):
@@ -256,14 +255,14 @@ def special_of_processor(processor: Any) -> dict[str, str]:
     return found | processor_aliases(processor)
 
 
-def processor_aliases(processor: Any) -> dict[str, str]:
+def processor_aliases(processor) -> dict[str, str]:
     return dict(getattr(processor, "tiny_aliases", {}))
 
 
 # ---- Processors ------------------------------------------------------------------------------------------------
 
 
-def tokenizer_for(source: str, special: Special) -> Any:
+def tokenizer_for(source: str, special: Special):
     """A byte tokenizer with the special tokens that a processor's code names."""
     alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bare = Tokenizer(models.BPE(vocab=alphabet | {"ĊĊ": 256}, merges=[("Ċ", "Ċ")]))
@@ -293,7 +292,7 @@ def tokenizer_for(source: str, special: Special) -> Any:
     return tokenizer
 
 
-def tiny_processor(name: str) -> Any:
+def tiny_processor(name: str):
     """The processor of a type, with a chat template that writes its placeholders."""
     from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -304,12 +303,12 @@ def tiny_processor(name: str) -> Any:
     like = special.processor_of or name
     processor_class = getattr(hf, special.processor or PROCESSOR_MAPPING_NAMES[like])
     source = inspect.getsource(importlib.import_module(processor_class.__module__))
-    parts: dict[str, Any] = {}
+    parts = {}
     for attribute in processor_class.get_attributes():
         if attribute in ("tokenizer", "alignment_tokenizer"):
             parts[attribute] = tokenizer_for(source, special)
         elif attribute == "image_processor":
-            found: Any = special.image_processor or IMAGE_PROCESSOR_MAPPING_NAMES[like]
+            found = special.image_processor or IMAGE_PROCESSOR_MAPPING_NAMES[like]
             parts[attribute] = _sub_processor(_class_of(found), special.images)
         elif attribute == "video_processor":
             found = special.video_processor or VIDEO_PROCESSOR_MAPPING_NAMES[like]
@@ -344,17 +343,17 @@ PROCESSOR_OPTIONS = {
 }
 
 
-def _class_of(found: Any) -> Any:
+def _class_of(found):
     """A class of transformers by its name, or by its names for several backends."""
     if isinstance(found, dict):
         found = found.get("torchvision") or found["pil"]
     return getattr(hf, found)
 
 
-def _sub_processor(kind: Any, changes: dict[str, Any]) -> Any:
+def _sub_processor(kind, changes):
     """An image, video or audio processor for small items, by the keys of its own size."""
     default = kind()
-    options: dict[str, Any] = {}
+    options = {}
     if getattr(default, "patch_size", None) is not None:
         options["patch_size"] = (
             {"height": 4, "width": 4} if not isinstance(default.patch_size, int) else 4
@@ -375,7 +374,7 @@ def _sub_processor(kind: Any, changes: dict[str, Any]) -> Any:
     return kind(**{**options, **changes})
 
 
-def _size(size: dict[str, Any], areas: bool) -> dict[str, int]:
+def _size(size, areas: bool) -> dict[str, int]:
     given = {key for key, value in size.items() if value is not None}
     if areas and given >= {"shortest_edge", "longest_edge"}:
         return {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}

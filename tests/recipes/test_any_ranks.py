@@ -3,15 +3,14 @@ checkpoint."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, read_metrics
-from ranks import RankPool, RankProcesses
+from ranks import RankPool
+from run_files import json_lines
 
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
@@ -69,14 +68,6 @@ RL_SIZES = {
 }
 NO_HELD_OUT_ROWS = {"preference/sft_text", "preference/sft_images"}
 SHARDED = "2, sharded"
-# Ranks. The default suite has uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.
-CAMPAIGN = {name: ["2", "3", "4", SHARDED] for name in SIZES}
-DEFAULT_SUITE = {"magic_transformer/train": ["3"], "digits_vlm/train": ["4"]}
-
-
-@pytest.fixture(scope="module")
-def ranks3(rank_processes: RankProcesses) -> RankPool:
-    return RankPool(3, rank_processes)
 
 
 def config_file(name: str) -> Path:
@@ -84,7 +75,7 @@ def config_file(name: str) -> Path:
     return RECIPES / recipe / "configs" / f"{config}.yaml"
 
 
-def test_any_ranks_table_holds_every_config_for_a_cpu() -> None:
+def test_any_ranks_table_holds_every_config_for_a_cpu():
     shared = {"base", "made", "shapes", "text", "images"}
     found = {f"{file.parents[1].name}/{file.stem}" for file in RECIPES.glob("*/configs/*.yaml")}
     on_cpu = {name for name in found if "gpu" not in name and name.partition("/")[2] not in shared}
@@ -92,90 +83,77 @@ def test_any_ranks_table_holds_every_config_for_a_cpu() -> None:
     assert on_cpu - without == SIZES.keys() | RL_SIZES.keys()
 
 
+@pytest.fixture(scope="module")
+def pools(rank_processes):
+    """The ranks of each layout."""
+    made = {str(size): RankPool(size, rank_processes) for size in (2, 3, 4)}
+    return {**made, SHARDED: made["2"]}
+
+
+def train_on(pools, name: str, layout: str, words: list[str]):
+    shard = ["parallel.shard=2"] if layout == SHARDED else []
+    pool = pools[layout]
+    assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
+
+
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(
-    ranks2: RankPool,
-    ranks3: RankPool,
-    ranks4: RankPool,
-    tmp_path: Path,
-    campaign_size: Callable[[int, int], int],
-) -> None:
-    pools = {"2": ranks2, "3": ranks3, "4": ranks4, SHARDED: ranks2}
-    for name, layouts in (CAMPAIGN if campaign_size(0, 1) else DEFAULT_SUITE).items():
+def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(pools, tmp_path, campaign_size):
+    # The default suite has fewer packs than ranks; test_exactness.py has uneven parts of samples.
+    suites = {"digits_vlm/train": ["4"]}, dict.fromkeys(SIZES, pools)
+    for name, layouts in suites[campaign_size(0, 1)].items():
         words = [f"project.dir={tmp_path}", *FEW_STEPS, *SIZES[name]]
         assert launch(str(config_file(name)), words) == 0, name
         alone = {split: read_metrics(tmp_path, split) for split in ("train", "eval")}
         for layout in layouts:
-            pool = pools[layout]
-            shard = ["parallel.shard=2"] if layout == SHARDED else []
-            assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
+            train_on(pools, name, layout, words)
             for split, records in alone.items():
-                compare(
-                    records, read_metrics(tmp_path, split), f"{name} on {layout} ranks, {split}"
-                )
+                where = f"{name} on {layout} ranks, {split}"
+                compare(records, read_metrics(tmp_path, split), where)
 
 
-@pytest.mark.slow
-@pytest.mark.campaign
-def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(
-    ranks2: RankPool,
-    ranks3: RankPool,
-    ranks4: RankPool,
-    tmp_path: Path,
-    campaign_size: Callable[[int, int], int],
-) -> None:
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("name", [*SIZES, *RL_SIZES])
+def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(pools, stages, name):
     """All metrics, of the whole split and of a part of it."""
-    pools = {"2": ranks2, "3": ranks3, "4": ranks4, SHARDED: ranks2}
-    layouts = ["2", "3", "4", SHARDED] if campaign_size(0, 1) else ["3", SHARDED]
-    names = [*SIZES, *RL_SIZES] if campaign_size(0, 1) else ["digits_vlm/train"]
-    different: list[str] = []
-    for name in names:
-        sizes = [f"project.dir={tmp_path}", *FEW_STEPS, *{**SIZES, **RL_SIZES}[name]]
-        # Enough training for some right answers.
-        steps = [] if name in RL_SIZES else [f"loop.total_steps={campaign_size(3, 30)}"]
-        assert launch(str(config_file(name)), [*sizes, *steps, "loop.eval_interval=null"]) == 0, (
-            name
-        )
-        if name in NO_HELD_OUT_ROWS:
-            continue
-        if FEW_TOKENS[0] in sizes:
-            sizes += ["eval_generation.max_new_tokens=8", "eval_generation.every_n_samples=3"]
-        for limit in ("null", str(campaign_size(2, 1))):
-            words = [*sizes, "workflow=evaluate", "resume=auto", f"loop.eval_batches={limit}"]
-            assert launch(str(config_file(name)), words) == 0, name
-            alone = last_evaluation(tmp_path)
-            print(f"{name:24} eval_batches={limit:5} {'1':11} {figures(alone)}")
-            for layout in layouts:
-                if name in RL_SIZES:
-                    ranks = ["workers.where=spawn", f"groups.actor.ranks={layout[0]}"]
-                    shard = ["groups.actor.parallel.shard=2"] if layout == SHARDED else []
-                    assert launch(str(config_file(name)), [*words, *ranks, *shard]) == 0, name
-                else:
-                    shard = ["parallel.shard=2"] if layout == SHARDED else []
-                    pool = pools[layout]
-                    assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
-                found = last_evaluation(tmp_path)
-                print(f"{name:24} eval_batches={limit:5} {layout:11} {figures(found)}")
-                if found != pytest.approx(alone, rel=1e-6, abs=1e-6, nan_ok=True):
-                    different.append(f"{name} eval_batches={limit} on {layout}")
-    assert not different
+    words = [f"project.dir={stages}", *FEW_STEPS, *{**SIZES, **RL_SIZES}[name]]
+    # Enough training for some right answers.
+    steps = [] if name in RL_SIZES else ["loop.total_steps=30"]
+    assert launch(str(config_file(name)), [*words, *steps, "loop.eval_interval=null"]) == 0
+    if name in NO_HELD_OUT_ROWS:
+        return
+    if FEW_TOKENS[0] in words:
+        words += ["eval_generation.max_new_tokens=8", "eval_generation.every_n_samples=3"]
+    words += ["workflow=evaluate", "resume=auto"]
+    for limit in ("loop.eval_batches=null", "loop.eval_batches=1"):
+        assert launch(str(config_file(name)), [*words, limit]) == 0
+        alone = last_evaluation(stages)
+        for layout in pools:
+            if name in RL_SIZES:
+                ranks = ["workers.where=spawn", f"groups.actor.ranks={layout[0]}"]
+                shard = ["groups.actor.parallel.shard=2"] if layout == SHARDED else []
+                assert launch(str(config_file(name)), [*words, limit, *ranks, *shard]) == 0
+            else:
+                train_on(pools, name, layout, [*words, limit])
+            expected = pytest.approx(alone, rel=1e-6, abs=1e-6, nan_ok=True)
+            assert last_evaluation(stages) == expected, (limit, layout)
 
 
-def last_evaluation(folder: Path) -> dict[str, Any]:
-    lines = (list_runs(folder)[-1].dir / "evaluate.jsonl").read_text().splitlines()
-    record = {key: value for key, value in json.loads(lines[-1]).items() if key != "split"}
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """One folder for all configs: stages start from the exports of others."""
+    return tmp_path_factory.mktemp("stages")
+
+
+def last_evaluation(folder: Path):
+    record = json_lines(list_runs(folder)[-1].dir / "evaluate.jsonl")[-1]
+    del record["split"]
     return {
         key: math.nan if value is None else value for key, value in record.items()
-    }  # a mean of nothing
+    }  # of nothing
 
 
-def figures(record: dict[str, Any]) -> str:
-    shown = {key: value for key, value in record.items() if key not in ("step", "epoch")}
-    return ", ".join(f"{key} {value:.9f}" for key, value in shown.items())
-
-
-def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], where: str) -> None:
+def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], where: str):
     assert len(alone) == len(together), where
     assert alone or where.endswith("eval"), where  # stages without held-out rows
     for one, many in zip(alone, together, strict=True):

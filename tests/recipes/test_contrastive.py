@@ -25,7 +25,7 @@ SHORT += [
 ]
 
 
-def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
+def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
     given = [*SHORT, f"project.dir={folder}", *words]
     if ranks is None:
         assert launch(str(CONFIG), given) == 0
@@ -39,11 +39,11 @@ def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
     composed = compose(
         CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96", *words]
     )
-    engine: Any = object.__new__(composed.engine_class)
+    engine = object.__new__(composed.engine_class)
     engine.config, engine.device = composed.config, torch.device("cpu")
     engine.layout = SimpleNamespace(data_rank=0, data_size=1)
     seed_everything(derived_seed(engine.config.seed, "model"))
-    model: Any = engine.prepare_model()
+    model = engine.prepare_model()
     rows = next(iter(engine.prepare_dataloader("train")))
     torch.manual_seed(derived_seed(engine.config.seed, "contrastive", 1, 0, 0))
     views = model(*rows)
@@ -60,9 +60,7 @@ def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
-def test_contrastive_any_split_and_ranks_equal_one_big_batch(
-    tmp_path: Path, ranks2, loss: str
-) -> None:
+def test_contrastive_any_split_and_ranks_equal_one_big_batch(tmp_path, ranks2, loss):
     words = [f"contrastive.loss={loss}"]
     wanted, norm = plain_first_step(loss)
     whole = trained(tmp_path / "whole", *words, "data.micro_batch_size=96")
@@ -84,9 +82,7 @@ def test_contrastive_any_split_and_ranks_equal_one_big_batch(
 
 
 @pytest.mark.slow
-def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(
-    tmp_path: Path, ranks2
-) -> None:
+def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(tmp_path, ranks2):
     """In micro-batches of 4 rows, one sharded rank has no images in a forward in which the other one has."""
     config = ROOT / "tests" / "recipes" / "packed_views" / "train.yaml"
     found = []
@@ -102,7 +98,7 @@ def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(
     assert found[0][1]["loss"] < found[0][0]["loss"]
 
 
-def test_contrastive_dropout_has_the_same_masks_in_both_forwards(tmp_path: Path) -> None:
+def test_contrastive_dropout_has_the_same_masks_in_both_forwards(tmp_path):
     words = ["towers.dropout=0.5", "loop.total_steps=1"]
     whole = trained(tmp_path, *words, "data.micro_batch_size=96")
     wanted, norm = plain_first_step("infonce", *words)
@@ -110,7 +106,7 @@ def test_contrastive_dropout_has_the_same_masks_in_both_forwards(tmp_path: Path)
     assert whole[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_contrastive_losses_equal_their_formulas() -> None:
+def test_contrastive_losses_equal_their_formulas():
     torch.manual_seed(0)
     views = torch.nn.functional.normalize(torch.randn(5, 2, 3), dim=-1)
     logits = views[:, 0] @ views[:, 1].T / 0.2
@@ -124,7 +120,7 @@ def test_contrastive_losses_equal_their_formulas() -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
-def test_contrastive_learns_held_out_numbers_both_ways(tmp_path: Path, loss: str) -> None:
+def test_contrastive_learns_held_out_numbers_both_ways(tmp_path, loss):
     words = [f"project.dir={tmp_path}", f"contrastive.loss={loss}", "log.backends=[jsonl]"]
     assert launch(str(CONFIG), words) == 0
     last = read_metrics(tmp_path, "eval")[-1]

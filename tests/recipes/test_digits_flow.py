@@ -27,7 +27,7 @@ SHORT += [
 ]
 
 
-def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
+def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
     given = [*SHORT, f"project.dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
@@ -35,7 +35,7 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 
 
 @pytest.mark.campaign(only=True)
-def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path: Path, ranks2) -> None:
+def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path, ranks2):
     alone = trained(tmp_path / "alone")
     for size in (2, 1):  # shards; replicas
         together = trained(tmp_path / f"shard_{size}", f"parallel.shard={size}", ranks=ranks2)
@@ -46,7 +46,7 @@ def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path: Path
                 assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
 
 
-def test_digits_flow_resume_continues_bit_equal(tmp_path: Path) -> None:
+def test_digits_flow_resume_continues_bit_equal(tmp_path):
     """Noise and times of the steps after the resume are those of a training without a stop."""
     words = ["optim.schedule=constant", "checkpoint.interval=2", "project.run_id=one"]
     whole = trained(tmp_path / "whole", *words)
@@ -60,7 +60,7 @@ def test_digits_flow_resume_continues_bit_equal(tmp_path: Path) -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_digits_flow_draws_right_digits_that_are_no_copies(tmp_path: Path, seed: int) -> None:
+def test_digits_flow_draws_right_digits_that_are_no_copies(tmp_path, seed):
     assert (
         launch(
             str(CONFIG), [f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl,plot]"]

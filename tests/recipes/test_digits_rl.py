@@ -28,7 +28,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "entropy", "clip_fraction")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder with the data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("digits")
     words = [*SMALL, f"project.dir={folder}", "loop.total_steps=2", "mllm.micro_batch_tokens=512"]
@@ -53,13 +53,13 @@ def trained(base: Path, name: str, *more: str) -> list[dict[str, Any]]:
     return read_metrics(base / name)
 
 
-def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) -> None:
+def test_digits_rl_images_of_a_prompt_are_encoded_once(base, monkeypatch):
     """With the same numbers as images that are repeated for each completion."""
-    batches: list[Any] = []
-    encoded: list[int] = []
+    batches = []
+    encoded = []
     inputs = shared_media.encoder_inputs
 
-    def spy(model: Any, kind: str, media: Any, *rest: Any) -> Any:
+    def spy(model, kind, media, *rest):
         encoded.append(len(media.row_counts))
         return inputs(model, kind, media, *rest)
 
@@ -76,7 +76,7 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
         assert torch.equal(groups[images.shared_with], groups)
     assert max(encoded) == 6  # prefill, old log-probs and updates: never once per completion
 
-    def repeat(_: Any, ctx: Any) -> None:
+    def repeat(_, ctx):
         batch = ctx.micro_batches[0]
         everything = list(range(batch.num_sequences))
         batch.media = {
@@ -94,8 +94,8 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
-def test_digits_rl_gpu_configs_compose(name: str) -> None:
-    config: Any = compose(
+def test_digits_rl_gpu_configs_compose(name):
+    config = compose(
         CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.questions.path=y.jsonl"]
     ).config
     assert (config.groups.actor.ranks, config.lora is None) == (
@@ -105,7 +105,7 @@ def test_digits_rl_gpu_configs_compose(name: str) -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path: Path, seed: int) -> None:
+def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path, seed):
     """On two idle cores in under 10 minutes."""
     for _, *words in readme_commands("digits_rl"):
         if words[0] == "train" and "gpu" not in words[1]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, read_metrics
+from run_files import json_lines
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
@@ -48,14 +48,14 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     assert run(folder, "checkpoint.interval=3") == 0
     return folder
 
 
 @pytest.mark.slow
-def test_digits_vlm_resumed_run_is_bit_equal(trained: Path) -> None:
+def test_digits_vlm_resumed_run_is_bit_equal(trained):
     straight = losses(trained)
     assert len(straight) == 6
     checkpoint = list_runs(trained)[0].checkpoint_list()[0]
@@ -63,7 +63,7 @@ def test_digits_vlm_resumed_run_is_bit_equal(trained: Path) -> None:
     assert losses(trained) == straight
 
 
-def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, capsys: Any) -> None:
+def test_digits_vlm_report_and_export_have_the_trained_model(trained, capsys):
     from transformers import AutoProcessor, GenerationConfig
 
     for _ in range(2):  # the second time everything exists already
@@ -86,9 +86,7 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, caps
 
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_digits_vlm_evaluation_on_two_ranks_equals_one(
-    ranks2, trained: Path, campaign_size: Any
-) -> None:
+def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained, campaign_size):
     run_dir = list_runs(trained)[0].dir
     words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
     words += ["data.global_batch_size=2"]  # three packs for two ranks
@@ -101,20 +99,20 @@ def test_digits_vlm_evaluation_on_two_ranks_equals_one(
     for more in layouts:
         assert ranks2.launch(CONFIG, *words, more) == [0, 0]
         assert (run_dir / "answers.jsonl").read_text() == answers
-    lines = [json.loads(line) for line in (run_dir / "evaluate.jsonl").read_text().splitlines()]
+    lines = json_lines(run_dir / "evaluate.jsonl")
     one, *others = ({key: value for key, value in line.items() if key != "split"} for line in lines)
     assert len(others) == len(layouts)
     for other in others:
         assert other == pytest.approx(one, rel=1e-5)
 
 
-def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained: Path) -> None:
+def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained):
     from digits_vlm import data
 
     from mvp_engine.kit.tiny_processors import CHAT_TOKENS, VISION_TOKENS
 
     composed = compose(str(CONFIG), [f"project.dir={trained}", *QUICK])
-    engine: Any = composed.engine_class
+    engine = composed.engine_class
     kit = engine.data_kit(composed.config)
     assert isinstance(kit, MLLMDataKit)
     about = composed.config.model.config
@@ -140,9 +138,7 @@ def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained: 
     assert len(set(tokens)) > 1  # images of several sizes
 
 
-def test_digits_vlm_prepare_user_errors_name_the_fix(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digits_vlm_prepare_user_errors_name_the_fix(trained, tmp_path, monkeypatch):
     from digits_vlm.data import prepare
 
     with pytest.raises(UserError, match=r"was made with .*remove it, or set digits.folder"):

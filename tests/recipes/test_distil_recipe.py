@@ -28,7 +28,7 @@ NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder with the data and the export of a short training of the teacher."""
     folder = tmp_path_factory.mktemp("distil")
     words = [*SMALL, f"project.dir={folder}", "loop.total_steps=3", "loop.eval_interval=null"]
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(base: Path, name: str, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
+def trained(base: Path, name: str, *words: str, ranks=None) -> list[dict[str, Any]]:
     given = [*SMALL, f"project.dir={base / name}", f"made.folder={base}/distil_data", "export=null"]
     given += [
         f"distil.teacher={base}/distil_teacher_model",
@@ -51,7 +51,7 @@ def trained(base: Path, name: str, *words: str, ranks: Any = None) -> list[dict[
     return read_metrics(base / name) + read_metrics(base / name, "eval")
 
 
-def test_distil_one_process_and_sharded_ranks_train_alike(base: Path, ranks2) -> None:
+def test_distil_one_process_and_sharded_ranks_train_alike(base, ranks2):
     alone = trained(base, "alone")
     assert alone[2]["teacher_kl"] < alone[0]["teacher_kl"]
     assert alone[-1]["loss"] == pytest.approx(
@@ -64,14 +64,14 @@ def test_distil_one_process_and_sharded_ranks_train_alike(base: Path, ranks2) ->
         }
 
 
-def test_distil_resumed_run_is_bit_equal(base: Path) -> None:
+def test_distil_resumed_run_is_bit_equal(base):
     whole = trained(base, "whole", "loop.eval_interval=null")
     trained(base, "cut", "loop.eval_interval=null", "loop.total_steps=2")
     resumed = trained(base, "cut", "loop.eval_interval=null", "resume=auto")
     assert [record["loss"] for record in resumed] == [record["loss"] for record in whole]
 
 
-def test_distil_teacher_of_another_vocabulary_is_a_user_error(base: Path, capsys: Any) -> None:
+def test_distil_teacher_of_another_vocabulary_is_a_user_error(base, capsys):
     words = [
         *SMALL,
         f"project.dir={base}/other",
@@ -83,7 +83,7 @@ def test_distil_teacher_of_another_vocabulary_is_a_user_error(base: Path, capsys
     assert "has 320 rows in its output embedding, the student has 340" in capsys.readouterr().err
 
 
-def test_distil_estimate_counts_the_teacher(base: Path, capsys: Any) -> None:
+def test_distil_estimate_counts_the_teacher(base, capsys):
     words = [
         "plan",
         str(CONFIGS / "cpu.yaml"),
@@ -100,9 +100,9 @@ def test_distil_estimate_counts_the_teacher(base: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
-def test_distil_gpu_configs_compose(name: str) -> None:
+def test_distil_gpu_configs_compose(name):
     given = ["model.path=x", "distil.teacher=y", "mllm.sources.rows.path=z.jsonl"]
-    config: Any = compose(CONFIGS / f"{name}.yaml", given).config
+    config = compose(CONFIGS / f"{name}.yaml", given).config
     assert (config.distil.teacher, config.parallel.shard) == ("y", 8 if name == "gpu8" else 1)
     with pytest.raises(UserError, match="distillation reads rows with one answer"):
         compose(CONFIGS / f"{name}.yaml", [*given, "mllm.pairs=true"])

@@ -35,7 +35,7 @@ NUMBERS = ("loss", "rewards/chosen", "rewards/rejected", "margin", "nll", "grad_
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder with the synthetic text data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("preference")
     words = [*SMALL, f"project.dir={folder}", "loop.total_steps=2", "mllm.micro_batch_tokens=512"]
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    base: Path, name: str, *words: str, ranks: Any = None, config: str = "dpo_text"
+    base: Path, name: str, *words: str, ranks=None, config: str = "dpo_text"
 ) -> list[dict[str, Any]]:
     """The records of a short training in a folder of its own: 3 steps of 2 packs, then an evaluation."""
     out = base / name
@@ -62,14 +62,14 @@ def trained(
     return read_metrics(out) + read_metrics(out, "eval")
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
     for one, two in zip(found, wanted, strict=True):
         assert {n: one.get(n) for n in NUMBERS} == {
             n: two.get(n) and pytest.approx(two[n], rel=1e-4, abs=1e-5) for n in NUMBERS
         }
 
 
-def test_preference_copy_cached_and_sharded_ranks_train_alike(base: Path, ranks2) -> None:
+def test_preference_copy_cached_and_sharded_ranks_train_alike(base, ranks2):
     copy = trained(base, "copy", "preference.nll=0.3")
     assert copy[0]["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert copy[2]["margin"] > 0
@@ -89,9 +89,7 @@ def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
         return launch(config, words)
 
 
-def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(
-    base: Path, ranks2
-) -> None:
+def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(base, ranks2):
     words = [
         *SHORT,
         f"project.dir={base}/nodes",
@@ -109,7 +107,7 @@ def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(
     assert len(list((base / "caches").glob("*/mvp_engine/data/reference_log_probs-*.npy"))) == 1
 
 
-def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base: Path) -> None:
+def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base):
     lora = [
         "lora.rank=4",
         "preference.reference=adapters_off",
@@ -126,7 +124,7 @@ def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base: Path)
     )  # the policy has dropout, its reference none
 
 
-def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base: Path, ranks2) -> None:
+def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base, ranks2):
     lora = ["lora.rank=4", "loop.eval_interval=null", "preference.reference=copy"]
     copy = trained(base, "lora_copy", *lora)
     lora[-1] = "preference.reference=adapters_off"
@@ -134,7 +132,7 @@ def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base: Path, r
     assert_same(trained(base, "lora_shard", *lora, "parallel.shard=2", ranks=ranks2), copy)
 
 
-def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base: Path, capsys: Any) -> None:
+def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base, capsys):
     words = ["preference.reference=cached", "loop.eval_interval=null", f"mllm.cache={base}/lost"]
     trained(base, "lost", *words, "loop.total_steps=1", "checkpoint.interval=1")
     for file in (base / "lost").glob("reference_log_probs-*.npy"):
@@ -151,7 +149,7 @@ def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base: Path, c
     assert "reference_log_probs" in capsys.readouterr().err
 
 
-def test_preference_kto_ranks_agree_on_the_kl_term(base: Path, ranks2) -> None:
+def test_preference_kto_ranks_agree_on_the_kl_term(base, ranks2):
     alone = trained(base, "kto", config="kto_text")
     assert alone[0]["preference_loss"] == pytest.approx(0.5, abs=1e-6)
     assert alone[2]["kl"] > 0
@@ -159,10 +157,8 @@ def test_preference_kto_ranks_agree_on_the_kl_term(base: Path, ranks2) -> None:
 
 
 @pytest.mark.parametrize(("name", "reference"), [("gpu1", "adapters_off"), ("gpu8", "copy")])
-def test_preference_gpu_configs_compose_and_name_missing_keys(
-    name: str, reference: str, capsys: Any
-) -> None:
-    config: Any = compose(
+def test_preference_gpu_configs_compose_and_name_missing_keys(name, reference, capsys):
+    config = compose(
         CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
     ).config
     assert config.reference == reference
@@ -172,9 +168,7 @@ def test_preference_gpu_configs_compose_and_name_missing_keys(
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize(("kind", "bound"), [("text", 0.95), ("images", 0.9)])
-def test_preference_readme_commands_learn_preferences(
-    tmp_path: Path, kind: str, bound: float
-) -> None:
+def test_preference_readme_commands_learn_preferences(tmp_path, kind, bound):
     """On two idle cores: text in under 3 minutes, images in under 5."""
     for _, *words in readme_commands("preference"):
         if (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, read_metrics, readme_commands
+from run_files import json_lines
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -37,7 +37,7 @@ QUICK["sft_cpu"] += [
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(tmp_path_factory):
     """A folder in which all commands of the README ran, in order, with little data and few steps."""
     folder = tmp_path_factory.mktemp("qwen3")
     monkeypatch = pytest.MonkeyPatch()
@@ -64,22 +64,19 @@ def run_of(folder: Path, stage: str) -> Path:
 
 
 def records(folder: Path, stage: str, split: str) -> list[dict[str, Any]]:
-    found = [
-        json.loads(line)
-        for line in (run_of(folder, stage) / "metrics.jsonl").read_text().splitlines()
-    ]
+    found = json_lines(run_of(folder, stage) / "metrics.jsonl")
     return [record for record in found if record["split"] == split]
 
 
-def kit_of(folder: Path, stage: str, *words: str) -> Any:
+def kit_of(folder: Path, stage: str, *words: str):
     composed = compose(
         FOLDER / "configs" / f"{stage}_cpu.yaml", [f"project.dir={folder}", *SMALL, *words]
     )
-    engine: Any = composed.engine_class
+    engine = composed.engine_class
     return engine.data_kit(composed.config)
 
 
-def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> None:
+def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran):
     base, chat = ran / "qwen3_base", ran / "qwen3_chat"
     assert base.resolve() == run_of(ran, "pretrain") / "hf_step_8"
     assert chat.resolve() == run_of(ran, "sft") / "hf_step_6"
@@ -94,7 +91,7 @@ def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> No
     assert not [name for name in records(ran, "pretrain", "eval")[-1] if name.startswith("exact")]
 
 
-def test_qwen3_log_has_the_packing_plan_before_training(ran: Path) -> None:
+def test_qwen3_log_has_the_packing_plan_before_training(ran):
     for stage in ("pretrain", "sft"):
         assert (
             "% full"
@@ -102,7 +99,7 @@ def test_qwen3_log_has_the_packing_plan_before_training(ran: Path) -> None:
         )
 
 
-def test_qwen3_reports_show_continuations_and_answers_without_verdicts(ran: Path) -> None:
+def test_qwen3_reports_show_continuations_and_answers_without_verdicts(ran):
     for stage in ("pretrain", "sft"):
         page = (run_of(ran, stage) / "report.html").read_text()
         assert "the model's completion" in page
@@ -110,7 +107,7 @@ def test_qwen3_reports_show_continuations_and_answers_without_verdicts(ran: Path
     assert "system: Answer in a sentence." in page
 
 
-def test_qwen3_export_has_eos_tokens_and_generates_with_transformers(ran: Path) -> None:
+def test_qwen3_export_has_eos_tokens_and_generates_with_transformers(ran):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(ran / "qwen3_chat")
@@ -127,7 +124,7 @@ def test_qwen3_export_has_eos_tokens_and_generates_with_transformers(ran: Path) 
     )
 
 
-def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran: Path) -> None:
+def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran):
     kit, losses = kit_of(ran, "pretrain"), records(ran, "pretrain", "eval")[-1]
     batches = list(kit.loader("eval", global_batch_size=1))
     trained = [
@@ -142,16 +139,16 @@ def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran: Path) -> None:
     )  # a first token may split a character
 
 
-def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran: Path) -> None:
+def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran):
     made = ran / "qwen3_data"
-    rows = {file.stem: [json.loads(line) for line in file.open()] for file in made.glob("*.jsonl")}
+    rows = {file.stem: json_lines(file) for file in made.glob("*.jsonl")}
     seen, kept = (
         {row["text"].split("\n")[0].split(".")[0] for row in rows[f"{s}_docs"]}
         for s in ("train", "eval")
     )
     assert len(seen) > len(kept) > 0
     assert not seen & kept
-    numbers: dict[str, set[str]] = {"train": set(), "eval": set()}
+    numbers = {"train": set(), "eval": set()}
     for split in numbers:
         for message in (
             m for task in TASKS for row in rows[f"{split}_{task}"] for m in row["messages"]
@@ -162,7 +159,7 @@ def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran: P
     assert not numbers["train"] & numbers["eval"]
 
 
-def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran: Path) -> None:
+def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran):
     kit = kit_of(ran, "sft")
     row = (
         {"role": "system", "content": "Give the answer alone."},
@@ -185,9 +182,9 @@ WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sf
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_qwen3_gpu_configs_compose_and_name_missing_keys(name: str) -> None:
+def test_qwen3_gpu_configs_compose_and_name_missing_keys(name):
     file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
-    config: Any = compose(file, words).config
+    config = compose(file, words).config
     assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == (
         "bf16",
         "inductor",
@@ -204,10 +201,10 @@ def test_qwen3_gpu_configs_compose_and_name_missing_keys(name: str) -> None:
             compose(file, words[:i] + words[i + 1 :])
 
 
-def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b() -> None:
+def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b():
     from mvp_engine.model_engine import ModelSource, engine_class
 
-    config: Any = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
+    config = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
     model = engine_class("language_model").build_model(ModelSource(None, config.model.config))
     assert sum(param.numel() for param in model.parameters()) == 1_720_574_976
     assert (config.optim.schedule, config.guard.spike_sigmas, config.mllm.sources[0].stream) == (
@@ -218,7 +215,7 @@ def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b() -> None:
 
 
 @pytest.mark.parametrize("name", ["sft_gpu1_lora", "pretrain_gpu8"])
-def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: Path) -> None:
+def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
     kind, task = ("texts", "docs") if name == "pretrain_gpu8" else ("chats", "next")
     names = {"train": kind, "eval": f"held_{kind}"}
     words = [
@@ -262,7 +259,7 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: 
     assert len(read_metrics(tmp_path)) == 2
 
 
-def test_qwen3_sft_without_pretraining_export_is_a_user_error(tmp_path: Path, capsys: Any) -> None:
+def test_qwen3_sft_without_pretraining_export_is_a_user_error(tmp_path, capsys):
     words = [f"project.dir={tmp_path}", *SMALL]
     assert launch(str(FOLDER / "configs" / "sft_cpu.yaml"), words) == EXIT_USER_ERROR
     assert "qwen3_base is not a folder" in capsys.readouterr().err

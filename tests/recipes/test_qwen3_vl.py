@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, readme_commands
 from folders import entries
+from run_files import json_lines
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
@@ -30,7 +30,7 @@ STEPS = {"words": 12, "align": 6, "pretrain": 10, "instruct": 6, "instruct_lora"
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chain(tmp_path_factory):
     """The folder in which all commands of the README ran."""
     folder = tmp_path_factory.mktemp("qwen3_vl")
     with pytest.MonkeyPatch.context() as patch:
@@ -49,12 +49,12 @@ def exported(chain: Path, stage: str) -> dict[str, torch.Tensor]:
     return dict(entries(chain / "qwen3_vl" / stage / "model.safetensors"))
 
 
-def held_out(chain: Path, stage: str) -> dict[str, Any]:
+def held_out(chain: Path, stage: str):
     (file,) = {path.resolve().parent / "metrics.jsonl" for path in [chain / "qwen3_vl" / stage]}
     return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
 
 
-def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain: Path) -> None:
+def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain):
     weights = {stage: exported(chain, stage) for stage in STEPS}
     parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))
     before = {
@@ -66,7 +66,7 @@ def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(ch
     moves = {stage: {"vision", "projector", "llm"} for stage in before}
     moves |= {"align": {"projector"}, "instruct_lora": {"projector", "llm"}}
     for stage, earlier in before.items():
-        same: dict[str, list[bool]] = {}
+        same = {}
         for name, value in weights[stage].items():
             same.setdefault(parts[f"hf.{name}"], []).append(
                 torch.equal(value, weights[earlier][name])
@@ -80,7 +80,7 @@ def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(ch
     } <= held_out(chain, "align").keys()
 
 
-def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain: Path) -> None:
+def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
@@ -104,13 +104,13 @@ def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain: Pat
     assert not torch.allclose(before, by_peft, atol=1e-3)
 
 
-def test_qwen3_vl_report_shows_images_and_video_frames(chain: Path) -> None:
+def test_qwen3_vl_report_shows_images_and_video_frames(chain):
     page = ((chain / "qwen3_vl" / "instruct").resolve().parent / "report.html").read_text()
     assert "Which way does it move?" in page
     assert page.count("data:image/png") > 24  # a video has several
 
 
-def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(chain: Path) -> None:
+def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(chain):
     from qwen3_vl import data
 
     files = {
@@ -123,7 +123,7 @@ def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(cha
     }
     assert len(files["train"]) > 100
     assert not files["train"] & files["eval"]
-    rows = [json.loads(line) for line in (chain / "shapes" / "train" / "films.jsonl").open()]
+    rows = json_lines(chain / "shapes" / "train" / "films.jsonl")
     assert {type(row["video"]) for row in rows} == {str, list}
     texts = [
         (chain / "shapes" / split / "texts.jsonl").read_text().splitlines()
@@ -140,9 +140,7 @@ def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(cha
     assert len(processor.tokenizer) <= about["text_config"]["vocab_size"]
 
 
-def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(tmp_path, capsys):
     assert (
         main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"])
         == EXIT_USER_ERROR
@@ -187,9 +185,7 @@ REAL = {  # the sizes of Qwen3-VL-2B
         ("instruct_gpu8", ["chats", "held_chats"]),
     ],
 )
-def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(
-    name: str, sources: list[str], tmp_path: Path
-) -> None:
+def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(name, sources, tmp_path):
     config = str(RECIPE / "configs" / f"{name}.yaml")
     with pytest.raises(
         UserError, match=rf"has keys without a value.* mllm\.sources\.{sources[0]}\.path=\.\.\."
@@ -200,7 +196,7 @@ def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(
         f"model.path={tmp_path}",
         *(f"mllm.sources.{source}.path=rows.jsonl" for source in sources),
     ]
-    found: Any = compose(config, words).config
+    found = compose(config, words).config
     assert found.loop.precision == "bf16"
     assert found.parallel.shard == (8 if name.endswith("8") else 1)
     model = MLLMModelKit(found.lora).build(found.model)

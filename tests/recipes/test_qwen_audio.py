@@ -6,7 +6,6 @@ import ctypes.util
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, read_metrics, readme_commands
@@ -32,7 +31,7 @@ speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("audio")
 
 
@@ -42,36 +41,34 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    assert launch(str(CONFIGS / "cpu.yaml"), words(folder, "checkpoint.interval=3")) == 0
-    return list_runs(folder)[-1].dir
-
-
-@speaks
-def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(ROOT)
+def trained(folder):
+    """The run of the README's commands, with few steps."""
     seen = []
-    for command in readme_commands("qwen_audio"):
-        if "--nproc" in command or any("gpu" in word for word in command):
-            continue
-        fewer = [*words(tmp_path), "loop.eval_interval=6"] if command[1] == "train" else []
-        fewer = fewer or [f"project.dir={tmp_path}", *FEW]
-        assert main([*command[1:], *fewer]) == 0, command
-        seen.append(command[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for command in readme_commands("qwen_audio"):
+            if "--nproc" in command or any("gpu" in word for word in command):
+                continue
+            fewer = [f"project.dir={folder}", *FEW]
+            if command[1] == "train":
+                fewer = words(folder, "loop.eval_interval=6", "checkpoint.interval=3")
+            assert main([*command[1:], *fewer]) == 0, command
+            seen.append(command[1])
     assert seen == ["train", "train", "data"]
-    last = read_metrics(tmp_path, "eval")[-1]
-    assert {
-        "word_accuracy_sentences",
-        "word_accuracy_voices",
-        "loss_sentences",
-        "loss_voices",
-    } <= set(last)
-    page = (list_runs(tmp_path)[-1].dir / "report.html").read_text()
-    assert page.count("<audio controls") == 24
+    [run] = list_runs(folder)
+    return run.dir
 
 
 @speaks
-def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> None:
+def test_qwen_audio_readme_commands_evaluate_both_splits_and_show_all_sounds(folder, trained):
+    last = read_metrics(folder, "eval")[-1]
+    kinds = ("word_accuracy", "loss")
+    assert {f"{kind}_{split}" for kind in kinds for split in ("sentences", "voices")} <= set(last)
+    assert (trained / "report.html").read_text().count("<audio controls") == 24
+
+
+@speaks
+def test_qwen_audio_resumed_run_is_bit_equal(folder, trained):
     straight = [record["loss"] for record in read_metrics(folder)]
     assert len(straight) == 6
     checkpoint = list_runs(folder)[0].checkpoint_list()[0]
@@ -80,14 +77,12 @@ def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> Non
 
 
 @speaks
-def test_qwen_audio_export_transcribes_like_the_checkpoint(
-    folder: Path, trained: Path, monkeypatch: Any
-) -> None:
+def test_qwen_audio_export_transcribes_like_the_checkpoint(folder, trained, monkeypatch):
     given = words(folder, "workflow=report", f"resume={trained}")
-    engine: Any = compose(str(CONFIGS / "cpu.yaml"), given).engine_class
+    engine = compose(str(CONFIGS / "cpu.yaml"), given).engine_class
     from qwen_audio.hear import hear
 
-    found: list[Any] = []
+    found = []
     monkeypatch.setattr(
         engine, "write_page", lambda self, figures, answers, export: found.append((answers, export))
     )
@@ -107,9 +102,7 @@ def test_qwen_audio_export_transcribes_like_the_checkpoint(
 
 
 @speaks
-def test_qwen_audio_evaluation_on_two_ranks_equals_one(
-    ranks2: Any, folder: Path, trained: Path
-) -> None:
+def test_qwen_audio_evaluation_on_two_ranks_equals_one(ranks2, folder, trained):
     given = words(folder, "workflow=evaluate", f"resume={trained}", "data.global_batch_size=2")
     assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
     assert ranks2.launch(CONFIGS / "cpu.yaml", *given, "parallel.shard=2") == [0, 0]
@@ -121,18 +114,16 @@ def test_qwen_audio_evaluation_on_two_ranks_equals_one(
 
 
 @speaks
-def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(
-    folder: Path, trained: Path
-) -> None:
+def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(folder, trained):
     from qwen_audio import data
 
-    def texts(name: str) -> set[str]:
+    def texts(name):
         lines = (folder / "speech_data" / f"{name}.jsonl").read_text().splitlines()
         return {json.loads(line)["messages"][1]["content"] for line in lines}
 
     assert not texts("train") & (texts("eval_sentences") | texts("eval_voices"))
     assert not set(data.VOICES) & set(data.NEW_VOICES)
-    composed: Any = compose(str(CONFIGS / "cpu.yaml"), words(folder))
+    composed = compose(str(CONFIGS / "cpu.yaml"), words(folder))
     kit, about = composed.engine_class.data_kit(composed.config), composed.config.model.config
     ears = kit.processor.feature_extractor
     assert ears.feature_size == about["audio_config"]["num_mel_bins"]
@@ -143,13 +134,13 @@ def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(
     assert "Bad rows: none" in summary  # no sentence is longer than the audio window
 
 
-def test_word_errors_of_transcripts_count_insertions_deletions_and_substitutions() -> None:
+def test_word_errors_of_transcripts_count_insertions_deletions_and_substitutions():
     compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
     from qwen_audio.data import words_of
 
     from mvp_engine.kit.speech.demo import word_errors
 
-    def cost(written: str, expected: str) -> int:
+    def cost(written, expected):
         return word_errors(words_of(written), words_of(expected))
 
     assert cost("Go left, four!", "go left four") == 0
@@ -160,7 +151,7 @@ def test_word_errors_of_transcripts_count_insertions_deletions_and_substitutions
     assert cost("", "go left four") == cost("a b c", "go left four") == 3
 
 
-def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, capsys: Any) -> None:
+def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path, capsys):
     from mvp_engine.kit import MLLMModelKit
     from mvp_engine.model_engine.fsdp.parallelize import freeze
 
@@ -176,7 +167,7 @@ def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, ca
         ]
         assert launch(file, [*given, "parallel.shard=1"]) == EXIT_USER_ERROR
         assert "without model.path" in capsys.readouterr().err
-        config: Any = compose(file, given).config
+        config = compose(file, given).config
         source = config.model.model_copy(update={"path": None, "config": tiny})
         model = MLLMModelKit(config.lora).build(source, config.model.type)
         assert all(p.is_meta for p in model.parameters())
@@ -186,9 +177,7 @@ def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, ca
         assert "100 %" in table["projector"]
 
 
-def test_qwen_audio_without_synthesizer_names_the_package_to_install(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_qwen_audio_without_synthesizer_names_the_package_to_install(tmp_path, monkeypatch):
     compose(str(CONFIGS / "cpu.yaml"), [])
     from qwen_audio.data import prepare
 

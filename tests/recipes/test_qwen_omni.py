@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 @speaks
-def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_qwen_omni_readme_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     seen = []
     for command in readme_commands("qwen_omni"):
@@ -82,8 +81,8 @@ def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys:
 
 
 @speaks
-def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path: Path) -> None:
-    composed: Any = compose(str(CONFIGS / "cpu.yaml"), [])
+def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path):
+    composed = compose(str(CONFIGS / "cpu.yaml"), [])
     from qwen_omni import data
 
     ids = data.make_tokenizer().get_vocab()
@@ -113,7 +112,7 @@ def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path: Pat
 
 
 @speaks
-def test_judge_hears_espeak_and_codec_and_not_other_sentences() -> None:
+def test_judge_hears_espeak_and_codec_and_not_other_sentences():
     compose(str(CONFIGS / "cpu.yaml"), [])
     from qwen_omni import data
     from qwen_omni.judge import Judge
@@ -127,7 +126,7 @@ def test_judge_hears_espeak_and_codec_and_not_other_sentences() -> None:
     voices = ["ann", "bob"] * 12
     sounds = [data.say(speaker, text, voice) for text, voice in zip(texts, voices, strict=True)]
 
-    def accuracy(waveforms: list[np.ndarray]) -> float:
+    def accuracy(waveforms):
         errors = 0
         for text, voice, waveform in zip(texts, voices, waveforms, strict=True):
             errors += word_errors(judge.words(waveform, voice), text.split())
@@ -140,7 +139,7 @@ def test_judge_hears_espeak_and_codec_and_not_other_sentences() -> None:
     assert accuracy([codec.decode(codec.encode(sound)) for sound in sounds]) > 0.85
 
 
-def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, capsys: Any) -> None:
+def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path, capsys):
     for name in ("gpu1", "gpu8"):
         file = str(CONFIGS / f"{name}.yaml")
         assert launch(file, []) == EXIT_USER_ERROR
@@ -150,7 +149,7 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, cap
             "mllm.sources.train.path=a.jsonl",
             "mllm.sources.eval.path=b.jsonl",
         ]
-        config: Any = compose(file, given).config
+        config = compose(file, given).config
         assert config.mllm.speech.books == 16
         assert config.model.type == "omni_model"
 
@@ -165,9 +164,7 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, cap
         ),
     ],
 )
-def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(
-    word: str, said: str, capsys: Any
-) -> None:
+def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word, said, capsys):
     assert launch(str(CONFIGS / "cpu.yaml"), [word]) == EXIT_USER_ERROR
     assert said in capsys.readouterr().err
 
@@ -182,9 +179,7 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(
         (["model.type=language_model"], "mllm.speech: model.type=language_model has no talker"),
     ],
 )
-def test_talker_without_speech_and_speech_without_talker_are_user_errors(
-    words: list[str], said: str
-) -> None:
-    composed: Any = compose(str(CONFIGS / "cpu.yaml"), ["eval_generation=null", *words])
+def test_talker_without_speech_and_speech_without_talker_are_user_errors(words, said):
+    composed = compose(str(CONFIGS / "cpu.yaml"), ["eval_generation=null", *words])
     with pytest.raises(UserError, match=said):
         composed.engine_class.data_kit(composed.config)

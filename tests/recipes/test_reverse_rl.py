@@ -39,7 +39,7 @@ SHORT += ["reward.workers=0", "optim.lr=3e-3"]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A folder with the data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("reverse")
     words = [*SMALL[:-1], f"project.dir={folder}", "loop.total_steps=16", "loop.eval_interval=null"]
@@ -68,13 +68,13 @@ def weights(base: Path, name: str, model: str = "actor") -> dict[str, torch.Tens
     }
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]):
     assert one.keys() == two.keys()
     assert one
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> None:
+def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base):
     records = trained(base, "grpo", "log.backends=[jsonl,plot]", f"export={base}/model")
     first = records[0]
     assert first["gap"] < 2e-5
@@ -95,7 +95,7 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> N
     assert "global_batch_size" not in card
 
 
-def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base: Path) -> None:
+def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base):
     words = ["rl.updates=1", "loop.eval_interval=null"]
     skipped = trained(base, "single", *words)
     measured = trained(base, "measured", *words, "rollout.gap_interval=1")
@@ -108,7 +108,7 @@ def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base: 
 
 
 @pytest.mark.campaign(only=True)
-def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base: Path) -> None:
+def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base):
     words = ["evaluation={samples: 2, temperature: 1.0}", "loop.eval_interval=3"]
     before = trained(base, "report", *words)
     run = list_runs(base / "report")[-1]
@@ -132,9 +132,7 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
         ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
     ],
 )
-def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(
-    base: Path, config: str, words: list[str]
-) -> None:
+def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base, config, words):
     words = [*words, "checkpoint.interval=1", "checkpoint.keep_n=null"]
     name = f"resume_{config}"
     undisturbed = trained(base, name, *words, config=config)
@@ -158,7 +156,7 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
-def test_rl_algorithms_train_a_step(base: Path, algorithm: str) -> None:
+def test_rl_algorithms_train_a_step(base, algorithm):
     words = [
         "loop.total_steps=1",
         "loop.eval_interval=null",
@@ -175,7 +173,7 @@ def test_rl_algorithms_train_a_step(base: Path, algorithm: str) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_rl_adapters_off_is_the_reference_of_lora(base: Path) -> None:
+def test_rl_adapters_off_is_the_reference_of_lora(base):
     words = [
         "lora.rank=4",
         "lora.targets=[llm]",
@@ -192,18 +190,18 @@ def test_rl_adapters_off_is_the_reference_of_lora(base: Path) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_rl_separate_sampler_group_gives_the_same_training(base: Path) -> None:
+def test_rl_separate_sampler_group_gives_the_same_training(base):
     words = ["loop.eval_interval=null", "rl.behind=1"]
     shared = trained(base, "shared", *words)
     assert trained(base, "apart", *words, "groups.rollout={}") == shared
 
 
-def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
+def test_rl_under_torchrun_is_refused_with_the_fix():
     from mvp_engine.kit.rl import RLEngine
 
     world = World(0, 2, 0, 2, torch.device("cpu"))
     with pytest.raises(UserError, match=r"workers.where=spawn groups.actor.ranks=2"):
-        RLEngine(None, world)  # type: ignore[arg-type]
+        RLEngine(None, world)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +225,13 @@ def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
         ),
     ],
 )
-def test_rl_config_errors_name_the_fix(base: Path, word: str, text: str, capsys: Any) -> None:
+def test_rl_config_errors_name_the_fix(base, word, text, capsys):
     words = words_of(base, "errors", *word.split())
     assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
     assert text in capsys.readouterr().err
 
 
-def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys: Any) -> None:
+def test_rl_gap_above_the_limit_stops_before_the_first_update(base, capsys):
     words = words_of(base, "gap", "rollout.max_gap=1e-12", "rl.importance_cap=2")
     assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
@@ -244,19 +242,19 @@ def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 40), ("ppo", 34)])
 def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
-    algorithm: str, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    algorithm, steps, monkeypatch
+):
     from mvp_engine.kit.rl.model_groups import ModelGroups
 
-    started: dict[str, Any] = {}
+    started = {}
 
-    def start(self: Any, name: str, group: Any, spec: Any) -> Any:
+    def start(self, name, group, spec):
         started[name] = spec
         return nullcontext()
 
     monkeypatch.setattr(ModelGroups, "_start", start)
     words = ["model.path=x", f"rl.algorithm={algorithm}", "rl.critic_warmup=3", "rl.updates=2"]
-    config: Any = compose(CONFIGS / "gpu8.yaml", words).config
+    config = compose(CONFIGS / "gpu8.yaml", words).config
     groups = ModelGroups(config, "fp32", 20, Path("files"), torch.device("cuda"))
     groups.initialize(optimizer=object())
     assert started["actor"].total_steps == steps
@@ -265,13 +263,13 @@ def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
-def test_rl_gpu_configs_compose(name: str) -> None:
-    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
+def test_rl_gpu_configs_compose(name):
+    config = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
     assert config.rl.algorithm == "grpo"
     assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
 
 
-def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
     assert len(found) == len(wanted)
     for one, two in zip(found, wanted, strict=True):
         assert one.keys() == two.keys()
@@ -285,7 +283,7 @@ def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("config", ["grpo", "ppo"])
-def test_rl_spawned_ranks_train_as_the_local_process(base: Path, config: str) -> None:
+def test_rl_spawned_ranks_train_as_the_local_process(base, config):
     words = ["rl.prompts=6", "rl.updates=2", "rl.kl=0.05"]
     words += ["rl.group=1", "rl.critic_warmup=1"] if config == "ppo" else []
     local = trained(base, f"local_{config}", *words, config=config)
@@ -300,9 +298,7 @@ def test_rl_spawned_ranks_train_as_the_local_process(base: Path, config: str) ->
 @pytest.mark.parametrize(
     "words", [["rl.behind=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]]
 )
-def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(
-    base: Path, tmp_path: Path, words: list[str]
-) -> None:
+def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base, tmp_path, words):
     settings = [word for word in words_of(base, "x", *words) if not word.startswith("project.dir")]
     settings += [
         "loop.total_steps=70",
@@ -325,7 +321,7 @@ def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(
     assert_same_bits(*ends)
 
 
-def kill_a_worker_once(marker: Path) -> None:
+def kill_a_worker_once(marker: Path):
     """Kill the first child process that is a worker of the group."""
     if marker.exists():
         return
@@ -337,8 +333,8 @@ def kill_a_worker_once(marker: Path) -> None:
 
 @pytest.mark.campaign(only=True)
 def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkpoint(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, monkeypatch
+):
     from mvp_engine.kit.rl import RLEngine
 
     words = [
@@ -350,7 +346,7 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
     undisturbed = trained(base, "alive", *words, "log.backends=[file,jsonl]")
     original = RLEngine.train_pre_step
 
-    def train_pre_step(self: Any, ctx: Any) -> None:
+    def train_pre_step(self, ctx):
         original(self, ctx)
         if ctx.step == 3:
             kill_a_worker_once(base / "killed_once")
@@ -364,9 +360,9 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
 
 
 @pytest.mark.campaign(only=True)
-def test_rl_readme_commands_learn_from_half_right_to_right(tmp_path: Path) -> None:
+def test_rl_readme_commands_learn_from_half_right_to_right(tmp_path):
     """On two idle cores: GRPO in under 3 minutes, PPO in under 4."""
-    shown: dict[str, float] = {}
+    shown = {}
     for config, metric in (("sft", "exact_held_out"), ("grpo", "pass@1"), ("ppo", "pass@1")):
         words = [f"project.dir={tmp_path}", "log.backends=[jsonl]"]
         assert main(["train", str(CONFIGS / f"{config}.yaml"), *words]) == 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from conftest import ROOT, read_metrics
 
@@ -23,7 +20,7 @@ SHORT = [
 ]
 
 
-def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path: Path) -> None:
+def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path):
     words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
     assert main(["train", *words]) == 0
     first = read_metrics(tmp_path)
@@ -35,7 +32,7 @@ def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path: P
     assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
 
 
-def test_reward_model_on_images_trains_and_loads_its_export(tmp_path: Path) -> None:
+def test_reward_model_on_images_trains_and_loads_its_export(tmp_path):
     words = [str(CONFIGS / "cpu_images.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
     assert main(["train", *words]) == 0
     first = read_metrics(tmp_path)
@@ -45,11 +42,9 @@ def test_reward_model_on_images_trains_and_loads_its_export(tmp_path: Path) -> N
     assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
 
 
-def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path, capsys):
     folder = tmp_path / "reward_data"
-    config: Any = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={tmp_path}"])
+    config = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={tmp_path}"])
     kit = config.engine_class.data_kit(config.config)
     last = int(next(iter(kit.loader("train", global_batch_size=1))).input_ids[-1])
     words = [
@@ -63,8 +58,8 @@ def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
-def test_reward_model_gpu_configs_compose(name: str) -> None:
-    config: Any = compose(
+def test_reward_model_gpu_configs_compose(name):
+    config = compose(
         CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
     ).config
     assert (config.model.type, config.lora is None) == ("value_model", name == "gpu8")
@@ -72,9 +67,7 @@ def test_reward_model_gpu_configs_compose(name: str) -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize(("name", "bound"), [("cpu", 0.95), ("cpu_images", 0.9)])
-def test_reward_model_readme_command_learns_held_out_pairs(
-    tmp_path: Path, name: str, bound: float
-) -> None:
+def test_reward_model_readme_command_learns_held_out_pairs(tmp_path, name, bound):
     assert (
         main(
             [

@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,11 +51,11 @@ np.save("actions.npy", actions)
 
 
 @pytest.fixture(scope="module")
-def world() -> Any:
+def world():
     return import_file(ROOT / "recipes" / "table_vla" / "world.py")
 
 
-def test_table_expert_succeeds_and_a_guesser_gets_a_quarter(world: Any) -> None:
+def test_table_expert_succeeds_and_a_guesser_gets_a_quarter(world):
     table = world.Table(200)
     for guesses, low, high in ((False, 1.0, 1.0), (True, 0.15, 0.35)):
         seen, _ = table.reset(seed=list(range(200)))
@@ -73,15 +71,15 @@ def test_table_expert_succeeds_and_a_guesser_gets_a_quarter(world: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: Any) -> Any:
+def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
     composed = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={folder}"])
-    made: Any = composed.engine_class
+    made = composed.engine_class
     return made(composed.config, World.join("cpu"), Run.create(folder, "table", None))
 
 
 @pytest.mark.slow
-def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: Path) -> None:
+def test_table_vla_export_acts_as_the_engine(engine, world, tmp_path):
     with engine:
         engine.train()
         metrics = read_metrics(engine.run.dir.parent, "eval")[-1]
@@ -119,9 +117,7 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
 
 
 @pytest.mark.campaign(only=True)  # three trainings
-def test_table_vla_resume_with_another_normalization_is_a_user_error(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path, capsys):
     words = [
         str(CONFIGS / "cpu.yaml"),
         *SHORT,
@@ -150,9 +146,7 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["gpu1"], ["gpu8", "parallel.shard=1"]], ids=str)
-def test_table_vla_gpu_configs_train_a_folder_of_pi0(
-    words: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
     transformers_pi0(tiny_pi0()).save_pretrained(tmp_path / "pi0")
     word_tokenizer(["task", "0", "1"]).save_pretrained(tmp_path / "pi0")
     root = write_folder(tmp_path / "robot", "v3.0", "libx264")
@@ -174,7 +168,7 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(
 
 
 @pytest.mark.campaign(only=True)
-def test_table_vla_readme_command_learns_the_task(tmp_path: Path) -> None:
+def test_table_vla_readme_command_learns_the_task(tmp_path):
     words = [str(CONFIGS / "cpu.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]
     assert main(["train", *words]) == 0
     assert main(["evaluate", *words, "resume=auto", "rollouts.episodes=200"]) == 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, read_metrics, readme_commands
 from PIL import Image
+from run_files import json_lines
 from safetensors.torch import load_file, save_file
 
 from mvp_engine.checkpoint.format import Reader
@@ -54,7 +54,7 @@ def write_images(folder: Path, count: int = 12) -> Path:
     return folder
 
 
-def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch: Any) -> None:
+def test_vit_readme_commands_run_and_reach_accuracy(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     seen = []
     for words in readme_commands("vit_classification"):
@@ -69,7 +69,7 @@ def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> tuple[Path, list[str]]:
+def own(tmp_path_factory):
     """A run on a user's folder, with bad files in it."""
     folder = tmp_path_factory.mktemp("vit")
     words = [
@@ -88,7 +88,7 @@ def own(tmp_path_factory) -> tuple[Path, list[str]]:
     return folder, words
 
 
-def test_vit_broken_files_are_listed_counted_and_left_out(own: tuple[Path, list[str]]) -> None:
+def test_vit_broken_files_are_listed_counted_and_left_out(own):
     folder, words = own
     newest = list_runs(folder)[0].dir
     named = [
@@ -105,11 +105,11 @@ def test_vit_broken_files_are_listed_counted_and_left_out(own: tuple[Path, list[
     assert bad == 6 * len(in_training)
     assert "left out: " in (newest / "log.txt").read_text()
     assert run(folder, *words, "workflow=evaluate", f"resume={newest}") == 0
-    [line] = [json.loads(line) for line in (newest / "evaluate.jsonl").read_text().splitlines()]
+    [line] = json_lines(newest / "evaluate.jsonl")
     assert line["accuracy"] > 0.9
 
 
-def test_vit_resumed_run_with_other_workers_is_bit_equal(own: tuple[Path, list[str]]) -> None:
+def test_vit_resumed_run_with_other_workers_is_bit_equal(own):
     folder, words = own
     checkpoint = list_runs(folder)[0].checkpoint_list()[0]
     straight = [record["loss"] for record in read_metrics(folder)]
@@ -117,7 +117,7 @@ def test_vit_resumed_run_with_other_workers_is_bit_equal(own: tuple[Path, list[s
     assert [record["loss"] for record in read_metrics(folder)] == straight
 
 
-def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, list[str]]) -> None:
+def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own):
     from vit_classification.data import ImageDataset, Images, collate
     from vit_classification.model import make_processor
 
@@ -129,7 +129,7 @@ def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, 
         bytes(item) for item in ImageDataset("eval", images, digits.processor).items
     }
 
-    def epoch(number: int, size: int, **options: int) -> dict[int, torch.Tensor]:
+    def epoch(number, size, **options):
         loader = SampleLoader(
             digits, micro_batch_size=size, seed=3, shuffle=False, collate_fn=collate, **options
         )
@@ -143,9 +143,7 @@ def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, 
     assert not torch.equal(first[1], epoch(1, 4)[1])
 
 
-def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(
-    ranks2: Any, own: tuple[Path, list[str]]
-) -> None:
+def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2, own):
     from transformers import pipeline
 
     folder, words = own
@@ -183,8 +181,8 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(
 
 
 def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(
-    own: tuple[Path, list[str]],
-) -> None:
+    own,
+):
     from transformers import AutoModelForImageClassification
     from vit_classification.model import make_model
 
@@ -192,7 +190,7 @@ def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(
     for name in ("gpu1", "gpu8"):
         with pytest.raises(UserError, match=r"give on the command line: images.root=..."):
             compose(str(CONFIGS / f"{name}.yaml"), [])
-        composed: Any = compose(str(CONFIGS / f"{name}.yaml"), ["images.root=/somewhere"])
+        composed = compose(str(CONFIGS / f"{name}.yaml"), ["images.root=/somewhere"])
         with torch.device("meta"):
             model = make_model(composed.config.model, composed.config.images.size, ["cat", "dog"])
         assert 85e6 < sum(p.numel() for p in model.parameters()) < 87e6
@@ -239,10 +237,12 @@ def write_folder(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["vit", "clip", "siglip"])
+@pytest.mark.parametrize(
+    "kind", ["vit", "clip", pytest.param("siglip", marks=pytest.mark.campaign(only=True))]
+)
 def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_what_trains_only(
-    kind: str, tmp_path: Path, capsys: Any
-) -> None:
+    kind, tmp_path, capsys
+):
     from peft import PeftModel
     from transformers import AutoModelForImageClassification
 
@@ -291,8 +291,8 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
 
 
 def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     import transformers
     from vit_classification.model import make_model, make_processor
 
@@ -305,7 +305,7 @@ def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is
         make_processor(str(base), 16)
     settings = json.loads((base / "config.json").read_text())["vision_config"]
     (base / "config.json").write_text(json.dumps(settings))
-    model: Any = compose(
+    model = compose(
         str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]
     ).config.model
     with pytest.raises(
@@ -314,9 +314,9 @@ def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is
         make_model(model, 16, ["a", "b"])
 
 
-def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: Path) -> None:
+def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path):
     base = write_folder(tmp_path / "base", "vit")
-    model: Any = compose(
+    model = compose(
         str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]
     ).config.model
     from vit_classification.model import make_model  # compose has made it importable
@@ -341,10 +341,10 @@ def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: 
         make_model(model, 16, ["a", "b"])
 
 
-def test_vit_dataset_user_errors_name_the_fix(tmp_path: Path) -> None:
+def test_vit_dataset_user_errors_name_the_fix(tmp_path):
     from vit_classification.data import ImageDataset, Images
 
-    def mistake(**images: Any) -> str:
+    def mistake(**images):
         with pytest.raises(UserError) as raised:
             ImageDataset("train", Images(size=32, **images), None)
         return str(raised.value)

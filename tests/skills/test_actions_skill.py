@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from mvp_engine.kit.actions.stats import merged_stats
 
 
 @pytest.fixture(scope="module")
-def problems() -> Any:
+def problems():
     spec = importlib.util.spec_from_file_location(
         "actions_check", ROOT / "skills" / "actions" / "check.py"
     )
@@ -27,11 +26,11 @@ def problems() -> Any:
     return module.problems
 
 
-def test_check_of_the_action_kit_passes(problems: Any) -> None:
+def test_check_of_the_action_kit_passes(problems):
     assert problems() == []
 
 
-def test_check_of_images_one_frame_late_fails(problems: Any, monkeypatch) -> None:
+def test_check_of_images_one_frame_late_fails(problems, monkeypatch):
     correct = FrameRows.image
     monkeypatch.setattr(
         FrameRows, "image", lambda self, index, camera: correct(self, max(0, index - 1), camera)
@@ -39,8 +38,8 @@ def test_check_of_images_one_frame_late_fails(problems: Any, monkeypatch) -> Non
     assert any("shows the image of another time" in problem for problem in problems())
 
 
-def test_check_of_chunks_that_cross_the_episode_fails(problems: Any, monkeypatch) -> None:
-    def crossing(self: FrameRow) -> tuple[np.ndarray, np.ndarray]:
+def test_check_of_chunks_that_cross_the_episode_fails(problems, monkeypatch):
+    def crossing(self):
         steps = np.minimum(self.index + np.arange(self.rows.chunk), len(self.rows.actions) - 1)
         return self.rows.actions[steps], np.ones(self.rows.chunk, bool)
 
@@ -48,9 +47,9 @@ def test_check_of_chunks_that_cross_the_episode_fails(problems: Any, monkeypatch
     assert any("after the end of an episode carry loss" in problem for problem in problems())
 
 
-def test_check_of_absolute_statistics_for_relative_actions_fails(problems: Any) -> None:
+def test_check_of_absolute_statistics_for_relative_actions_fails(problems):
     class Absolute(ActionDataKit):
-        def statistics(self) -> Any:
+        def statistics(self):
             rows, used = self.train_folders()[0]
             return {
                 "state": merged_stats([rows.states[used]]),
@@ -64,8 +63,8 @@ def test_check_of_absolute_statistics_for_relative_actions_fails(problems: Any) 
     assert not any("absolute actions" in problem for problem in found)
 
 
-def test_check_of_actions_that_stay_normalized_fails(problems: Any, monkeypatch) -> None:
-    def lost(self: Normalization, chunk: Any, state: Any) -> np.ndarray:
+def test_check_of_actions_that_stay_normalized_fails(problems, monkeypatch):
+    def lost(self, chunk, state):
         return np.asarray(chunk[..., : self.action_size])
 
     monkeypatch.setattr(Normalization, "unnormalize_actions", lost)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from conftest import ROOT
 from torch import Tensor
@@ -28,7 +26,7 @@ def wrong_sign(views_B2D: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
-def test_check_of_the_kit_passes(loss: Any) -> None:
+def test_check_of_the_kit_passes(loss):
     assert (
         problems(ContrastiveLossKit(ContrastiveLoss(loss=loss, temperature=0.3, bias=-1.0))) == []
     )
@@ -38,5 +36,5 @@ def test_check_of_the_kit_passes(loss: Any) -> None:
     ("loss", "said"),
     [(mean, "no mean"), (no_negatives, "no negatives"), (wrong_sign, "does not lower the loss")],
 )
-def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
+def test_check_of_a_wrong_loss_names_the_error(loss, said):
     assert any(said in problem for problem in problems(loss))

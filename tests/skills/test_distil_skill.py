@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from conftest import ROOT
 from torch import Tensor
@@ -20,30 +18,30 @@ def kl_of(logits_TV: Tensor, teacher_TV: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def wrong_sign(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch) -> Any:
+def wrong_sign(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
     loss_sum, weight = KIT(logits_TV, teacher_TV, batch)
     return -loss_sum, weight
 
 
-def with_prompts(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch) -> Any:
+def with_prompts(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
     return kl_of(logits_TV, teacher_TV.detach()).sum(), batch.num_tokens
 
 
-def trained_teacher(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch) -> Any:
+def trained_teacher(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
     return kl_of(logits_TV, teacher_TV)[batch.labels != -100].sum(), batch.num_loss_tokens
 
 
-def cross_entropy(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch) -> Any:
+def cross_entropy(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
     terms_T = -(teacher_TV.detach().softmax(-1) * logits_TV.log_softmax(-1)).sum(-1)
     return terms_T[batch.labels != -100].sum(), batch.num_loss_tokens
 
 
-def mean(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch) -> Any:
+def mean(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
     loss_sum, weight = KIT(logits_TV, teacher_TV, batch)
     return loss_sum / weight, 1.0
 
 
-def test_check_of_the_kit_passes() -> None:
+def test_check_of_the_kit_passes():
     assert problems(KIT) == []
 
 
@@ -57,5 +55,5 @@ def test_check_of_the_kit_passes() -> None:
         (mean, "in two micro-batches"),
     ],
 )
-def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
+def test_check_of_a_wrong_loss_names_the_error(loss, said):
     assert any(said in problem for problem in problems(loss))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +15,18 @@ from mvp_engine.kit import flow
 problems = import_file(ROOT / "skills" / "flow" / "check.py").problems
 
 
-def with_part(name: str, part: Any) -> Any:
+def with_part(name: str, part):
     names = ("draw", "noisy_sample", "velocity_losses", "euler_sample")
     return SimpleNamespace(**{**{one: getattr(flow, one) for one in names}, name: part})
 
 
-def global_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int) -> Any:
+def global_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int):
     return flow.Draw(
         torch.randn(draws, *shape), torch.rand(draws), torch.ones(draws, dtype=torch.bool)
     )
 
 
-def same_epochs(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int) -> Any:
+def same_epochs(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int):
     return flow.draw(seed, 0, sample, shape, draws)
 
 
@@ -35,11 +34,11 @@ def mean_loss(predicted: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
     return flow.velocity_losses(predicted, clean, noise).mean()
 
 
-def wrong_way(velocity: Any, noise: Tensor, steps: int) -> Tensor:
+def wrong_way(velocity, noise: Tensor, steps: int) -> Tensor:
     return flow.euler_sample(lambda x, times: -velocity(x, times), noise, steps)
 
 
-def test_check_of_the_kit_passes() -> None:
+def test_check_of_the_kit_passes():
     assert problems(flow) == []
 
 
@@ -52,5 +51,5 @@ def test_check_of_the_kit_passes() -> None:
         ("euler_sample", wrong_way, "direction wrong"),
     ],
 )
-def test_check_of_a_wrong_part_names_the_error(name: str, part: Any, said: str) -> None:
+def test_check_of_a_wrong_part_names_the_error(name, part, said):
     assert any(said in problem for problem in problems(with_part(name, part)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -13,7 +12,7 @@ from mvp_engine.kit import MFUKit, flop_costs, mfu
 
 
 @pytest.fixture(scope="module")
-def problems() -> Any:
+def problems():
     spec = importlib.util.spec_from_file_location("mfu_check", ROOT / "skills" / "mfu" / "check.py")
     assert spec is not None
     assert spec.loader is not None
@@ -22,11 +21,11 @@ def problems() -> Any:
     return module.problems
 
 
-def test_check_of_the_kit_passes(problems: Any) -> None:
+def test_check_of_the_kit_passes(problems):
     assert problems() == []
 
 
-def test_check_with_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
+def test_check_with_a_wrong_head_size_fails(problems, monkeypatch):
     correct = flop_costs.attention_flops
     monkeypatch.setattr(
         flop_costs, "attention_flops", lambda module, config: correct(module, config) / 2
@@ -34,15 +33,15 @@ def test_check_with_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
     assert any("off torch's counter" in problem for problem in problems())
 
 
-def test_check_with_frozen_blocks_counted_as_trained_fails(problems: Any) -> None:
+def test_check_with_frozen_blocks_counted_as_trained_fails(problems):
     class Six(MFUKit):
-        def __init__(self, model: Any) -> None:
+        def __init__(self, model):
             super().__init__(copy.deepcopy(model).requires_grad_(True))
 
     assert any("2 of 4 blocks frozen" in problem for problem in problems(Six))
 
 
-def test_check_with_a_pack_counted_as_one_sequence_fails(problems: Any, monkeypatch) -> None:
+def test_check_with_a_pack_counted_as_one_sequence_fails(problems, monkeypatch):
     monkeypatch.setattr(
         mfu, "causal_pairs", lambda lengths, window: lengths.sum(0, keepdim=True).square()
     )

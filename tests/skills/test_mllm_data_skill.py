@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +12,21 @@ from conftest import ROOT
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.imports import import_file
 
-CHECK: Any = import_file(ROOT / "skills" / "mllm-data" / "check.py")
+CHECK = import_file(ROOT / "skills" / "mllm-data" / "check.py")
 
 
-def test_check_of_the_kit_passes() -> None:
+def test_check_of_the_kit_passes():
     assert CHECK.problems(CHECK.with_kit) == []
 
 
 class Changed:
     """The kit's loader with other batches."""
 
-    def __init__(self, loader: Any, change: Callable[[PackedBatch], PackedBatch]) -> None:
+    def __init__(self, loader, change: Callable[[PackedBatch], PackedBatch]):
         self.loader, self.change = loader, change
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return map(self.change, self.loader)
 
 
@@ -61,7 +59,7 @@ def padded(batch: PackedBatch) -> PackedBatch:
 class Repeating(Changed):
     """A loader with a cursor that is one step behind."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         super().__init__(loader, lambda batch: batch)
         self.state_dict = lambda: {
             **loader.state_dict(),
@@ -79,12 +77,8 @@ class Repeating(Changed):
         (None, "after a resume the rows are not the remaining ones: ["),
     ],
 )
-def test_check_of_a_broken_loader_names_the_problem(
-    change: Callable[[PackedBatch], PackedBatch] | None, words: str
-) -> None:
-    def make(
-        settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path
-    ) -> Any:
+def test_check_of_a_broken_loader_names_the_problem(change, words):
+    def make(settings, processor, rank, world_size, folder):
         loader = CHECK.with_kit(settings, processor, rank, world_size, folder)
         return Repeating(loader) if change is None else Changed(loader, change)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -16,22 +15,22 @@ problems = import_file(ROOT / "skills" / "reward" / "check.py").problems
 KIT = RewardLossKit()
 
 
-def first_token(ctx: Any, model: Any, batch: PackedBatch) -> Any:
+def first_token(ctx, model, batch: PackedBatch):
     values_T = model(batch, ["values"])["values"]
     return KIT(ctx, lambda *_: {"values": values_T.roll(-1)}, batch)
 
 
-def wrong_sign(ctx: Any, model: Any, batch: PackedBatch) -> Any:
+def wrong_sign(ctx, model, batch: PackedBatch):
     values_T = -model(batch, ["values"])["values"]
     return KIT(ctx, lambda *_: {"values": values_T}, batch)
 
 
-def mean(ctx: Any, model: Any, batch: PackedBatch) -> Any:
+def mean(ctx, model, batch: PackedBatch):
     loss_sum, pairs = KIT(ctx, model, replace(batch))
     return loss_sum / pairs, 1.0
 
 
-def test_check_of_the_kit_passes() -> None:
+def test_check_of_the_kit_passes():
     assert problems(KIT) == []
 
 
@@ -43,5 +42,5 @@ def test_check_of_the_kit_passes() -> None:
         (mean, "in two micro-batches"),
     ],
 )
-def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
+def test_check_of_a_wrong_loss_names_the_error(loss, said):
     assert any(said in problem for problem in problems(loss))

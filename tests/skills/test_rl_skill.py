@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
 from mvp_engine.tools.skill_check import run_check
 
-CHECK: Any = import_file(ROOT / "skills" / "rl" / "check.py")
+CHECK = import_file(ROOT / "skills" / "rl" / "check.py")
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
 ENGINES = """
 import torch
@@ -71,7 +70,7 @@ class Shifted(Right):
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl_skill")
     (folder / "engines.py").write_text(ENGINES)
     import_file(ROOT / "recipes" / "reverse_rl" / "engine.py")  # as the package reverse_rl
@@ -87,7 +86,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_rl_check_of_a_correct_recipe_passes(words: list[str]) -> None:
+def test_rl_check_of_a_correct_recipe_passes(words):
     assert CHECK.problems(str(CONFIGS / "grpo.yaml"), [*words, engine(words, "Right")]) == []
 
 
@@ -101,9 +100,7 @@ def test_rl_check_of_a_correct_recipe_passes(words: list[str]) -> None:
         ("Shifted", "old log-probs are not those of the sampler"),
     ],
 )
-def test_rl_check_of_a_recipe_with_an_error_names_it(
-    name: str, said: str, words: list[str]
-) -> None:
+def test_rl_check_of_a_recipe_with_an_error_names_it(name, said, words):
     found = CHECK.problems(str(CONFIGS / "grpo.yaml"), [*words, engine(words, name)])
     assert any(said in problem for problem in found), found
 
@@ -113,7 +110,7 @@ def engine(words: list[str], name: str) -> str:
     return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
 
 
-def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words: list[str]) -> None:
+def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words):
     limited = [*words, "reward.timeout=3", engine(words, "HangsOnNothing")]
     with pytest.raises(
         UserError, match=r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"
@@ -121,7 +118,7 @@ def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words:
         CHECK.problems(str(CONFIGS / "grpo.yaml"), limited)
 
 
-def run(check: Any, *words: str) -> int:
+def run(check, *words: str) -> int:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["check.py", *words])
         with pytest.raises(SystemExit) as exited:
@@ -129,17 +126,15 @@ def run(check: Any, *words: str) -> int:
     return int(exited.value.code or 0)
 
 
-def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd: Any) -> None:
+def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd):
     assert run(CHECK.main, str(CONFIGS / "grpo.yaml"), "rl.group=1") == 2
     assert capfd.readouterr().err.startswith(
         "check.py: error: rl.algorithm=grpo compares the completions"
     )
 
 
-def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(
-    tmp_path: Path, capfd: Any
-) -> None:
-    def hang_in_my_loss() -> list[str]:
+def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_path, capfd):
+    def hang_in_my_loss():
         shell = "setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 0"
         subprocess.run(["sh", "-c", shell], cwd=tmp_path, check=True)
         wait_until(lambda: (tmp_path / "pid").exists())
@@ -157,8 +152,6 @@ def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(
 
 
 @pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
-def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(
-    problems: list[str], code: int, capfd: Any
-) -> None:
+def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(problems, code, capfd):
     assert run(lambda: problems) == code
     assert capfd.readouterr().out == ("one\n" if problems else "ok\n")

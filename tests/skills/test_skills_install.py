@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -17,13 +15,13 @@ FOLDERS = [".agents/skills", ".claude/skills"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_skills_of_the_repository_are_linked_where_agents_look(folder: str, capsys: Any) -> None:
+def test_skills_of_the_repository_are_linked_where_agents_look(folder, capsys):
     assert (ROOT / folder).resolve() == ROOT / "skills"
     assert main(["recipe", "--skills", "--dir", str(ROOT)]) == 0
     assert "nothing to install" in capsys.readouterr().out
 
 
-def test_skills_install_texts_name_paths_that_exist(tmp_path: Path, capsys: Any) -> None:
+def test_skills_install_texts_name_paths_that_exist(tmp_path, capsys):
     assert main(["recipe", "--skills", "--dir", str(tmp_path)]) == 0
     assert f"{len(NAMES)} skills written" in capsys.readouterr().out
     for folder in FOLDERS:
@@ -37,7 +35,7 @@ def test_skills_install_texts_name_paths_that_exist(tmp_path: Path, capsys: Any)
             assert all((tmp_path / path).exists() for path in paths), paths
 
 
-def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsys: Any) -> None:
+def test_skills_install_keeps_changed_skills_without_force(tmp_path, capsys):
     install = ["recipe", "--skills", "--dir", str(tmp_path)]
     (tmp_path / ".claude/skills/loss").mkdir(parents=True)
     (tmp_path / ".claude/skills/loss/SKILL.md").write_text("mine")
@@ -61,8 +59,6 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("folder", "expected"), [("/proc", "cannot write /proc"), ("/nowhere", "no such folder")]
 )
-def test_skills_install_unusable_folder_is_a_user_error(
-    folder: str, expected: str, capsys: Any
-) -> None:
+def test_skills_install_unusable_folder_is_a_user_error(folder, expected, capsys):
     assert main(["recipe", "--skills", "--dir", folder]) == EXIT_USER_ERROR
     assert expected in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,40 +15,40 @@ check = import_file(ROOT / "skills" / "speech" / "check.py")
 problems, KIT = check.problems, check.kit_plan
 
 
-def changed(media: Any, change: Any) -> Any:
+def changed(media, change):
     values = media.values.clone()
     frames = int(media.fields[FRAME_COUNTS][0])
     change(values, frames)
     return replace(media, values=values)
 
 
-def shifted_text(protocol: Any, ids: Any, positions: Any, turns: Any) -> Any:
+def shifted_text(protocol, ids, positions, turns):
     """The text one frame late."""
 
-    def change(values: Any, frames: int) -> None:
+    def change(values, frames: int):
         values[-frames:, TEXT] = torch.cat([torch.tensor([check.PAD]), values[-frames:-1, TEXT]])
 
     return changed(KIT(protocol, ids, positions, turns), change)
 
 
-def without_end(protocol: Any, ids: Any, positions: Any, turns: Any) -> Any:
+def without_end(protocol, ids, positions, turns):
     return KIT(protocol, ids, positions, [turn._replace(ends=False) for turn in turns])
 
 
-def first_code_alone(protocol: Any, ids: Any, positions: Any, turns: Any) -> Any:
+def first_code_alone(protocol, ids, positions, turns):
     """Frames with the sum of one embedding, not of all codebooks."""
 
-    def change(values: Any, frames: int) -> None:
+    def change(values, frames: int):
         values[-frames:, FIRST_CODE + 1 :] = 0
 
     return changed(KIT(protocol, ids, positions, turns), change)
 
 
-def another_speaker(protocol: Any, ids: Any, positions: Any, turns: Any) -> Any:
+def another_speaker(protocol, ids, positions, turns):
     return KIT(protocol, ids, positions, [turn._replace(speaker=None) for turn in turns])
 
 
-def with_earlier_answers(protocol: Any, ids: Any, positions: Any, turns: Any) -> Any:
+def with_earlier_answers(protocol, ids, positions, turns):
     """All tokens before the answer, as a language model reads them: also earlier answers."""
     ids = ids.clone()
     answers = (ids == check.ASSISTANT).nonzero()[:, 0].tolist()
@@ -58,7 +57,7 @@ def with_earlier_answers(protocol: Any, ids: Any, positions: Any, turns: Any) ->
     return KIT(protocol, ids, positions, [turn._replace(turn=0) for turn in turns])
 
 
-def test_check_of_the_kit_passes() -> None:
+def test_check_of_the_kit_passes():
     assert problems(KIT) == []
 
 
@@ -72,5 +71,5 @@ def test_check_of_the_kit_passes() -> None:
         (with_earlier_answers, "two turns: log-probs of the first codebook differ"),
     ],
 )
-def test_check_of_a_wrong_plan_names_the_error(plan: Any, said: str) -> None:
+def test_check_of_a_wrong_plan_names_the_error(plan, said):
     assert any(said in problem for problem in problems(plan))

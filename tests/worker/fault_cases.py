@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from mvp_engine.worker import WorkerDied, WorkerGroup
 BATCH = batch_of(7, 3, 12, 5)
 
 
-def wait_until_gone(pids: list[int]) -> None:
+def wait_until_gone(pids: list[int]):
     wait_until(lambda: all(map(is_gone, pids)))
 
 
-CALLS: dict[str, Callable[[WorkerGroup, Path], Any]] = {
+CALLS = {
     "infer": lambda group, _: group.infer(BATCH, ["log_probs"], budget=64),
     "update": lambda group, _: group.update(BATCH, TokenLoss(), budget=64),
     "save": lambda group, folder: group.save(folder / "second"),
@@ -39,13 +39,13 @@ def _stop_before_bucket(group: WorkerGroup) -> Iterator[Any]:
     yield [("lm_head.weight", torch.zeros(64, 32))]
 
 
-def _stop_and_kill(pid: int) -> None:
+def _stop_and_kill(pid: int):
     """Stop a rank, so that the next call is under way when it is killed a moment later."""
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how: str) -> None:
+def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how: str):
     """The death is named with `how` in seconds, and the group restarts from its checkpoint."""
     group.update(BATCH, TokenLoss(), budget=64)
     group.save(folder / "actor")

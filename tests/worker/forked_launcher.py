@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from multiprocessing.connection import Connection
-from typing import Any
 
 from forked import fork_context
 
@@ -13,10 +12,10 @@ from mvp_engine.worker.launchers import SpawnLauncher, serve
 
 
 class ForkedLauncher(SpawnLauncher):
-    def _process(self, place: Any, connection: Connection) -> Any:
+    def _process(self, place, connection: Connection):
         return fork_context().Process(target=_serve, args=(place, connection))
 
 
-def _serve(place: Any, connection: Connection) -> None:
+def _serve(place, connection: Connection):
     watchdog.PARENT = os.getppid()  # the fork server, not the process that started it
     serve(place, connection)

@@ -10,34 +10,34 @@ from ranks import RankPool
 
 from mvp_engine.worker.errors import WorkerError
 
-HOST: Any = None  # of this process, if it is a rank
+HOST = None  # of this process, if it is a rank
 
 
 class PoolRank:
-    def __init__(self, launcher: PoolLauncher) -> None:
+    def __init__(self, launcher: PoolLauncher):
         self.launcher = launcher
 
-    def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, name: str, method: str, *args, **kwargs) -> Future[Any]:
+        future = Future()
         self.launcher.submitted.append((future, (name, method, args, kwargs)))
         if len(self.launcher.submitted) == self.launcher.pool.size:
             self.launcher.run()
         return future
 
-    def kill(self) -> None:
+    def kill(self):
         pass
 
 
 class PoolLauncher:
-    def __init__(self, pool: RankPool) -> None:
+    def __init__(self, pool: RankPool):
         self.pool = pool
         self.submitted: list[Any] = []
 
-    def start(self, ranks: int, device: str, timeout: float) -> list[Any]:
+    def start(self, ranks: int, device: str, timeout: float):
         assert ranks == self.pool.size
         return [PoolRank(self) for _ in range(ranks)]
 
-    def run(self) -> None:
+    def run(self):
         submitted = self.submitted
         self.submitted = []
         results = self.pool.run(_call, [call for _, call in submitted])
@@ -47,11 +47,11 @@ class PoolLauncher:
             else:
                 future.set_exception(error)
 
-    def close(self) -> None:
+    def close(self):
         self.pool.run(_end)
 
 
-def _call(calls: list[Any]) -> tuple[WorkerError | None, Any]:
+def _call(calls) -> tuple[WorkerError | None, Any]:
     from mvp_engine.distributed import World
     from mvp_engine.worker.host import Place, WorkerHost
 
@@ -67,7 +67,7 @@ def _call(calls: list[Any]) -> tuple[WorkerError | None, Any]:
         return error, None
 
 
-def _end() -> None:
+def _end():
     global HOST
     if HOST is not None:
         HOST.workers.clear()

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from worker_cases import batch_of, spec_of
@@ -16,7 +15,7 @@ from mvp_engine.distributed import World
 from mvp_engine.kit.rl import PolicyLoss, ValueLoss
 from mvp_engine.worker import Worker, WorkerGroup, WorkerSpec, dispatch
 
-LAYOUTS: dict[int, list[dict[str, int]]] = {1: [{}, {}], 2: [{"shard": 2}, {"ulysses": 2}]}
+LAYOUTS = {1: [{}, {}], 2: [{"shard": 2}, {"ulysses": 2}]}
 
 
 def specs(ranks: int) -> tuple[WorkerSpec, WorkerSpec]:
@@ -25,7 +24,7 @@ def specs(ranks: int) -> tuple[WorkerSpec, WorkerSpec]:
     return spec_of(parallel=actor), spec_of(model={"type": "value_model"}, parallel=critic, seed=1)
 
 
-def train(actor: Any, critic: Any) -> dict[str, Any]:
+def train(actor, critic):
     """All numbers of the updates, and the hashes of the weights after them."""
     steps = []
     for step in range(10):
@@ -51,7 +50,7 @@ def train(actor: Any, critic: Any) -> dict[str, Any]:
     }
 
 
-def train_by_groups(where: str, ranks: int) -> dict[str, Any]:
+def train_by_groups(where: str, ranks: int):
     actor_spec, critic_spec = specs(ranks)
     with WorkerGroup.start(actor_spec, ranks=ranks, where=where) as actor:
         return train(actor, WorkerGroup.start(critic_spec, name="critic", on=actor))
@@ -60,7 +59,7 @@ def train_by_groups(where: str, ranks: int) -> dict[str, Any]:
 class SpmdGroup:
     """What a group does, without a controller: every rank has the whole batch and works on its own part."""
 
-    def __init__(self, spec: WorkerSpec, world: World) -> None:
+    def __init__(self, spec: WorkerSpec, world: World):
         self.worker = Worker(spec, world)
         self.world = world
         self.data_size = spec.data_size(world.size)
@@ -72,7 +71,7 @@ class SpmdGroup:
         results = self.world.all_gather(self.worker.infer(own, outputs, budget))
         return dispatch.merged(batch, members, results[:: self.each])
 
-    def update(self, batch: PackedBatch, loss: Any, budget: int) -> list[Any]:
+    def update(self, batch: PackedBatch, loss, budget: int):
         members = dispatch.by_data_rank(batch, self.data_size)
         own = dispatch.select(batch, members[self.world.rank // self.each])
         results = self.world.all_gather(self.worker.update([own], loss, budget))
@@ -82,7 +81,7 @@ class SpmdGroup:
         return self.world.broadcast(self.worker.checksums(dtype))
 
 
-def main(out: str) -> None:
+def main(out: str):
     world = World.join("cpu")
     found = train(*(SpmdGroup(spec, world) for spec in specs(world.size)))
     if world.is_main:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def batch_of(lengths: list[int], media: Media | None = None) -> PackedBatch:
     return batch
 
 
-def test_by_data_rank_counts_encoder_work_and_shared_media_once() -> None:
+def test_by_data_rank_counts_encoder_work_and_shared_media_once():
     lengths = [4, 4, 24, 24, 24, 24]
     assert dispatch.by_data_rank(batch_of(lengths), 2) == [[0, 2, 4], [1, 3, 5]]
     # Sequences 0 and 1 share an image of 30 rows, sequence 3 has one of 20.
@@ -40,14 +39,12 @@ def test_by_data_rank_counts_encoder_work_and_shared_media_once() -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, "max_split_size_mb:64"])
-def test_world_at_a_gpu_sets_expandable_segments_unless_the_user_has_chosen(
-    monkeypatch: Any, chosen: Any
-) -> None:
+def test_world_at_a_gpu_sets_expandable_segments_unless_the_user_has_chosen(monkeypatch, chosen):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     if chosen:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen)
-    seen: list[str] = []
+    seen = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda _: seen.append(os.environ["PYTORCH_ALLOC_CONF"])
     )

@@ -32,7 +32,7 @@ def reference_log_probs(folder: Path) -> tuple[torch.nn.Module, Tensor]:
     return model, log_probs.where(MASK[:, -R:].bool(), 0.0)
 
 
-def test_padded_infer_and_update_equal_a_padded_reference(tmp_path: Path) -> None:
+def test_padded_infer_and_update_equal_a_padded_reference(tmp_path):
     generator = torch.Generator().manual_seed(3)
     advantages = torch.randn(len(IDS), R, generator=generator)
     loss_mask = MASK[:, -R:].clone()
@@ -60,7 +60,7 @@ def test_padded_infer_and_update_equal_a_padded_reference(tmp_path: Path) -> Non
     assert numbers.weight == float(loss_mask.sum())
 
 
-def test_padded_results_have_the_columns_that_were_asked_for() -> None:
+def test_padded_results_have_the_columns_that_were_asked_for():
     wide = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in INPUTS.items()}
     with WorkerGroup.start(spec_of(model={"type": "value_model"}, optim=None)) as group:
         values = padded.infer(group, INPUTS, ["values"], response_length=R, budget=32)["values"]
@@ -70,7 +70,7 @@ def test_padded_results_have_the_columns_that_were_asked_for() -> None:
     assert not more[:, R:].any()
 
 
-def test_padded_rows_of_a_wrong_shape_are_named() -> None:
+def test_padded_rows_of_a_wrong_shape_are_named():
     with pytest.raises(
         UserError, match=r"advantages is \(4, 2\): a field of padded rows is \(4, 7\)"
     ):

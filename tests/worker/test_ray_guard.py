@@ -36,10 +36,9 @@ time.sleep(60)
 """
 
 
-def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone() -> None:
+def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone():
     worker = Path(__file__).parents[2] / "mvp_engine" / "worker"
     controller = spawn("-c", CONTROLLER.format(worker=str(worker)))
-    assert controller.stdout is not None
     guard, raylet, agent, other = (int(pid) for pid in controller.stdout.readline().split())
     assert not any(map(is_gone, (guard, raylet, agent, other)))
     controller.kill()
@@ -50,11 +49,11 @@ def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone() -
 
 
 def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With a stand-in for Ray, which need not be installed."""
 
-    def init(**_: object) -> None:
+    def init(**_):
         raise Exception("The current node timed out during startup.")
 
     name = "mvp_engine.worker.ray_launcher"
@@ -66,7 +65,7 @@ def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_
     monkeypatch.setitem(sys.modules, name, sys)  # is removed again, also if it is not imported yet
     del sys.modules[name]
     launcher = importlib.import_module(name)
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(launcher.LOGGER, "info", said.append)
     with pytest.raises(
         UserError, match=r"node timed out during startup.*run `ray start --head` before"

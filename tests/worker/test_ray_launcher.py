@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,12 +24,12 @@ from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of
 HERE = Path(__file__).parent
 
 
-def _on_sigterm(*_: object) -> None:
+def _on_sigterm(*_: object):
     """The handler of a training, which ray.init must not replace."""
 
 
 @pytest.mark.slow
-def test_ray_group_updates_and_names_the_rank_of_an_error() -> None:
+def test_ray_group_updates_and_names_the_rank_of_an_error():
     batch = batch_of(7, 3, 12, 5)
     with WorkerGroup.start(spec_of()) as local:
         expected = local.update(batch, TokenLoss(), budget=16)
@@ -53,9 +51,7 @@ def test_ray_group_updates_and_names_the_rank_of_an_error() -> None:
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(tmp_path, ranks):
     out = tmp_path / "torchrun.json"
     words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     code, output = run_process(*words, str(HERE / "ten_updates.py"), str(out), fresh=True)
@@ -68,7 +64,7 @@ def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(
         assert train_by_groups(where, ranks) == expected, where
 
 
-def test_places_on_two_nodes_have_adjacent_ranks_and_count_those_of_each_node() -> None:
+def test_places_on_two_nodes_have_adjacent_ranks_and_count_those_of_each_node():
     nodes = ["a", "b", "a", "b", "b"]
     homes = [(i, Home(node, node, i, (str(i),))) for i, node in enumerate(nodes)]
     actors = by_node(homes)
@@ -91,7 +87,7 @@ def test_places_on_two_nodes_have_adjacent_ranks_and_count_those_of_each_node() 
 
 
 @pytest.fixture(scope="module")
-def instance() -> Iterator[None]:
+def instance():
     """Three CPUs and two GPUs by name: nothing here computes on them."""
     ray.init("local", num_cpus=3, num_gpus=2, include_dashboard=False, logging_level="WARNING")
     yield
@@ -100,13 +96,13 @@ def instance() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def group(instance: None) -> Iterator[WorkerGroup]:
+def group(instance):
     with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where="ray") as started:
         yield started
 
 
 @pytest.fixture
-def running(group: WorkerGroup) -> WorkerGroup:
+def running(group):
     if group.processes.ended is not None:
         group.restart()
     return group
@@ -115,8 +111,8 @@ def running(group: WorkerGroup) -> WorkerGroup:
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("method", CALLS)
 def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
-    running: WorkerGroup, tmp_path: Path, method: str
-) -> None:
+    running, tmp_path, method
+):
     check_rank_killed_in_call(
         running, tmp_path, method, r"process \d+ on [\d.]+: The actor is dead"
     )
@@ -124,8 +120,8 @@ def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_chec
 
 @pytest.mark.campaign(only=True)
 def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
-    running: WorkerGroup,
-) -> None:
+    running,
+):
     started = pids(running)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -141,8 +137,8 @@ def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
 
 @pytest.mark.campaign(only=True)
 def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
-    running: WorkerGroup,
-) -> None:
+    running,
+):
     begin = time.monotonic()
     with pytest.raises(
         UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"
@@ -153,10 +149,10 @@ def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
 
 
 @pytest.mark.campaign(only=True)
-def test_ray_actors_see_one_gpu_each(running: WorkerGroup) -> None:
+def test_ray_actors_see_one_gpu_each(running):
     launcher = RayLauncher(cpus=0.5)
     try:
-        ranks: list[Any] = launcher.start(2, "auto", 300.0)
+        ranks = launcher.start(2, "auto", 300.0)
         assert sorted(rank.home.gpus for rank in ranks) == [("0",), ("1",)]
         assert len({rank.home.pid for rank in ranks}) == 2
     finally:
@@ -168,9 +164,8 @@ def test_ray_actors_see_one_gpu_each(running: WorkerGroup) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_ray_controller_killed_leaves_no_process() -> None:
+def test_ray_controller_killed_leaves_no_process():
     controller = spawn(str(HERE / "controller.py"), "ray", fresh=True)
-    assert controller.stdout is not None
     lines = []
     while not lines or not lines[-1].startswith("ranks "):
         lines.append(controller.stdout.readline())

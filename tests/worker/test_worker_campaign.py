@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked_launcher import ForkedLauncher
@@ -22,7 +21,7 @@ STEPS = 9
 SPEC = spec_of(parallel={"shard": 2}, lora=Lora(rank=4, dropout=0.2), total_steps=STEPS)
 
 
-def step(group: WorkerGroup, number: int, folder: Path) -> None:
+def step(group: WorkerGroup, number: int, folder: Path):
     batch = batch_of(7, 3, 12, 5, seed=number)
     group.infer(batch, ["log_probs"], budget=16)
     group.update(batch, TokenLoss(), budget=16)
@@ -33,21 +32,21 @@ def step(group: WorkerGroup, number: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
 def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with WorkerGroup.start(SPEC, ranks=2, where=ForkedLauncher()) as group:
-        seconds: list[float] = []
+        seconds = []
         for number in range(STEPS):
             begin = time.monotonic()
             step(group, number, tmp_path / "calm")
             seconds.append(time.monotonic() - begin)
         expected = group.checksums()
     draws = random.Random(0)
-    deaths: list[str] = []
+    deaths = []
     number = 0
     with WorkerGroup.start(SPEC, ranks=2, where=ForkedLauncher()) as group:
         while number < STEPS:
-            ranks: list[Any] = group.processes.ranks
+            ranks = group.processes.ranks
             victim = draws.choice(ranks).process.pid
             killer = threading.Timer(
                 draws.uniform(0.0, 1.3 * min(seconds)), os.kill, (victim, signal.SIGKILL)

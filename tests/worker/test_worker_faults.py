@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
+def group():
     with WorkerGroup.start(
         spec_of(parallel={"shard": 2}), ranks=2, where=ForkedLauncher()
     ) as started:
@@ -29,7 +28,7 @@ def group() -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture
-def running(group: WorkerGroup) -> WorkerGroup:
+def running(group):
     if group.processes.ended is not None:
         group.restart()
     return group
@@ -44,14 +43,12 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
-    running: WorkerGroup, tmp_path: Path, method: str
-) -> None:
+    running, tmp_path, method
+):
     check_rank_killed_in_call(running, tmp_path, method, "signal SIGKILL")
 
 
-def test_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
-    running: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(running, monkeypatch):
     monkeypatch.setattr(group_module, "GRACE", 0.5)  # the other rank waits for this one
     started = pids(running)
     with pytest.raises(WorkerError) as caught:
@@ -63,7 +60,7 @@ def test_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
     wait_until_gone(started)
 
 
-def test_error_on_all_ranks_leaves_the_group_usable(running: WorkerGroup, tmp_path: Path) -> None:
+def test_error_on_all_ranks_leaves_the_group_usable(running, tmp_path):
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         running.update(BATCH, FailingLoss(rank=None), budget=64)
     with pytest.raises(WorkerUserError, match=f"{tmp_path}/missing") as caught:
@@ -72,15 +69,15 @@ def test_error_on_all_ranks_leaves_the_group_usable(running: WorkerGroup, tmp_pa
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
 
-def test_calls_that_do_not_pickle_are_refused_before_they_are_sent(running: WorkerGroup) -> None:
+def test_calls_that_do_not_pickle_are_refused_before_they_are_sent(running):
     with pytest.raises(
         UserError, match="arguments of update cannot be sent to the ranks of group actor"
     ):
-        running.update(BATCH, lambda *_: None, budget=64)  # type: ignore[arg-type, return-value]
+        running.update(BATCH, lambda *_: None, budget=64)
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
 
-def test_loss_of_a_recipe_file_is_imported_by_the_ranks(tmp_path: Path) -> None:
+def test_loss_of_a_recipe_file_is_imported_by_the_ranks(tmp_path):
     loss = import_file(_recipe(tmp_path)).RecipeLoss()
     with WorkerGroup.start(spec_of(), where=ForkedLauncher()) as group:
         assert group.update(BATCH, loss, budget=64)[0].metrics["recipe"] == (1.0, 1.0)
@@ -106,10 +103,9 @@ class RecipeLoss:
 
 
 @pytest.mark.campaign(only=True)
-def test_controller_killed_leaves_no_process(tmp_path: Path) -> None:
+def test_controller_killed_leaves_no_process(tmp_path):
     """With processes that start from nothing, as in a training."""
     controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn", fresh=True)
-    assert controller.stdout is not None
     lines = [controller.stdout.readline() for _ in range(2)]
     assert lines[0].startswith("loss "), lines[0] + controller.stdout.read()
     ranks = [int(pid) for pid in lines[1].split()[1:]]

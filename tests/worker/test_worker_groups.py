@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from pool_launcher import PoolLauncher
-from ranks import RankPool
 from worker_cases import TokenLoss, batch_of, spec_of
 
 from mvp_engine.errors import UserError
@@ -20,7 +18,7 @@ LENGTHS = (7, 3, 12, 5, 9, 4, 2)
 SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)
 
 
-def run(group: WorkerGroup) -> dict[str, Any]:
+def run(group: WorkerGroup):
     batch = batch_of(*LENGTHS)
     first = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
     sampled = group.generate(batch, SAMPLED)
@@ -42,12 +40,12 @@ def run(group: WorkerGroup) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def local() -> dict[str, Any]:
+def local():
     with WorkerGroup.start(spec_of()) as group:
         return run(group)
 
 
-def test_infer_local_returns_what_each_sequence_gives_alone() -> None:
+def test_infer_local_returns_what_each_sequence_gives_alone():
     batch = batch_of(*LENGTHS)
     with WorkerGroup.start(spec_of()) as group:
         packed = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
@@ -61,7 +59,7 @@ def test_infer_local_returns_what_each_sequence_gives_alone() -> None:
     assert not torch.allclose(packed, warm, atol=1e-3)
 
 
-def test_update_local_counts_every_token_once_and_learns(local: dict[str, Any]) -> None:
+def test_update_local_counts_every_token_once_and_learns(local):
     assert sum(local["weights"][:3]) == int(batch_of(*LENGTHS).num_loss_tokens)
     assert [m["tokens"][0] for m in local["metrics"]] == local["weights"]
     with WorkerGroup.start(spec_of()) as group:
@@ -69,12 +67,21 @@ def test_update_local_counts_every_token_once_and_learns(local: dict[str, Any]) 
     assert steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str
+    "layout",
+    [
+        {"shard": 2},
+        {"tensor": 2},
+        {"pipeline": 2},
+        *(
+            pytest.param(size, marks=pytest.mark.campaign(only=True))
+            for size in ({}, {"ulysses": 2})
+        ),
+    ],
+    ids=str,
 )
-def test_group_on_two_ranks_gives_what_local_gives(
-    ranks2: RankPool, layout: dict[str, int], local: dict[str, Any]
-) -> None:
+def test_group_on_two_ranks_gives_what_local_gives(ranks2, layout, local):
     spec = spec_of(parallel=layout)
     with WorkerGroup.start(spec, ranks=2, where=PoolLauncher(ranks2)) as group:
         found = run(group)
@@ -86,7 +93,7 @@ def test_group_on_two_ranks_gives_what_local_gives(
     assert [m["tokens"][0] for m in found["metrics"]] == [m["tokens"][0] for m in local["metrics"]]
 
 
-def test_update_with_together_keeps_groups_in_one_step() -> None:
+def test_update_with_together_keeps_groups_in_one_step():
     batch = batch_of(3, 3, 3, 3, 3, 3)
     batch.sequence_fields["group"] = torch.tensor([4, 7, 4, 9, 7, 7])
     with WorkerGroup.start(spec_of()) as group:
@@ -97,7 +104,7 @@ def test_update_with_together_keeps_groups_in_one_step() -> None:
             group.update(batch, TokenLoss(), budget=64, together="groups")
 
 
-def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
+def test_group_user_errors_name_the_fix_and_leave_the_group_usable():
     with WorkerGroup.start(spec_of(optim=None)) as group:
         with pytest.raises(UserError, match="sequence 1 has 9 tokens, more than the budget of 8"):
             group.infer(batch_of(3, 9), ["log_probs"], budget=8)
@@ -122,8 +129,8 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
 
 
 def test_devices_of_groups_with_processes_of_their_own_are_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     actor = devices_of_node("auto", 2)
     assert actor == ["cuda:0", "cuda:1"]
@@ -136,7 +143,7 @@ def test_devices_of_groups_with_processes_of_their_own_are_apart(
         devices_of_node("cuda", 1)
 
 
-def test_spec_of_a_folder_has_the_settings_of_its_model_keys() -> None:
+def test_spec_of_a_folder_has_the_settings_of_its_model_keys():
     spec = spec_of(model={"freeze": ["*.embed_tokens.*"]}, precision="bf16", seed=4)
     assert (spec.settings.freeze, spec.settings.precision) == (("*.embed_tokens.*",), "bf16")
     assert (spec.settings.seed, spec.seed) == (4, 4)

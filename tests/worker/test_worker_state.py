@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from pool_launcher import PoolLauncher
-from ranks import RankPool
 from worker_cases import TINY, TokenLoss, ValueLossOne, batch_of, spec_of
 
 from mvp_engine.errors import UserError
@@ -31,14 +27,13 @@ def log_probs(group: WorkerGroup) -> torch.Tensor:
     return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "config"),
-    [({"tensor": 2}, TINY), ({"shard": 2}, MOE), ({"shard": 2, "expert": 2}, MOE)],
-    ids=["tensor", "experts", "expert_parallel"],
+    [({"tensor": 2}, TINY), ({"shard": 2, "expert": 2}, MOE)],
+    ids=["tensor", "expert_parallel"],
 )
-def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(
-    ranks2: RankPool, layout: dict[str, int], config: dict[str, Any]
-) -> None:
+def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(ranks2, layout, config):
     actor_spec = spec_of(model={"config": config}, parallel=layout)
     with (
         WorkerGroup.start(actor_spec, ranks=2, where=PoolLauncher(ranks2)) as actor,
@@ -59,7 +54,7 @@ def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(
         assert actor.checksums() == other.checksums()
 
 
-def test_weights_with_lora_are_merged(ranks2: RankPool) -> None:
+def test_weights_with_lora_are_merged(ranks2):
     lora = Lora(rank=4)
     with (
         WorkerGroup.start(
@@ -79,7 +74,7 @@ def test_weights_with_lora_are_merged(ranks2: RankPool) -> None:
             actor.load_weights(other.weights())
 
 
-def test_weights_of_a_value_model_arrive_with_its_head() -> None:
+def test_weights_of_a_value_model_arrive_with_its_head():
     critic = spec_of(model={"type": "value_model"})
     with WorkerGroup.start(critic) as one, WorkerGroup.start(critic) as two:
         one.update(BATCH, ValueLossOne(), budget=64)
@@ -90,7 +85,7 @@ def test_weights_of_a_value_model_arrive_with_its_head() -> None:
         )
 
 
-def test_load_weights_refuses_what_is_missing_or_unknown() -> None:
+def test_load_weights_refuses_what_is_missing_or_unknown():
     with WorkerGroup.start(spec_of()) as group:
         buckets = list(group.weights())
         with pytest.raises(
@@ -104,7 +99,7 @@ def test_load_weights_refuses_what_is_missing_or_unknown() -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_weights_are_copies_that_a_later_update_does_not_change(on_device: bool) -> None:
+def test_weights_are_copies_that_a_later_update_does_not_change(on_device):
     with WorkerGroup.start(spec_of()) as group:
         [bucket] = group.weights(on_device=on_device)
         before = {name: value.clone() for name, value in bucket}
@@ -112,9 +107,7 @@ def test_weights_are_copies_that_a_later_update_does_not_change(on_device: bool)
         assert all(torch.equal(value, before[name]) for name, value in bucket)
 
 
-def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(
-    tmp_path: Path, ranks2: RankPool
-) -> None:
+def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path, ranks2):
     dropout = {**TINY, "attention_dropout": 0.0}
     spec = spec_of(model={"config": dropout}, lora=Lora(rank=4, dropout=0.5), total_steps=8)
     with WorkerGroup.start(spec) as group:
@@ -134,7 +127,7 @@ def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(
         assert group.checksums(torch.float32) == weights
 
 
-def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2: RankPool) -> None:
+def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2):
     with WorkerGroup.start(
         spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
     ) as actor:
@@ -147,7 +140,8 @@ def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2: RankPool) 
         assert stages.checksums() == actor.checksums()
 
 
-def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_groups_share_processes_with_other_layouts(ranks2, tmp_path):
     with WorkerGroup.start(
         spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
     ) as actor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ TINY = {
 }
 
 
-def spec_of(**changes: Any) -> WorkerSpec:
+def spec_of(**changes) -> WorkerSpec:
     model = {"config": TINY, **changes.pop("model", {})}
     optim = changes.pop("optim", {"lr": 1e-2, "schedule": "constant"})
     return WorkerSpec.of(model=model, optim=optim, **{"cpu_threads": 1, "device": "cpu", **changes})
@@ -43,7 +42,7 @@ def batch_of(*lengths: int, seed: int = 0) -> PackedBatch:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
         loss = model(batch, ["loss"])["loss"]
         log("tokens", batch.num_loss_tokens, 1.0)
         return loss, batch.num_loss_tokens
@@ -53,7 +52,7 @@ class TokenLoss:
 class ValueLossOne:
     """Values towards 1."""
 
-    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
         values_T = model(batch, ["values"])["values"]
         return (values_T - 1.0).square().sum(), torch.tensor(float(batch.num_tokens))
 
@@ -64,7 +63,7 @@ class FailingLoss:
 
     rank: int | None
 
-    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
         if self.rank in (None, torch.distributed.get_rank()):
             1 / 0  # noqa: B018
         return TokenLoss()(model, batch, log)
@@ -72,11 +71,11 @@ class FailingLoss:
 
 @dataclass(frozen=True)
 class EndlessLoss:
-    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
         while True:
             time.sleep(1.0)
 
 
 def pids(group: WorkerGroup) -> list[int]:
-    ranks: list[Any] = group.processes.ranks
+    ranks = group.processes.ranks
     return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]

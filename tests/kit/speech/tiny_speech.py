@@ -22,11 +22,11 @@ BOOKS = 2
 SIZE = 16
 
 
-def tokenizer() -> Any:
+def tokenizer():
     return word_tokenizer(WORDS, TTS)
 
 
-def omni_config(**talker: Any) -> Any:
+def omni_config(**talker):
     """The config of a Qwen3-Omni with 2 codebooks of 16 entries at 25 frames per second."""
     ids = dict(tokenizer().get_vocab().items())
     values = {
@@ -77,7 +77,7 @@ def write_codec(folder: Path) -> str:
     return str(folder)
 
 
-def spoken_row(text: str, **audio: Any) -> dict[str, Any]:
+def spoken_row(text: str, **audio):
     content = [{"type": "text", "text": text}, {"type": "audio", **audio}]
     return {
         "messages": [
@@ -87,7 +87,7 @@ def spoken_row(text: str, **audio: Any) -> dict[str, Any]:
     }
 
 
-def text_row(text: str) -> dict[str, Any]:
+def text_row(text: str):
     return {
         "messages": [
             {"role": "user", "content": f"say {text}"},
@@ -96,7 +96,7 @@ def text_row(text: str) -> dict[str, Any]:
     }
 
 
-def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech: Any) -> MLLMDataKit:
+def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech) -> MLLMDataKit:
     """A kit for rows in `folder`, which has the codec in `codec`."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

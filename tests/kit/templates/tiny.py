@@ -1,5 +1,7 @@
 """Tiny tokenizers with the special tokens of real formats; their chat templates are in this folder."""
 
+# ruff: noqa: RUF001 - characters of DeepSeek's special tokens
+
 from __future__ import annotations
 
 import copy
