@@ -12,10 +12,16 @@ from mvp_engine.ops.attn_spec import round_up_to_bucket
 from mvp_engine.ops.reference_attention import reference_attention
 
 CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def attends_to_the_past(batch, head, query, key):
+    return key <= query
+
+
 EXTRAS = [
     {"softcap": 3.0},
     {"sinks": torch.zeros(2)},
-    {"mask_function": lambda b, h, q, kv: kv <= q},
+    {"mask_function": attends_to_the_past},
 ]
 
 
@@ -57,7 +63,7 @@ def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_varlen(chosen
 @pytest.mark.parametrize(
     ("extra", "kernel"),
     [*((extra, "flex") for extra in EXTRAS), ({"dropout": 0.1}, "reference")],
-    ids=str,
+    ids=["softcap", "sinks", "mask_function", "dropout"],
 )
 def test_varlen_attention_extra_option_uses_another_kernel(chosen, extra, kernel):
     varlen_attention(*qkv(), AttnSpec(CU_SEQLENS, 5, **extra))

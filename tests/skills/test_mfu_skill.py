@@ -8,7 +8,8 @@ import importlib.util
 import pytest
 from conftest import ROOT
 
-from mvp_engine.kit import MFUKit, flop_costs, mfu
+from mvp_engine.hf.model import flop_costs
+from mvp_engine.kit import MFUKit, mfu
 
 
 @pytest.fixture(scope="module")
