@@ -302,7 +302,7 @@ def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
 def test_estimate_names_its_new_command(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", CONFIG])
-    assert "Did you mean plan?" in capsys.readouterr().err
+    assert "`mvp estimate` is now `mvp plan CONFIG`" in capsys.readouterr().err
 
 
 def test_only_the_command_and_other_plugins_import_the_plan_kit() -> None:

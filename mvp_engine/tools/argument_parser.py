@@ -290,7 +290,7 @@ MOVED = {
     "runs diff": "mvp runs RUN RUN",
     "skills": "mvp recipe --skills",
     "replay": "mvp check RUN",
-    "estimate": "mvp plan",
+    "estimate": "mvp plan CONFIG",
 }
 
 

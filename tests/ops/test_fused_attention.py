@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.model.attention import boundaries, packed_attention
-from mvp_engine.kit import mllm
+from mvp_engine.kit import model as model_kit
 from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.cudnn_attention import Plan
@@ -333,9 +333,9 @@ def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
     monkeypatch.setattr(flash_attention, "runs_on", lambda _: capability == 9)
     monkeypatch.setattr(flash_attention, "INSTALLED", installed)
     monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))
-    monkeypatch.setattr(mllm.LOGGER, "info", lambda text, *_: calls.append(text))
+    monkeypatch.setattr(model_kit.LOGGER, "info", lambda text, *_: calls.append(text))
     thread = lambda target, daemon: types.SimpleNamespace(start=target)  # noqa: E731
-    monkeypatch.setattr(mllm.threading, "Thread", thread)
-    mllm.prepare_attention(torch.device("cuda"))
+    monkeypatch.setattr(model_kit.threading, "Thread", thread)
+    model_kit.prepare_attention(torch.device("cuda"))
     assert [call for call in calls if call == "load"] == ["load"] * loaded
     assert sum("mvp-engine[cuda]" in call for call in calls) == hints
