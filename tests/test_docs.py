@@ -12,8 +12,11 @@ from conftest import MAGIC, ROOT, run_process
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
+from mvp_engine.config.explain import all_keys
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.model_engine import registry
 from mvp_engine.runs import flat_keys, list_runs
+from mvp_engine.tools.config import schemas_of
 
 PAGES = [
     p
@@ -137,7 +140,8 @@ def test_readme_has_the_words_that_people_search_for():
 
 
 @pytest.mark.slow
-def test_docs_python_blocks_run():
+def test_docs_python_blocks_run(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
             continue
@@ -147,15 +151,13 @@ def test_docs_python_blocks_run():
 
 
 def test_docs_config_keys_exist():
-    from mvp_engine.config.explain import all_keys
-    from mvp_engine.kit import MLLMConfig
-
-    known = set(flat_keys(compose(MAGIC).config.model_dump())) | set(all_keys(MLLMConfig))
+    known = set(flat_keys(compose(MAGIC).config.model_dump()))
+    known |= {key for schema in schemas_of() for key in all_keys(schema)}
     sections = {key.split(".")[0] for key in known}
     for page in PAGES:
         for word in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
             if word.split(".")[0] in sections and not word.endswith(
-                (".py", ".md", ".yaml", ".json", ".txt", ".png")
+                (".py", ".md", ".yaml", ".json", ".jsonl", ".txt", ".png")
             ):
                 assert word in known, f"{page.name}: {word}"
 
