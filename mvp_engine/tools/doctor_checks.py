@@ -35,10 +35,9 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.log.peaks import peak_of
 from mvp_engine.ops import cudnn_attention, flash_attention, fp8, nf4
-from mvp_engine.ops.attention import AttnSpec
-from mvp_engine.ops.attention_operator import Attention
+from mvp_engine.ops.attention import reference_attention
+from mvp_engine.ops.attn_spec import Attention, AttnSpec
 from mvp_engine.ops.linear_cross_entropy import linear_loss
-from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.tools.doctor import (
     GIB,
     MODULE,

@@ -41,9 +41,9 @@ from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.head_probe import config_logit_steps
 from mvp_engine.hf.model.packed_model import Outputs, losses_of
+from mvp_engine.ops.attention import KeyRows, QueryGroup
 from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
-from mvp_engine.ops.query_groups import KeyRows, QueryGroup
 
 Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, T, d) of each prefix layer
 TEXT_OUTPUTS = ("loss", "losses", "log_probs")

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.hf.experts.grouped_mm import opaque_grouped_mm
-from mvp_engine.ops.fp8 import Fp8Weight, quantize
-from mvp_engine.ops.fp8_transpose import transpose
+from mvp_engine.ops.fp8 import Fp8Weight, quantize, transpose
 
 # torch has FP8 grouped GEMMs with row-wise scales for these alone, Hopper and the first Blackwell.
 CAPABILITIES = ((9, 0), (10, 0))

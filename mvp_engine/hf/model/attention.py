@@ -37,9 +37,13 @@ from mvp_engine.hf.model.attention_mask import (
 )
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.ops import short_attention
-from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
+from mvp_engine.ops.attention import (
+    QueryGroup,
+    grouped_query_attention,
+    varlen_attention,
+)
+from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
 from mvp_engine.ops.precision import autocast_dtype
-from mvp_engine.ops.query_groups import QueryGroup, grouped_query_attention
 
 __all__ = [
     "ENCODER",
