@@ -426,12 +426,12 @@ def check_compile() -> Finding:
 
 def check_fp8() -> Finding:
     """FP8 matmuls, which are off unless `model.fp8` is set."""
-    from mvp_engine.hf.experts import fp8_grouped_mm
+    from mvp_engine.hf.experts import grouped_mm
 
     if torch.cuda.get_device_capability() < (8, 9):
         return ok("FP8", "not supported by this GPU, which model.fp8 needs (Ada, Hopper or newer)")
     device = torch.device("cuda")
-    has_experts = fp8_grouped_mm.is_supported(device)
+    has_experts = grouped_mm.is_supported(device)
     errors = fp8_errors(device, has_experts)
     wrong = next((kind for kind, error in errors.items() if not error < 0.1), None)
     if wrong:
@@ -451,7 +451,7 @@ def check_fp8() -> Finding:
 
 def fp8_errors(device: torch.device, has_experts: bool) -> dict[str, float]:
     """Of a linear layer with a number of tokens that is no multiple of 16, and of stacked experts."""
-    from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
+    from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 
     layer = nn.Linear(256, 256, device=device)
     x = torch.randn(60, 256, device=device)
