@@ -8,7 +8,7 @@ models; `PackedMixers` changes the forward of these *instances*.
 
 from __future__ import annotations
 
+from mvp_engine.hf.mixers.kinds import mixers_of, state_flops
 from mvp_engine.hf.mixers.packed_mixers import PackedMixers
-from mvp_engine.hf.mixers.states import mixers_of, state_flops
 
 __all__ = ["PackedMixers", "mixers_of", "state_flops"]

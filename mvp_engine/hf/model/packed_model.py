@@ -26,7 +26,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.media import encoders, media_features, shared_media
 from mvp_engine.hf.mixers import PackedMixers
-from mvp_engine.hf.mixers.sparse_attention import (
+from mvp_engine.hf.mixers.packed_mixers import (
     run_sparse_attention_by_sequence,
     sparse_attention_of,
 )
