@@ -19,10 +19,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
-from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Limits, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source

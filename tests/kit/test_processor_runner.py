@@ -24,7 +24,7 @@ from mvp_engine.kit.data.encode.processor_outputs import (
     to_media,
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 
 def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_alone():

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.data.pack.packs import PackLoader
     from mvp_engine.kit.data.pack.stream_loader import StreamLoader
     from mvp_engine.kit.data.processor import load_processor
-    from mvp_engine.kit.data.read.limits import Limits
+    from mvp_engine.kit.data.read.row_types import Limits
     from mvp_engine.kit.data.settings import DataSource, MLLMData
 else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)

@@ -30,7 +30,7 @@ from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
-from mvp_engine.kit.data.read.streams import Stream, StreamMixture
+from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.model_engine import precision_on
 

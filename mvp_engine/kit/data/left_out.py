@@ -10,8 +10,7 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.pack.cost_cache import Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
 

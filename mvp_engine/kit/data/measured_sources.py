@@ -40,8 +40,7 @@ from mvp_engine.kit.data.pack.costs import (
 from mvp_engine.kit.data.pack.measure_workers import MeasureWorkers
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.probe import DEFAULT_FPS
+from mvp_engine.kit.data.read.row_types import Limits
 
 # Media kind -> the attribute of a processor that handles it.
 SUB_PROCESSORS = {

@@ -34,7 +34,7 @@ from mvp_engine.kit.data.encode.processor_outputs import (
 )
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import fast_encode
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
 BILINEAR = 2  # PIL's number

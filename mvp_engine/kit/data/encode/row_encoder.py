@@ -37,10 +37,16 @@ from mvp_engine.kit.data.encode.sequences import (
 )
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.row_types import (
+    BadRow,
+    FieldType,
+    Limits,
+    Message,
+    Part,
+    Row,
+    RowFormat,
+)
 from mvp_engine.kit.data.read.rows import read_row
 
 LOGGER = logging.getLogger("mvp_engine")

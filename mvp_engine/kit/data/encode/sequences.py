@@ -13,9 +13,8 @@ from torch import Tensor
 from mvp_engine.data.batch import Media
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
+from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.row_types import BadRow, Part, Row, RowFormat
 from mvp_engine.kit.data.read.sources import Source
 
 TARGET = "target"  # the kind of media that a row part adds, where kinds of media are listed

@@ -33,10 +33,9 @@ from mvp_engine.kit.data.pack.cost_cache import (
     write_costs,
 )
 from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row
+from mvp_engine.kit.data.read.probe import SIZE_RECORD, SizeCache, row_key
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
-from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")

@@ -27,8 +27,7 @@ from mvp_engine.kit.data.pack.worker_watchdog import (
     start_without_sigchld_handler,
 )
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import Source
 
 STALE_CACHE = "Were its media replaced? Then remove the cached costs (mllm.cache; by default ~/.cache/mvp_engine/data)"

@@ -30,7 +30,7 @@ from mvp_engine.kit.data.pack.stream_lanes import Cursor, is_of_lane, start_lane
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.streams import StreamMixture
+from mvp_engine.kit.data.read.sources import StreamMixture
 
 FULL_SHARE = 0.99  # a pack with at least this share of its budget does not wait for the next window
 
