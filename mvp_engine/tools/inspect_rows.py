@@ -26,8 +26,7 @@ from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
 
 if TYPE_CHECKING:  # they import torch
-    from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-    from mvp_engine.kit.data.encode.sequences import EncodedSequence
+    from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
 
 SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more

@@ -12,7 +12,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.left_out import no_rows, refuse_no_pairs
+from mvp_engine.kit.data.measured_sources import no_rows, refuse_no_pairs
 from mvp_engine.kit.data.read.bad_rows import BadRecord
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row

@@ -18,9 +18,8 @@ from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data import cpus
 from mvp_engine.kit.data.cpus import num_processes
-from mvp_engine.kit.data.pack import cost_cache
-from mvp_engine.kit.data.pack.cost_cache import ROW_RECORD, RecordFile, locked
-from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, measure_costs
+from mvp_engine.kit.data.pack import costs
+from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, ROW_RECORD, RecordFile, locked, measure_costs
 from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.sources import open_source
 
@@ -178,11 +177,9 @@ def test_measure_costs_error_in_a_worker_is_raised_with_its_row(
 def test_locked_held_by_another_process_reports_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_cache, "FIRST_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "FIRST_REPORT_SECONDS", 0.0)
     messages: list[str] = []
-    monkeypatch.setattr(
-        cost_cache.LOGGER, "info", lambda text, *values: messages.append(text % values)
-    )
+    monkeypatch.setattr(costs.LOGGER, "info", lambda text, *values: messages.append(text % values))
     reader, writer = os.pipe()
     held, release = os.pipe()
 
@@ -193,7 +190,7 @@ def test_locked_held_by_another_process_reports_what_it_waits_for(
 
     pid = in_fork(hold)
     os.read(reader, 1)
-    monkeypatch.setattr(cost_cache, "time", ReleasingTime(release))
+    monkeypatch.setattr(costs, "time", ReleasingTime(release))
     with locked(tmp_path / "a.lock", "chats"):
         pass
     os.waitpid(pid, 0)

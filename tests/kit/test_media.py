@@ -18,9 +18,9 @@ from processors import FAMILIES, processor_of, tokenizer
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.placeholders import expand_placeholders
-from mvp_engine.kit.data.encode.processor_limits import audio_extractor, limited_processor
+from mvp_engine.kit.data.encode.processor import audio_extractor, limited_processor
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.tokenization import expand_placeholders
 from mvp_engine.kit.data.read.decoders import MediaInfo
 from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 

@@ -23,15 +23,13 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.processor_limits import (
+from mvp_engine.kit.data.encode.processor import (
     SUB_PROCESSORS,
     audio_extractor,
+    concat_media,
     limited_processor,
     limits_with_defaults,
     pixel_budget,
-)
-from mvp_engine.kit.data.encode.processor_outputs import (
-    concat_media,
     split_extra,
     to_media,
     to_media_of_items,

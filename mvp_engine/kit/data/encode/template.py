@@ -26,9 +26,8 @@ from itertools import product
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.placeholders import PlaceholderToken, locate_placeholders
-from mvp_engine.kit.data.encode.template_marks import PROBE_TEXT
-from mvp_engine.kit.data.encode.template_renderer import (
+from mvp_engine.kit.data.encode.template_marks import (
+    PROBE_TEXT,
     REASONING_KEYS,
     Chat,
     MarkedText,
@@ -36,12 +35,16 @@ from mvp_engine.kit.data.encode.template_renderer import (
     Tools,
     arguments_as_json,
 )
-from mvp_engine.kit.data.encode.text_spans import Span, any_of, merge_spans
 from mvp_engine.kit.data.encode.tokenization import (
     MaskingTokenizer,
+    PlaceholderToken,
     Rendered,
+    Span,
     SpecialTokens,
     TokenizedText,
+    any_of,
+    locate_placeholders,
+    merge_spans,
 )
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
 
