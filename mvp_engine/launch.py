@@ -23,7 +23,7 @@ import torch
 
 from mvp_engine.config import Composed, Config, compose
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
 from mvp_engine.errors import (

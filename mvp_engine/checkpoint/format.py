@@ -38,8 +38,8 @@ from mvp_engine.checkpoint.checksums import (
     verify_rank_file,
 )
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safetensors
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 
 META = "meta.json"  # a checkpoint folder with this file is complete

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import state
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.distributed.world import raise_on_all_ranks
 
 
 def optimizer_round_trip(

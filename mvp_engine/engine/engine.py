@@ -24,7 +24,7 @@ from mvp_engine.config.schema import Config, Parallel, recorded_reads
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.protocols import LimitsBatches, implements
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.hang import HangWatch
+from mvp_engine.distributed.world import HangWatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
 from mvp_engine.engine.guard import SkipGuard

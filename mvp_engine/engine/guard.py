@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import OutOfMemoryError
 
 from mvp_engine.config.schema import Guard
-from mvp_engine.distributed.hang import waits
+from mvp_engine.distributed.world import waits
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.model_engine import StepStatus

@@ -19,7 +19,7 @@ from mvp_engine.distributed import Layout
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
-from mvp_engine.model_engine.ema import eval_weights
+from mvp_engine.model_engine.base import eval_weights
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 
 

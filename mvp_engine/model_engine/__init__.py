@@ -6,10 +6,11 @@ from mvp_engine.model_engine.base import (
     Settings,
     StepNumbers,
     StepStatus,
+    engine_class,
     precision_on,
+    register,
 )
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.registry import engine_class, register
 from mvp_engine.model_engine.types import (
     ActionModelEngine,
     LanguageModelEngine,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from mvp_engine.hf import ActionModel, LanguageModel, PackedModel, ValueModel
-from mvp_engine.model_engine.base import ModelSource
+from mvp_engine.model_engine.base import ModelSource, register
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.registry import register
 
 
 class PackedModelEngine(FSDPEngine):

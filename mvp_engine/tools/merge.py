@@ -17,8 +17,7 @@ from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.weights.load import SINGLE
 from mvp_engine.hf.weights.merge import merge, read_model_info
 from mvp_engine.imports import load_spec
-from mvp_engine.model_engine.base import ModelSource
-from mvp_engine.model_engine.registry import engine_class, is_registered
+from mvp_engine.model_engine.base import ModelSource, engine_class, is_registered
 from mvp_engine.runs import trained_run
 
 

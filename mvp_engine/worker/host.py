@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mvp_engine.checkpoint import CorruptCheckpoint
 from mvp_engine.distributed import World
-from mvp_engine.distributed.hang import HangWatch
+from mvp_engine.distributed.world import HangWatch
 from mvp_engine.errors import UserError, reason_of
 from mvp_engine.imports import add_packages, added_packages
 from mvp_engine.process.watchdog import RankWatchdog

@@ -17,8 +17,12 @@ from mvp_engine.checkpoint.format import from_bytes, to_bytes
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
-from mvp_engine.model_engine.fsdp.dummy_sequences import _cut, append_dummies
-from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
+from mvp_engine.model_engine.fsdp.lockstep import (
+    LockstepScheduler,
+    _cut,
+    append_dummies,
+    media_kinds,
+)
 
 IMAGE, SOUND = "pixel_values", "input_features"
 

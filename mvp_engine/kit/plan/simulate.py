@@ -40,7 +40,7 @@ from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.fsdp.init_weights import allocate
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
 from mvp_engine.model_engine.fsdp.parallelize import freeze
-from mvp_engine.model_engine.fsdp.unused_params import Places
+from mvp_engine.model_engine.fsdp.step_status import Places
 from mvp_engine.model_engine.optim import build_optimizer
 
 FEW_RANKS = 4  # so many are all simulated

@@ -17,31 +17,28 @@ from torch import Tensor, nn
 
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
-from mvp_engine.distributed.fsdp import UnusedParameterTracker
+from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
 from mvp_engine.errors import UserError
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus
-from mvp_engine.model_engine.fsdp import schedule_state
-from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
-from mvp_engine.model_engine.fsdp.grad_norm import (
-    first_nonfinite_grad,
-    local_grad,
-    local_grad_norm_sq,
-)
+from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus, register
+from mvp_engine.model_engine.fsdp import base_engine
+from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher, FSDPBaseEngine
 from mvp_engine.model_engine.fsdp.lockstep import Scheduled
-from mvp_engine.model_engine.fsdp.loss_scale import LossScale
-from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
-from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
 from mvp_engine.model_engine.fsdp.step_status import (
     LOSS_SPIKE,
     NONFINITE_GRAD,
     NONFINITE_LOSS,
     NONFINITE_WEIGHT,
     ZERO_WEIGHT,
+    LossScale,
+    ParameterUsage,
+    Places,
+    SpikeDetector,
+    first_nonfinite_grad,
+    local_grad,
+    local_grad_norm_sq,
 )
-from mvp_engine.model_engine.fsdp.unused_params import ParameterUsage, Places
-from mvp_engine.model_engine.registry import register
 
 
 class _Forwarded(NamedTuple):
@@ -222,7 +219,7 @@ class FSDPEngine(FSDPBaseEngine):
         if self.settings.clip_grad_norm is not None:
             factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         self._scale_grads(factor)
-        self.learning_rates = schedule_state.learning_rates(self.optimizer)
+        self.learning_rates = base_engine.learning_rates(self.optimizer)
         code = (~loss_sum.isfinite()) * NONFINITE_LOSS
         code = code + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
         code = code + (~weight.isfinite()) * NONFINITE_WEIGHT

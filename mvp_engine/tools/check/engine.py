@@ -23,8 +23,8 @@ from mvp_engine.hf.model.model_parts import names_by_part
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
-from mvp_engine.model_engine.fsdp.grad_norm import local_grad
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
+from mvp_engine.model_engine.fsdp.step_status import local_grad
 from mvp_engine.tools.check.record import CheckRecord
 from mvp_engine.tools.check.splits import MAX_MICRO_BATCHES
 

@@ -22,7 +22,7 @@ from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_st
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import count
 from mvp_engine.kit.row_checks import Parts, merge_pairs, split_each
-from mvp_engine.model_engine.fsdp.grad_norm import local_grad
+from mvp_engine.model_engine.fsdp.step_status import local_grad
 from mvp_engine.tools.check.record import CheckRecord
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
 from mvp_engine.model_engine import precision_on
-from mvp_engine.model_engine.fsdp.activation_offload import host_bytes
+from mvp_engine.model_engine.fsdp.parallelize import host_bytes
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run

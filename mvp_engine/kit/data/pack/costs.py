@@ -278,7 +278,6 @@ def _work(
         connection.send(found)
 
 
-LOGGER = logging.getLogger("mvp_engine")
 CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
