@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import EXIT_AT_ONCE
+from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.tools.argument_parser import build_parser, moved_command
 from mvp_engine.tools.nodes import nodes_of
 

@@ -12,7 +12,7 @@ from conftest import MAGIC, ROOT, run_process
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.config.explain import all_keys
+from mvp_engine.config.compose import all_keys
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.model_engine import base
 from mvp_engine.runs import flat_keys, list_runs

@@ -31,7 +31,7 @@ from mvp_engine.checkpoint.format import Reader, publish_leftover
 from mvp_engine.checkpoint.state import SavedState, ema_name, save
 from mvp_engine.config.schema import CHECKPOINTING_MODES, Config, Experts
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.world import raise_on_all_ranks

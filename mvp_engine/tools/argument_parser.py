@@ -419,7 +419,7 @@ class HintingParser(argparse.ArgumentParser):
             return did_you_mean(word, similar or options)
         if word == "--config":
             return " Write the file without --config."
-        from mvp_engine.config.explain import suggest_key
+        from mvp_engine.config.compose import suggest_key
         from mvp_engine.kit.settings import MLLMConfig
 
         key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)

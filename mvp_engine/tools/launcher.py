@@ -36,8 +36,7 @@ from mvp_engine.errors import (
     TRY_AGAIN_FILE,
     UserError,
 )
-from mvp_engine.process.garbage import without_collections
-from mvp_engine.process.signals import StopSignals
+from mvp_engine.process.signals import StopSignals, without_collections
 from mvp_engine.runs import open_run
 from mvp_engine.tools.config import config_or_run, names_run
 from mvp_engine.tools.nodes import Nodes, nodes_of, use_interface_to

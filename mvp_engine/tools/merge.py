@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint.format import Reader, verify
+from mvp_engine.checkpoint.format import Reader, verify, write_safetensors
 from mvp_engine.checkpoint.manager import find_checkpoint
-from mvp_engine.checkpoint.safetensors_io import write_safetensors
 from mvp_engine.checkpoint.state import HF, ema_name, is_weight, read_shared
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import publish, remove, temporary_path

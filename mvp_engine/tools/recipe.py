@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.config.compose import read_draft
+from mvp_engine.config.compose import SHIPPED, read_draft
 from mvp_engine.config.engine_class import EngineSource
-from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
 from mvp_engine.tools.skills import install_skills

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mvp_engine.config.shipped import PACKAGE, shipped_folder
+from mvp_engine.config.compose import PACKAGE, shipped_folder
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, atomic_symlink, remove
 

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from mvp_engine.cli import main
-from mvp_engine.config.compose import read_draft
-from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
+from mvp_engine.config.compose import OTHER_TRAINERS, all_keys, read_draft, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.kit.preference.settings import PreferenceConfig
 from mvp_engine.kit.rl.settings import RLConfig

@@ -17,7 +17,7 @@ from kill_resume import child_pids
 
 from mvp_engine.distributed import World, world
 from mvp_engine.distributed.world import HangWatch, describe
-from mvp_engine.worker.host import Place, WorkerHost
+from mvp_engine.worker.launchers import Place, WorkerHost
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

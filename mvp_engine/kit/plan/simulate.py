@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.engine import StepContext

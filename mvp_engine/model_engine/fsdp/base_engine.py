@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.media import Media
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded

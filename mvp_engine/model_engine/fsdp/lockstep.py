@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch, tensor_versions
-from mvp_engine.data.step_plan import MediaKinds, StepPlan
+from mvp_engine.data.loader import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import Media
-from mvp_engine.data.media import cat_padded
+from mvp_engine.data.batch import Media, cat_padded
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside, leads_out
 from mvp_engine.hf.model.config_source import warn_of_custom_code

@@ -24,8 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.step_plan import MediaKinds
-from mvp_engine.data.worker_memory import ROW_TIMER
+from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs

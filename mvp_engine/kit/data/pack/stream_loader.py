@@ -34,9 +34,16 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_convert, get_worker_info
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.loader import accumulation_steps, pinned
-from mvp_engine.data.rng import derived_seed, keep_rng_state
-from mvp_engine.data.worker_memory import KeepLastBatches, LoadedBatch, SlowRow, start_worker
+from mvp_engine.data.loader import (
+    KeepLastBatches,
+    LoadedBatch,
+    SlowRow,
+    accumulation_steps,
+    derived_seed,
+    keep_rng_state,
+    pinned,
+    start_worker,
+)
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
 from mvp_engine.kit.data.pack.packs import WorkerWatchdog, check_seconds
