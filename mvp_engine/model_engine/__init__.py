@@ -10,9 +10,9 @@ from mvp_engine.model_engine.base import (
     precision_on,
     register,
 )
-from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.types import (
+from mvp_engine.model_engine.fsdp.engine import (
     ActionModelEngine,
+    FSDPEngine,
     LanguageModelEngine,
     ValueModelEngine,
 )

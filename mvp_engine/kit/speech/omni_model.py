@@ -63,7 +63,7 @@ from mvp_engine.kit.speech.rows import (
     packed_hidden,
     speech_outputs,
 )
-from mvp_engine.model_engine.types import PackedModelEngine
+from mvp_engine.model_engine.fsdp.engine import PackedModelEngine
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter

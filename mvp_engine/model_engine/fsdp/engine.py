@@ -20,8 +20,16 @@ from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
 from mvp_engine.errors import UserError
+from mvp_engine.hf import ActionModel, LanguageModel, PackedModel, ValueModel
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus, register
+from mvp_engine.model_engine.base import (
+    ForwardStep,
+    ModelSource,
+    Settings,
+    StepNumbers,
+    StepStatus,
+    register,
+)
 from mvp_engine.model_engine.fsdp import base_engine
 from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher, FSDPBaseEngine
 from mvp_engine.model_engine.fsdp.lockstep import Scheduled
@@ -300,3 +308,34 @@ class FSDPEngine(FSDPBaseEngine):
 
     def lr_scheduler_step(self) -> None:
         self.scheduler.step()
+
+
+class PackedModelEngine(FSDPEngine):
+    """A model of `hf/` on the FSDP backend."""
+
+    model_class: type[PackedModel]
+
+    @classmethod
+    def build_model(cls, source: ModelSource) -> nn.Module:
+        return cls.model_class.on_meta(source.path, source.config)
+
+
+@register("language_model", "fsdp")
+class LanguageModelEngine(PackedModelEngine):
+    """A language model: per-token log-probs, entropy and loss."""
+
+    model_class = LanguageModel
+
+
+@register("value_model", "fsdp")
+class ValueModelEngine(PackedModelEngine):
+    """A value model: one number per token."""
+
+    model_class = ValueModel
+
+
+@register("action_model", "fsdp")
+class ActionModelEngine(PackedModelEngine):
+    """An action model: chunks of actions from images, a prompt and a state."""
+
+    model_class = ActionModel

@@ -35,8 +35,7 @@ from mvp_engine.hf import PackedModel
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.model_engine.base import Settings
-from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
+from mvp_engine.model_engine.fsdp.engine import FSDPEngine, LanguageModelEngine, ValueModelEngine
 from mvp_engine.ops.precision import autocast_dtype
 
 Group = dist.ProcessGroup

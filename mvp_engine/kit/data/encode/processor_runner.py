@@ -30,7 +30,8 @@ from mvp_engine.kit.data.encode.processor import (
     split_extra,
     to_media,
 )
-from mvp_engine.kit.data.encode.tokenization import Span, fast_encode
+from mvp_engine.kit.data.encode.template_marks import Span
+from mvp_engine.kit.data.encode.tokenization import fast_encode
 from mvp_engine.kit.data.read.decoders import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory

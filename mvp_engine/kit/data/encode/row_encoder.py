@@ -26,11 +26,11 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.encode.template_marks import Span
 from mvp_engine.kit.data.encode.tokenization import (
     Placeholder,
     PlaceholderToken,
     Rendered,
-    Span,
     TokenizedText,
     expand_placeholders,
     truncate,

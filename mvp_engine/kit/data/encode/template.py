@@ -31,20 +31,20 @@ from mvp_engine.kit.data.encode.template_marks import (
     REASONING_KEYS,
     Chat,
     MarkedText,
+    Span,
     TemplateRenderer,
     Tools,
+    any_of,
     arguments_as_json,
+    merge_spans,
 )
 from mvp_engine.kit.data.encode.tokenization import (
     MaskingTokenizer,
     PlaceholderToken,
     Rendered,
-    Span,
     SpecialTokens,
     TokenizedText,
-    any_of,
     locate_placeholders,
-    merge_spans,
 )
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
 

@@ -30,8 +30,30 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.tokenization import Span
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part
+
+Span = tuple[int, int]  # first position, and the one after the last
+
+
+def any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches any of the words, the longest first; without words, nothing."""
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def merge_spans(
+    length: int,
+    spans: Iterable[Span],
+    excluded: Iterable[Span],
+) -> tuple[Span, ...]:
+    """The union of `spans` without `excluded`, as disjoint spans in order, in a text of that length."""
+    flags = bytearray(length)
+    for start, end in spans:
+        flags[start:end] = b"\1" * (end - start)
+    for start, end in excluded:
+        flags[start:end] = bytes(end - start)
+    return tuple(map(re.Match.span, re.finditer(b"\1+", flags)))
+
 
 # Unicode noncharacters, which no text may hold. A mark is MARK_OPEN, its bracket, the index of the
 # message, MARK_CLOSE. PROBE_TEXT stands for a text in trial renderings.

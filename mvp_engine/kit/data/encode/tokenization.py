@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.template_marks import Span, any_of
 from mvp_engine.kit.data.read.row_types import BadRow, Part
-
-Span = tuple[int, int]  # first position, and the one after the last
-
-
-def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the words, the longest first; without words, nothing."""
-    longest_first = sorted(words, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def merge_spans(
-    length: int,
-    spans: Iterable[Span],
-    excluded: Iterable[Span],
-) -> tuple[Span, ...]:
-    """The union of `spans` without `excluded`, as disjoint spans in order, in a text of that length."""
-    flags = bytearray(length)
-    for start, end in spans:
-        flags[start:end] = b"\1" * (end - start)
-    for start, end in excluded:
-        flags[start:end] = bytes(end - start)
-    return tuple(map(re.Match.span, re.finditer(b"\1+", flags)))
 
 
 class PlaceholderToken(NamedTuple):
