@@ -12,9 +12,9 @@ from conftest import MAGIC, ROOT, run_process
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.config.explain import all_keys
+from mvp_engine.config.compose import all_keys
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.model_engine import registry
+from mvp_engine.model_engine import base
 from mvp_engine.runs import flat_keys, list_runs
 from mvp_engine.tools.config import schemas_of
 
@@ -141,7 +141,7 @@ def test_readme_has_the_words_that_people_search_for():
 
 @pytest.mark.slow
 def test_docs_python_blocks_run(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
             continue

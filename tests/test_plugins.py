@@ -17,7 +17,7 @@ from mvp_engine import plugins
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import ModelSource, engine_class, registry
+from mvp_engine.model_engine import ModelSource, base, engine_class
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
@@ -26,7 +26,7 @@ ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Install a package of one module, with entry points for an extension point."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def run(name: str, code: str, point: str = "model_engine", **targets: str) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mvp_engine.distributed.zigzag import Chunk, zigzag
+from mvp_engine.distributed.sequence_parallel import Chunk, zigzag
 
 R = random.Random(0)
 MIXES = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.hf.actions.action_model import with_noise
 from mvp_engine.model_engine import ModelEngine
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy

@@ -6,12 +6,13 @@ from mvp_engine.model_engine.base import (
     Settings,
     StepNumbers,
     StepStatus,
+    engine_class,
     precision_on,
+    register,
 )
-from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.registry import engine_class, register
-from mvp_engine.model_engine.types import (
+from mvp_engine.model_engine.fsdp.engine import (
     ActionModelEngine,
+    FSDPEngine,
     LanguageModelEngine,
     ValueModelEngine,
 )

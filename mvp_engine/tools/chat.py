@@ -26,11 +26,9 @@ from mvp_engine.hf.model.adapter import cast_frozen_weights
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.weights.merge import merge
-from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.encode.processor import GENERATION_CONFIG, load_processor
+from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
 from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES

@@ -13,10 +13,16 @@ from typing import Any
 import yaml
 
 from mvp_engine import plugins
-from mvp_engine.config.compose import DEFAULTS, NO_VALUE, compose, load_yaml, read_draft
-from mvp_engine.config.explain import suggest_key
+from mvp_engine.config.compose import (
+    DEFAULTS,
+    NO_VALUE,
+    compose,
+    load_yaml,
+    read_draft,
+    shipped_configs,
+    suggest_key,
+)
 from mvp_engine.config.schema import Config
-from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys, trained_run
 

@@ -20,9 +20,9 @@ from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.auto import changed, global_batch, with_defaults
+from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.plan import Plan
-from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section

@@ -19,17 +19,14 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
-from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Limits, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
 
 if TYPE_CHECKING:  # they import torch
-    from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-    from mvp_engine.kit.data.encode.sequences import EncodedSequence
+    from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
 
 SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.config import compose
-from mvp_engine.config.compose import Composed, MissingKeys
-from mvp_engine.config.explain import override_key
-from mvp_engine.config.shipped import shipped_configs
+from mvp_engine.config.compose import Composed, MissingKeys, override_key, shipped_configs
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import hub_model

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
-from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
+from mvp_engine.checkpoint.format import SafetensorsReader
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError

@@ -13,7 +13,7 @@ from run_files import log_of
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.engine.guard import LossTrend
+from mvp_engine.engine.monitor import LossTrend
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import Run, list_runs
 

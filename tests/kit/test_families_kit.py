@@ -22,7 +22,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 RATE = 16000
 Media = list[tuple[str, int]]  # kind and number of the media of a question

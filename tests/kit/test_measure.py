@@ -18,10 +18,9 @@ from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data import cpus
 from mvp_engine.kit.data.cpus import num_processes
-from mvp_engine.kit.data.pack import cost_cache
-from mvp_engine.kit.data.pack.cost_cache import ROW_RECORD, RecordFile, locked
-from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, measure_costs
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.pack import costs
+from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, ROW_RECORD, RecordFile, locked, measure_costs
+from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.sources import open_source
 
 
@@ -44,13 +43,13 @@ def measured(file: Path, workers: int = 0, **settings: Any) -> Any:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The images that were opened in this process."""
     found: list[str] = []
-    open_image = decode_image.open_image
+    open_image = decoders.open_image
 
     def counted(value: Any, *args: Any) -> Any:
         found.append(value)
         return open_image(value, *args)
 
-    monkeypatch.setattr(decode_image, "open_image", counted)
+    monkeypatch.setattr(decoders, "open_image", counted)
     return found
 
 
@@ -125,7 +124,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, 3 * CHUNK_ROWS))
-    open_image = decode_image.open_image
+    open_image = decoders.open_image
 
     def hangs_in_the_last_chunk(value: str, *args: Any) -> Any:
         if int(value.partition(".")[0]) >= 2 * CHUNK_ROWS:
@@ -133,7 +132,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
         return open_image(value, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", hangs_in_the_last_chunk)
+        patched.setattr(decoders, "open_image", hangs_in_the_last_chunk)
         pid = in_fork(lambda: measured(file, 2))
 
     def kept() -> int:
@@ -157,7 +156,7 @@ def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    monkeypatch.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(
         UserError,
         match=r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
@@ -169,7 +168,7 @@ def test_measure_costs_error_in_a_worker_is_raised_with_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    monkeypatch.setattr(decode_image, "open_image", lambda *_: [][0])
+    monkeypatch.setattr(decoders, "open_image", lambda *_: [][0])
     with pytest.raises(IndexError) as raised:
         measured(file, 2)
     assert "while measuring rows.jsonl:" in "".join(raised.value.__notes__)
@@ -178,11 +177,9 @@ def test_measure_costs_error_in_a_worker_is_raised_with_its_row(
 def test_locked_held_by_another_process_reports_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_cache, "FIRST_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "FIRST_REPORT_SECONDS", 0.0)
     messages: list[str] = []
-    monkeypatch.setattr(
-        cost_cache.LOGGER, "info", lambda text, *values: messages.append(text % values)
-    )
+    monkeypatch.setattr(costs.LOGGER, "info", lambda text, *values: messages.append(text % values))
     reader, writer = os.pipe()
     held, release = os.pipe()
 
@@ -193,7 +190,7 @@ def test_locked_held_by_another_process_reports_what_it_waits_for(
 
     pid = in_fork(hold)
     os.read(reader, 1)
-    monkeypatch.setattr(cost_cache, "time", ReleasingTime(release))
+    monkeypatch.setattr(costs, "time", ReleasingTime(release))
     with locked(tmp_path / "a.lock", "chats"):
         pass
     os.waitpid(pid, 0)

@@ -18,7 +18,7 @@ from mvp_engine.engine import Engine
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 from mvp_engine.runs import list_runs
 
 CONFIG = """
@@ -77,7 +77,7 @@ def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(
 ) -> None:
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert kit.measure_ahead(["train"])
         with pytest.raises(
             UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"
@@ -91,7 +91,7 @@ def test_stop_measuring_ends_the_processes_and_releases_the_lock(
 ) -> None:
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", lambda *_: signal.pause())
+        patched.setattr(decoders, "open_image", lambda *_: signal.pause())
         kit.measure_ahead(["train"])
     workers = [process.pid for process in kit._ahead._workers._processes]
     assert not any(map(is_gone, workers))

@@ -13,9 +13,16 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.kit import gumbel_noise as noise
-from mvp_engine.kit.decoding import Completion, Decoding, complete, with_completion
-from mvp_engine.kit.gumbel_noise import gumbel_noise, sample_tokens, sequence_keys
+from mvp_engine.kit import decoding as noise
+from mvp_engine.kit.decoding import (
+    Completion,
+    Decoding,
+    complete,
+    gumbel_noise,
+    sample_tokens,
+    sequence_keys,
+    with_completion,
+)
 from mvp_engine.model_engine import LanguageModelEngine
 
 DRAWS = 20_000

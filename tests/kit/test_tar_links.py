@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.read.sources import open_source
-from mvp_engine.kit.data.read.streams import Stream
+from mvp_engine.kit.data.read.sources import Stream, open_source
 
 
 def shard(file: Path, links: dict[str, tuple[bytes, str]]) -> Path:

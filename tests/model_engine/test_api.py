@@ -24,7 +24,7 @@ from mvp_engine.model_engine import (
     engine_class,
     register,
 )
-from mvp_engine.model_engine.registry import _REGISTRY
+from mvp_engine.model_engine.base import _REGISTRY
 
 PAGE = ROOT / "docs" / "model_engine.md"
 CALLS = """initialize train_mode eval_mode forward_backward_batch optimizer_zero_grad optimizer_step lr_scheduler_step
@@ -35,7 +35,7 @@ data_parallel_rank data_parallel_size data_parallel_group is_mp_src_rank_with_ou
 @pytest.fixture
 def follow(monkeypatch):
     """Run a section's code of the page; what it registers is forgotten afterwards."""
-    monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", dict(_REGISTRY))
+    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", dict(_REGISTRY))
 
     def run(section):
         text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]

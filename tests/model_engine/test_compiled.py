@@ -29,12 +29,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.model_engine import Settings
-from mvp_engine.model_engine.fsdp import activation_offload, compile, parallelize
+from mvp_engine.model_engine.fsdp import compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -90,7 +90,7 @@ one_graph = patch.multiple(
 
 
 def stepped_in_ways(layout: Layout, name: str, ways: list[dict[str, Any]]) -> list[Found]:
-    activation_offload.SMALL = 64
+    parallelize.SMALL = 64
     with one_graph:
         return [stepped(layout, name, **how) for how in ways]
 

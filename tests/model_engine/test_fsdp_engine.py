@@ -19,9 +19,8 @@ from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.model_engine.fsdp.loss_scale import LossScale
-from mvp_engine.model_engine.fsdp.prefetch import to_device
-from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
+from mvp_engine.model_engine.fsdp.base_engine import to_device
+from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
 
 OPTIM = Optim(

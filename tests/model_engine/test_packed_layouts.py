@@ -29,7 +29,7 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.ulysses import check_heads
+from mvp_engine.distributed.sequence_parallel import check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 

@@ -9,7 +9,7 @@ import pytest
 from run_folder import run_folder
 
 from mvp_engine.cli import main
-from mvp_engine.report.plot import Curve, draw_curves, new_figure, plot_overview, smoothed
+from mvp_engine.report.page import Curve, draw_curves, new_figure, plot_overview, smoothed
 
 
 def drawn(metric: str, *curves: list[float], label: str = "curve") -> Any:

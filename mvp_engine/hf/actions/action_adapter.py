@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import StageLink
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.actions.action_model import CHUNK, MASK, NOISE, STATE, TIMES, ActionModel
 from mvp_engine.hf.actions.pi0 import Pi0Policy

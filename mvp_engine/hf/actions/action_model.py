@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf.media import media_features
 from mvp_engine.hf.model import attention

@@ -24,8 +24,8 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.distributed.dtensor import local_tensor
-from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.moe_layers import adapter_name
 from mvp_engine.hf.lora.lora_experts import adapted_experts, add_expert_adapters, delta

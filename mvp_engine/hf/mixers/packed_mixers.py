@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
 from mvp_engine.hf.mixers.per_sequence import (

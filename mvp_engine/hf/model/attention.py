@@ -22,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.distributed.context import ContextShard
-from mvp_engine.distributed.key_exchange import KeyExchange, Keys
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, Keys, UlyssesShard
 from mvp_engine.hf.model.attention_mask import (
     NAME,
     Chunks,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.distributed.data_parallel import blocks
 
 
 class BlockContext:

@@ -38,7 +38,7 @@ from mvp_engine.ops.linear_cross_entropy import (
 )
 
 if TYPE_CHECKING:
-    from mvp_engine.distributed.ulysses import UlyssesShard
+    from mvp_engine.distributed.sequence_parallel import UlyssesShard
     from mvp_engine.hf.model.kv_cache import KVCache
 
 OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import RowError, UserError
 from mvp_engine.hf.media.shared_media import encoder_inputs
 

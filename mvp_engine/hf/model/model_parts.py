@@ -18,7 +18,7 @@ from typing import Any, get_args
 from torch import nn
 
 from mvp_engine.config.schema import Part
-from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.model.pipeline_stages import OtherTensor

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.distributed.context import SequenceGroups
-from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.media import audio, media_features, shared_media, vision

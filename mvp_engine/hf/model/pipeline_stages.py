@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.packed_model import PackedModel

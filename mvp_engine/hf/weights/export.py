@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint.safetensors_io import write_safetensors
+from mvp_engine.checkpoint.format import write_safetensors
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import leads_out, publish, remove, temporary_path
 from mvp_engine.hf.model.attention import config_tree

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
+from mvp_engine.checkpoint.format import SafetensorsReader
 from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside

@@ -23,12 +23,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.act import Normalization, prompt_ids
 from mvp_engine.kit.actions.rows import FrameRow
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.sequences import EncodedSequence
-from mvp_engine.kit.data.read.decode_image import decode_image
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
+from mvp_engine.kit.data.read.decoders import MediaInfo, decode_image
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 
 Size = tuple[int, int]  # (height, width) of an image

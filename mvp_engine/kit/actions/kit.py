@@ -28,11 +28,10 @@ from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.actions.stats import Stats, merged_stats, relative_parts
 from mvp_engine.kit.data.kit import MLLMDataKit
-from mvp_engine.kit.data.pack.cost_cache import Costs
-from mvp_engine.kit.data.pack.costs import MEDIA_BITS
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
 from mvp_engine.kit.data.pack.packs import PackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import RowFormat
 from mvp_engine.kit.data.read.sources import Source, split_rows
 from mvp_engine.kit.data.settings import DataSource, MLLMData
 

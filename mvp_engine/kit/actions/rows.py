@@ -21,7 +21,7 @@ from PIL import Image
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
 from mvp_engine.kit.actions.settings import ActionData
-from mvp_engine.kit.data.read.decode_video import open_container
+from mvp_engine.kit.data.read.decoders import open_container
 from mvp_engine.kit.data.read.media_source import decoder_errors, require_package
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.row_types import BadRow, Message, ParsedRow, Part, Row

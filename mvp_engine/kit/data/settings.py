@@ -15,9 +15,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.row_format import FieldType, RowFormat, column_name
-from mvp_engine.kit.data.read.row_types import ROLES
+from mvp_engine.kit.data.read.row_types import ROLES, FieldType, Limits, RowFormat, column_name
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
 HUB = "hf://"

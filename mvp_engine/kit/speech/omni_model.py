@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model import attention, input_hooks
@@ -64,7 +63,7 @@ from mvp_engine.kit.speech.rows import (
     packed_hidden,
     speech_outputs,
 )
-from mvp_engine.model_engine.types import PackedModelEngine
+from mvp_engine.model_engine.fsdp.engine import PackedModelEngine
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter

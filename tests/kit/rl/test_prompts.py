@@ -14,12 +14,10 @@ from tiny_vlm import chat, made, model_config, qwen3_vl, with_images, write
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
-from mvp_engine.tools.inspect import inspect_kit
-from mvp_engine.tools.inspect_page import show
+from mvp_engine.tools.inspect import inspect_kit, show
 
 USER = [("user", "2+2?")]
 ROWS: dict[str, dict[str, Any]] = {
