@@ -84,7 +84,10 @@ def kernel(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tenso
 
 
 one_operator = patch.multiple(
-    attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel
+    attention_ops,
+    _has_kernels=lambda *_: True,
+    _torch_varlen_is_supported=lambda *_: True,
+    _torch_varlen=kernel,
 )
 
 

@@ -22,8 +22,8 @@ from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf.media import media_features
 from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.auto_model import media_inputs
 from mvp_engine.hf.model.config_source import ACTION_SIZES
-from mvp_engine.hf.model.model_inputs import media_inputs
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from mvp_engine.hf.actions.action_model import (
 from mvp_engine.hf.actions.pi0 import suffix_groups
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.packed_model import Outputs
-from mvp_engine.ops.query_groups import QueryGroup
+from mvp_engine.ops.attention import QueryGroup
 
 
 class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]

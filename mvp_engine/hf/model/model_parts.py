@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
@@ -21,8 +21,10 @@ from mvp_engine.config.schema import Part
 from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.model.pipeline_stages import OtherTensor
 from mvp_engine.ops.nf4 import num_parameters
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.model.pipeline import OtherTensor
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -61,7 +63,7 @@ def _part_roots(model: PackedModel) -> dict[nn.Module, Part]:
     """The modules at which a part begins; a part ends where another one begins below it."""
     base = model.base()
     decoder = model.decoder()
-    roots: dict[nn.Module, Part] = {model: "llm", **(model.own_parts or {})}
+    roots: dict[nn.Module, Part] = {model: "llm", **model.own_parts}
     if decoder is base:
         return roots
     roots |= {base: "projector", decoder: "llm"}

@@ -1,4 +1,4 @@
-"""What `mvp plan` asks of action models: `hf/model/plan_facts.py`."""
+"""What `mvp plan` asks of action models: `hf/model/flop_costs.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.actions.action_model import NOISE
-from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.hf.model.flop_costs import PlanFacts
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 
 CAMERAS = 3  # of an assumed row

@@ -46,10 +46,9 @@ from mvp_engine.hf.model.preflight import (
     _max_difference,
     _special_tokens,
 )
-from mvp_engine.hf.weights.enclosing_folder import WholeFolder
-from mvp_engine.hf.weights.export import Target
+from mvp_engine.hf.weights.export import Target, WholeFolder
 from mvp_engine.hf.weights.load import Entries
-from mvp_engine.hf.weights.weight_stream import TensorEntries
+from mvp_engine.hf.weights.pretrained import TensorEntries
 from mvp_engine.kit.speech.costs import add_speech_costs, speech_work
 from mvp_engine.kit.speech.plugin import OmniModelFolder
 from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn, check_talker
