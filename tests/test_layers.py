@@ -182,7 +182,7 @@ def test_core_and_tools_import_no_plugin_kit() -> None:
 
 
 # Plug-in kits with models of their own, next to those of hf/.
-MODEL_KITS = ("kit/speech",)
+MODEL_KITS = ("kit/actions", "kit/speech")
 
 
 def transformers_internals(source: str) -> list[str]:
@@ -239,7 +239,7 @@ def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
     )
     named = set(
         re.findall(
-            r"`((?:hf|ops|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]
+            r"`((?:hf|ops|kit|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]
         )
     )
     changing: set[str] = set()

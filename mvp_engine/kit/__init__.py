@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from mvp_engine.hf.lora.lora_settings import Lora
     from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
+    from mvp_engine.kit.actions.policy import action_loss, sample_actions
     from mvp_engine.kit.actions.rollout import rollout
     from mvp_engine.kit.actions.settings import ActionConfig, ActionData
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
     from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
     from mvp_engine.kit.examples import examples_of
     from mvp_engine.kit.flow import Flow, FlowTimes
-    from mvp_engine.kit.flow_policy import action_loss, sample_actions
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
     from mvp_engine.kit.mfu import MFUKit

@@ -24,16 +24,16 @@ from torch import Tensor
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionModel
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.kit.action_flops import (
+from mvp_engine.kit.actions.action_flops import (
     add_action_costs,
     language_backbone,
     num_suffix_rows,
     suffix_pairs,
 )
+from mvp_engine.kit.actions.action_model import ActionModel
+from mvp_engine.kit.actions.pi0 import Pi0Policy
 
 LOGGER = logging.getLogger("mvp_engine")
 

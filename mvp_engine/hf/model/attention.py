@@ -36,10 +36,10 @@ from mvp_engine.hf.model.attention_mask import (
     without_mask,
 )
 from mvp_engine.hf.model.kv_cache import KVCache
+from mvp_engine.kit.actions.query_groups import QueryGroup, grouped_query_attention
 from mvp_engine.ops import short_attention
 from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
 from mvp_engine.ops.precision import autocast_dtype
-from mvp_engine.ops.query_groups import QueryGroup, grouped_query_attention
 
 __all__ = [
     "ENCODER",

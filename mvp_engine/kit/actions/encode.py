@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.act import Normalization, prompt_ids
+from mvp_engine.kit.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.rows import FrameRow
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence

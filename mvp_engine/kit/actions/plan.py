@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.actions.action_model import NOISE
 from mvp_engine.hf.model.plan_facts import PlanFacts
-from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
+from mvp_engine.kit.actions.action_flops import language_backbone, num_suffix_rows
+from mvp_engine.kit.actions.action_model import NOISE
 
 CAMERAS = 3  # of an assumed row
 PROMPT_TOKENS = 32

@@ -14,8 +14,8 @@ from mvp_engine.config import Config, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.hf import ActionModel, LanguageModel
-from mvp_engine.hf.actions.action_adapter import probe_batch
 from mvp_engine.kit import action_loss, flow, sample_actions
+from mvp_engine.kit.actions.action_adapter import probe_batch
 
 ROWS = 12
 DRAWS = 2

@@ -161,7 +161,7 @@ def test_action_model_on_two_ranks_equals_one_rank(
 
 @pytest.mark.parametrize("key", ["tensor", "ulysses", "context", "pipeline"])
 def test_action_model_unsupported_layout_is_a_user_error(key: str) -> None:
-    from mvp_engine.hf.actions.action_adapter import ActionAdapter
+    from mvp_engine.kit.actions.action_adapter import ActionAdapter
 
     adapter = ActionAdapter(tiny_pi0())
     calls: dict[str, Any] = {

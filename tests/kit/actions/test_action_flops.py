@@ -20,10 +20,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.actions.action_adapter import probe_batch
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.flop_costs import attention_flops, matmul_flops
 from mvp_engine.kit import MFUKit
+from mvp_engine.kit.actions.action_adapter import probe_batch
+from mvp_engine.kit.actions.pi0 import Pi0Policy
 from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
 from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.model_engine import ActionModelEngine, Settings

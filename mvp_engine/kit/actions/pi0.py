@@ -24,7 +24,12 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import (
+from mvp_engine.hf.media.media_features import copy_to_device
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.auto_model import from_auto
+from mvp_engine.hf.model.head_probe import config_logit_steps
+from mvp_engine.hf.model.packed_model import Outputs, losses_of
+from mvp_engine.kit.actions.action_model import (
     CHUNK,
     LENGTH_MULTIPLE,
     MASK,
@@ -36,14 +41,9 @@ from mvp_engine.hf.actions.action_model import (
     field,
     run_base,
 )
-from mvp_engine.hf.media.media_features import copy_to_device
-from mvp_engine.hf.model import attention
-from mvp_engine.hf.model.auto_model import from_auto
-from mvp_engine.hf.model.head_probe import config_logit_steps
-from mvp_engine.hf.model.packed_model import Outputs, losses_of
+from mvp_engine.kit.actions.query_groups import KeyRows, QueryGroup
 from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
-from mvp_engine.ops.query_groups import KeyRows, QueryGroup
 
 Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, T, d) of each prefix layer
 TEXT_OUTPUTS = ("loss", "losses", "log_probs")

@@ -14,10 +14,10 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import CHUNK, MASK, NOISE, STATE, TIMES, ActionModel
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.hf.model.preflight import EXACT, _eager_eval
+from mvp_engine.kit.actions.action_model import CHUNK, MASK, NOISE, STATE, TIMES, ActionModel
+from mvp_engine.kit.actions.pi0 import Pi0Policy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.actions.action_model import NOISE, ActionModel
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.flop_costs import FlopCosts, attention_flops, matmul_flops
 from mvp_engine.hf.model.packed_model import PackedModel
+from mvp_engine.kit.actions.action_model import NOISE, ActionModel
+from mvp_engine.kit.actions.pi0 import Pi0Policy
 
 
 def language_backbone(model: PackedModel) -> Any:

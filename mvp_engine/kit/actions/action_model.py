@@ -79,15 +79,15 @@ class ActionModel(PackedModel):
     @classmethod
     def from_config(cls, config: Any) -> Any:
         """The head that fits the config: pi0, or a chunk regressor on a multimodal language model."""
-        from mvp_engine.hf.actions.chunk_regressor import ChunkRegressor
-        from mvp_engine.hf.actions.pi0 import Pi0Policy
+        from mvp_engine.kit.actions.chunk_regressor import ChunkRegressor
+        from mvp_engine.kit.actions.pi0 import Pi0Policy
 
         if config.model_type == "pi0":
             return Pi0Policy.build(config)
         return ChunkRegressor.build(config)
 
     def engine_adapter(self) -> HFAdapter:
-        from mvp_engine.hf.actions.action_adapter import ActionAdapter
+        from mvp_engine.kit.actions.action_adapter import ActionAdapter
 
         return ActionAdapter(self)
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import (
+from mvp_engine.hf.model.language_model import LanguageModel
+from mvp_engine.hf.model.packed_model import Outputs
+from mvp_engine.kit.actions.action_model import (
     ACTION_OUTPUTS,
     CHUNK,
     MASK,
@@ -28,10 +30,8 @@ from mvp_engine.hf.actions.action_model import (
     field,
     run_base,
 )
-from mvp_engine.hf.actions.pi0 import suffix_groups
-from mvp_engine.hf.model.language_model import LanguageModel
-from mvp_engine.hf.model.packed_model import Outputs
-from mvp_engine.ops.query_groups import QueryGroup
+from mvp_engine.kit.actions.pi0 import suffix_groups
+from mvp_engine.kit.actions.query_groups import QueryGroup
 
 
 class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
