@@ -10,8 +10,7 @@ from mvp_engine.imports import lazy_exports
 if TYPE_CHECKING:
     from mvp_engine.hf.model.language_model import LanguageModel, ValueModel
     from mvp_engine.hf.model.packed_model import PackedModel
-    from mvp_engine.kit.actions.action_model import ActionModel
 else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
-__all__ = ["ActionModel", "LanguageModel", "PackedModel", "ValueModel"]
+__all__ = ["LanguageModel", "PackedModel", "ValueModel"]

@@ -11,13 +11,11 @@ from mvp_engine.model_engine.base import (
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import engine_class, register
 from mvp_engine.model_engine.types import (
-    ActionModelEngine,
     LanguageModelEngine,
     ValueModelEngine,
 )
 
 __all__ = [
-    "ActionModelEngine",
     "FSDPEngine",
     "LanguageModelEngine",
     "ModelEngine",

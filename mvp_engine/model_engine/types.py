@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf import ActionModel, LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import register
@@ -32,10 +32,3 @@ class ValueModelEngine(PackedModelEngine):
     """A value model: one number per token."""
 
     model_class = ValueModel
-
-
-@register("action_model", "fsdp")
-class ActionModelEngine(PackedModelEngine):
-    """An action model: chunks of actions from images, a prompt and a state."""
-
-    model_class = ActionModel

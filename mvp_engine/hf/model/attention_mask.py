@@ -28,6 +28,7 @@ PACK_ARGUMENTS = (
 )
 
 NAME = "mvp_packed"  # of packed attention in transformers' attention and mask interfaces
+PACKED = {NAME}  # with the names of other attention functions that take these masks
 
 # Mask parts that packed attention applies anyway: causality, window, sequence boundaries.
 _PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
@@ -82,7 +83,7 @@ def without_mask(
     inputs = kwargs.get("inputs_embeds")
     if inputs is None:
         inputs = kwargs.get("input_ids")
-    is_packed = decoder.config._attn_implementation == NAME  # type: ignore[union-attr]
+    is_packed = decoder.config._attn_implementation in PACKED  # type: ignore[union-attr, operator]
     if not is_packed or inputs is None or kwargs.get("attention_mask") is not None:
         return None
     tokens = inputs.shape[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -340,7 +341,8 @@ class ValueModel(PackedModel):
 
         config_class: Any = type(self.hf.config)
         if config_class not in CLASSIFIERS:
-            return super().export_target(dtype)
+            use = 'values = hidden @ heads["score.weight"].T\n'
+            return replace(super().export_target(dtype), use=use)
         skeleton = self._skeleton(CLASSIFIERS[config_class], num_labels=1)
         prefix = f"{skeleton.base_model_prefix}."
         names = {}

@@ -40,7 +40,7 @@ class EncodedFrame(EncodedSequence):
 
     frame: FrameRow | None = None
 
-    def actions_shown(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """The state and the chunk of actions in their own units, for `mvp data inspect`."""
         assert self.frame is not None
         actions, inside = self.frame.action_chunk()

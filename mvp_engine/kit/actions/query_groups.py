@@ -11,14 +11,70 @@ that several queries share are gathered once per use; the backward sums the uses
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.attention import UnsupportedAttention
 from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
+from mvp_engine.ops.precision import autocast_dtype
+
+NAME = "mvp_grouped_queries"  # in transformers' attention interface
+_PACKED_ARGUMENTS = inspect.signature(attention.packed_attention).parameters.keys()
+
+
+def use(text_config: Any) -> None:
+    """Set the attention of this file in the config of the text layers of a built model."""
+    attention.register_variant(NAME, grouped_attention)
+    text_config._attn_implementation = NAME
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    key_values: list[Tensor] | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    query_groups: Sequence[QueryGroup] | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Packed attention with transformers' signature, or attention by groups of queries where a call has groups.
+
+    This layer's keys and values are appended to `key_values`. `prefix` are those of another layer, which come first.
+    """
+    if key_values is not None:
+        key_values += [key, value]
+    if query_groups is None:
+        return attention.packed_attention(module, query, key, value, attention_mask, **options)
+    layer = type(module).__name__
+    if any(options.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")):
+        raise UnsupportedAttention(
+            f"{layer} has a sliding window, a soft cap or sinks, which an action head does not support"
+        )
+    others = {name: option for name, option in options.items() if name not in _PACKED_ARGUMENTS}
+    attention.check_options(layer, others)
+    q_HTd = _as_autocast(query)[0]
+    k_KMd = _as_autocast(key)[0]
+    v_KMd = _as_autocast(value)[0]
+    if prefix is not None:
+        k_KMd = torch.cat([_as_autocast(prefix[0])[0], k_KMd], dim=1)
+        v_KMd = torch.cat([_as_autocast(prefix[1])[0], v_KMd], dim=1)
+    scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
+    out_HTd = grouped_query_attention(q_HTd, k_KMd, v_KMd, query_groups, scale, dropout)
+    return out_HTd.transpose(0, 1)[None].contiguous(), None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mvp_engine import plugins
 from mvp_engine.data.batch import PackedBatch, tensor_versions
-
-MODEL_FIELDS = "action_"  # begins the names of per-sequence fields that a model's forward reads
 
 
 @dataclass(eq=False)
@@ -109,7 +108,7 @@ def _join(batches: list[PackedBatch]) -> PackedBatch:
     fields = {name for batch in batches for name in batch.token_fields}
     types = {name for name in fields if name.endswith("token_type_ids")}
     of_sequences = {name for batch in batches for name in batch.sequence_fields}
-    of_sequences = {name for name in of_sequences if name.startswith(MODEL_FIELDS)}
+    of_sequences &= plugins.sequence_fields()
     alike = []
     for batch in batches:
         if missing := sorted(types - set(batch.token_fields)):
@@ -152,8 +151,8 @@ def _drop_dummy_outputs(
     for one in (*args, *kwargs.values()):
         if isinstance(one, _JoinedBatch):
             kept_of = {one.num_tokens: one.num_real_tokens}
-            if any(name.startswith(MODEL_FIELDS) for name in one.sequence_fields):
-                # Outputs of an action model are per token or per sequence; a prefix has more than one token.
+            if plugins.sequence_fields() & one.sequence_fields.keys():
+                # Outputs are per token or per sequence, and a sequence has more than one token.
                 kept_of = {one.num_sequences: one.num_real_sequences, **kept_of}
             return _cut(outputs, kept_of, getattr(model, "drops_dummies", ()))
     return outputs
