@@ -39,7 +39,7 @@ LONGEST_FILES = [
     "kit/test_mllm.py",
     "test_docs.py",
     "model_engine/test_omni_ranks.py",
-    "model_engine/test_action_engine.py",
+    "kit/actions/test_action_engine.py",
     "kit/test_auto.py",
     "recipes/test_qwen_audio.py",
     "model_engine/test_expert_parallel.py",

@@ -162,8 +162,6 @@ def check_inputs(causal_lm: nn.Module) -> None:
     name = type(causal_lm).__name__
     config: Any = causal_lm.config
     if not hasattr(config.get_text_config(), "vocab_size"):
-        if hasattr(config, "max_action_dim"):
-            raise UserError(f"{name} predicts actions, not text: set model.type=action_model")
         raise UserError(f"{name} is no language model: its config has no vocabulary")
     if hasattr(config, "codec_config"):
         raise UserError(

@@ -20,13 +20,13 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.actions.action_adapter import probe_batch
-from mvp_engine.hf.actions.pi0 import Pi0Policy
 from mvp_engine.hf.model.flop_costs import attention_flops, matmul_flops
 from mvp_engine.kit import MFUKit
+from mvp_engine.kit.actions import ActionModelEngine
+from mvp_engine.kit.actions.pi0 import Pi0Policy, probe_batch
 from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
 from mvp_engine.kit.plan.step import peak_memory
-from mvp_engine.model_engine import ActionModelEngine, Settings
+from mvp_engine.model_engine import Settings
 
 
 def last_layer_forward(model: Any, row: PackedBatch) -> float:
@@ -222,7 +222,5 @@ def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
 
 
 def test_language_model_of_a_pi0_folder_names_the_model_type() -> None:
-    with pytest.raises(
-        UserError, match=r"predicts actions, not text: set model\.type=action_model"
-    ):
+    with pytest.raises(UserError, match=r"pi0 writes no text: set model\.type=action_model"):
         LanguageModel.from_config(tiny_pi0_config())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.hooks import StepContext
-from mvp_engine.hf.actions.action_model import with_noise
+from mvp_engine.kit.actions.action_model import with_noise
 from mvp_engine.model_engine import ModelEngine
 
 

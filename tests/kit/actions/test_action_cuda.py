@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.model_engine import ActionModelEngine, Settings
+from mvp_engine.kit.actions import ActionModelEngine
+from mvp_engine.model_engine import Settings
 from mvp_engine.ops import flex_attention
 
 pytestmark = pytest.mark.gpu

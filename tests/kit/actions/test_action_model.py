@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import ActionModel, LanguageModel
-from mvp_engine.hf.actions.action_adapter import check_velocities
-from mvp_engine.hf.actions.chunk_regressor import ChunkRegressor
+from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.hf.model.preflight import check_packing
+from mvp_engine.kit.actions import ActionModel
+from mvp_engine.kit.actions.chunk_regressor import ChunkRegressor
+from mvp_engine.kit.actions.pi0 import check_velocities
 
 UNUSED = 8  # tensors of pi0 without a gradient: what follows the last prefix layer's keys, the expert's embeddings
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import ActionModel
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.model_engine import ActionModelEngine, ModelSource, Settings
+from mvp_engine.kit.actions import ActionModel, ActionModelEngine
+from mvp_engine.model_engine import ModelSource, Settings
 
 # Of lerobot/pi0_base: no model_type, no sizes, and settings of lerobot's own.
 LEROBOT = {

@@ -14,7 +14,7 @@ transformers' own back for the comparison at the start of a training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,26 +22,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.distributed import Layout
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import (
-    CHUNK,
+from mvp_engine.hf.media.media_features import copy_to_device
+from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.auto_model import from_auto
+from mvp_engine.hf.model.flop_costs import FlopCosts
+from mvp_engine.hf.model.language_model import config_logit_steps
+from mvp_engine.hf.model.packed_model import Outputs, losses_of
+from mvp_engine.hf.model.preflight import EXACT, _eager_eval
+from mvp_engine.kit.actions import query_groups
+from mvp_engine.kit.actions.action_model import (
     LENGTH_MULTIPLE,
-    MASK,
-    NOISE,
-    STATE,
-    TIMES,
+    ActionAdapter,
     ActionModel,
     ActionSpec,
     field,
     run_base,
 )
-from mvp_engine.hf.media.media_features import copy_to_device
-from mvp_engine.hf.model import attention
-from mvp_engine.hf.model.auto_model import from_auto
-from mvp_engine.hf.model.language_model import config_logit_steps
-from mvp_engine.hf.model.packed_model import Outputs, losses_of
-from mvp_engine.ops.attention import KeyRows, QueryGroup
+from mvp_engine.kit.actions.costs import add_pi0_costs
+from mvp_engine.kit.actions.plugin import CHUNK, MASK, NOISE, STATE, TIMES
+from mvp_engine.kit.actions.query_groups import KeyRows, QueryGroup
 from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
 
@@ -52,7 +55,8 @@ TEXT_OUTPUTS = ("loss", "losses", "log_probs")
 class Pi0Policy(ActionModel):
     """pi0 with transformers' weights and names; exports load with `PI0ForConditionalGeneration`."""
 
-    plan_facts = "mvp_engine.kit.actions.plan:Pi0Facts"
+    plan_facts = "mvp_engine.kit.actions.costs:Pi0Facts"
+    has_causal_text = False
     provides = ("action_losses", "velocity", "actions", *TEXT_OUTPUTS, "hidden_states")
 
     def __init__(self, backbone: Any) -> None:
@@ -62,7 +66,8 @@ class Pi0Policy(ActionModel):
         self.action_spec = ActionSpec.of(config, "flow")
         # PI0Config names no text config, so `attention.use` of the base class took both models for encoders.
         attention.use(config.vlm_config)
-        config.dit_config._attn_implementation = attention.register()
+        query_groups.use(config.vlm_config.get_text_config())
+        query_groups.use(config.dit_config)
         own = (backbone.model.dit, backbone.embed_action_time, backbone.action_out_proj)
         self.own_parts = dict.fromkeys(own, "action")
         # No input reaches the expert's token embeddings: without gradients and optimizer states for them, pi0 needs
@@ -81,6 +86,22 @@ class Pi0Policy(ActionModel):
 
     def decoder(self) -> nn.Module:
         return self.hf.model.vlm.language_model  # type: ignore[union-attr, return-value]
+
+    def engine_adapter(self) -> ActionAdapter:
+        return Pi0Adapter(self)
+
+    def flop_costs(self) -> FlopCosts:
+        costs = super().flop_costs()
+        add_pi0_costs(costs, self)
+        return costs
+
+    def num_draws(self, batch: PackedBatch) -> int:
+        noise = batch.sequence_fields.get(NOISE)
+        return 1 if noise is None else noise.shape[1]
+
+    @property
+    def backbone(self) -> Any:
+        return self.base()
 
     @property
     def expert(self) -> Any:
@@ -398,3 +419,84 @@ def _group(
         cu_seqlens_k=key_boundaries,
         max_seqlen_k=longest,
     )
+
+
+# The preflight: packed velocities against those of each sequence alone, and of transformers' own forward.
+
+HALF_PRECISION = 0.1  # the largest relative difference that bf16 rounding explains
+NEIGHBOUR = 0.05  # of equal shapes, so nearly all of rounding is equal
+
+
+class Pi0Adapter(ActionAdapter):
+    model: Pi0Policy
+    extra_forwards = (*ActionAdapter.extra_forwards, "reference_velocity")
+
+    def preflight(self, layout: Layout, exact: bool) -> None:
+        with raise_on_all_ranks(layout.world.host_group):
+            check_velocities(self.model, exact)
+
+    def preflight_media(self, engine: Any, batches: Iterable[Any]) -> None:
+        """`preflight` had images."""
+
+
+@torch.no_grad()
+def check_velocities(model: Pi0Policy, exact: bool) -> None:
+    """Raise unless packed velocities are those of each sequence alone and of transformers' own forward."""
+    device = next(model.parameters()).device
+    rows = [probe_batch(model, cameras, words, seed=words) for cameras, words in ((1, 3), (2, 6))]
+    other = probe_batch(model, 2, 6, seed=1)
+    with _eager_eval(model):
+        packed = _velocity(model, PackedBatch.concat(rows).to(device))
+        moved = [row.to(device) for row in rows]
+        changed = _velocity(model, PackedBatch.concat([rows[0], other]).to(device))
+        alone = torch.cat([_velocity(model, row) for row in moved])
+        reference = torch.cat([model.reference_velocity(row) for row in moved])
+    if not bool(packed.isfinite().all()):
+        raise UserError("pi0 returns non-finite velocities: check its weights for NaN and infinity")
+    bound = EXACT if exact else HALF_PRECISION
+    for found, wanted, what, limit in (
+        (packed[:1], changed[:1], "another neighbour in the pack", EXACT if exact else NEIGHBOUR),
+        (packed, alone, "the same sequences alone", bound),
+        (packed, reference, "transformers' own forward", bound),
+    ):
+        difference = float((found - wanted).abs().mean() / wanted.abs().mean().clamp(min=1e-6))
+        if not difference <= limit:
+            raise UserError(
+                f"pi0 cannot be trained on packed sequences: its velocities differ from those with {what} by "
+                f"{difference:.1e}. Is its config one that transformers' pi0 has other code for?"
+            )
+
+
+def _velocity(model: Pi0Policy, batch: PackedBatch) -> Tensor:
+    output: Tensor = model(batch, ["velocity"])["velocity"]
+    return output
+
+
+def probe_batch(
+    model: Pi0Policy, cameras: int, words: int, seed: int, draws: int = 2
+) -> PackedBatch:
+    """One random sequence: `cameras` images and a prompt of `words` tokens, with state, actions and noise."""
+    config: Any = model.hf.config
+    spec = model.action_spec
+    vision = config.vlm_config.vision_config
+    image_token = config.vlm_config.image_token_id
+    patches = (vision.image_size // vision.patch_size) ** 2
+    g = torch.Generator().manual_seed(seed)
+    vocab_size = config.vlm_config.text_config.vocab_size
+    prompt = torch.randint(min(vocab_size, image_token), (words,), generator=g)
+    prompt = torch.where(prompt == image_token, 0, prompt)
+    ids = torch.cat([torch.full((cameras * patches,), image_token), prompt])
+    side = vision.image_size
+    pixels = torch.randn(cameras, vision.num_channels, side, side, generator=g)
+    chunk = (1, spec.chunk, spec.action_dim)
+    fields = {
+        STATE: torch.randn(1, spec.state_dim, generator=g),
+        CHUNK: torch.randn(chunk, generator=g),
+        MASK: torch.ones(chunk, dtype=torch.bool),
+        NOISE: torch.randn(1, draws, *chunk[1:], generator=g),
+        TIMES: torch.rand(1, draws, generator=g),
+    }
+    ones = torch.ones(cameras, dtype=torch.long)
+    media = {"pixel_values": Media(pixels, ones, torch.zeros(cameras, dtype=torch.long))}
+    no_loss = torch.zeros_like(ids, dtype=torch.bool)
+    return PackedBatch.from_sequences([ids], [no_loss], sequence_fields=fields, media=media)

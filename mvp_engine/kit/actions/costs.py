@@ -1,20 +1,69 @@
-"""What `mvp plan` asks of action models: `hf/model/flop_costs.py`."""
+"""What actions cost: the FLOPs of the tokens behind the prefixes, and what `mvp plan` asks of action models.
+
+Costs of a suffix token and of a pair with a token that it attends to are of the kind `action`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.actions.action_model import NOISE
-from mvp_engine.hf.model.flop_costs import PlanFacts
-from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
+from mvp_engine.hf.model.flop_costs import FlopCosts, PlanFacts, attention_flops, matmul_flops
+from mvp_engine.kit.actions.plugin import NOISE
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.actions.chunk_regressor import ChunkRegressor
+    from mvp_engine.kit.actions.pi0 import Pi0Policy
 
 CAMERAS = 3  # of an assumed row
 PROMPT_TOKENS = 32
+
+
+def add_regressor_costs(costs: FlopCosts, model: ChunkRegressor) -> None:
+    """The suffix runs through the text layers."""
+    costs.rows["action"] = costs.rows["text"]
+    for (kind, _), flops in list(costs.pairs.items()):
+        if kind == "text":
+            costs.pairs["action", None] = flops
+    for module in (model.state_proj, model.action_head):
+        _add_weights(costs, module, None)
+
+
+def add_pi0_costs(costs: FlopCosts, model: Pi0Policy) -> None:
+    """The suffix runs through the expert, which needs nothing of the last prefix layer but its keys and values."""
+    hf: Any = model.hf
+    config = hf.config.dit_config
+    for layer in model.expert.layers:
+        _add_weights(costs, layer, config)
+        costs.add_pair("action", None, 3 * attention_flops(layer.self_attn, config))
+    for module in (hf.embed_action_time, hf.action_out_proj):
+        _add_weights(costs, module, None)
+    _remove_last_prefix_layer(costs, model)
+
+
+def _remove_last_prefix_layer(costs: FlopCosts, model: Pi0Policy) -> None:
+    """Actions need the keys and values of the last prefix layer and nothing behind them."""
+    decoder: Any = model.decoder()
+    layer = decoder.layers[-1]
+    passes = 1 + 2 * any(p.requires_grad for p in layer.parameters())
+    attention = layer.self_attn
+    for module in (attention.q_proj, attention.o_proj, layer.mlp):
+        for part in module.modules():
+            for label, weight in part.named_parameters(recurse=False):
+                costs.add_row("text", -passes * matmul_flops(part, label, weight, decoder.config))
+    costs.add_pair("text", None, -passes * attention_flops(attention, decoder.config))
+
+
+def _add_weights(costs: FlopCosts, module: nn.Module, config: Any) -> None:
+    """Forward, and backward to the inputs; to the weights, where they train."""
+    for part in module.modules():
+        for label, weight in part.named_parameters(recurse=False):
+            flops = matmul_flops(part, label, weight, config)
+            costs.add_row("action", flops * (2 + weight.requires_grad))
 
 
 class ActionFacts(PlanFacts):
@@ -25,7 +74,7 @@ class ActionFacts(PlanFacts):
 
     @property
     def backbone(self) -> Any:
-        return language_backbone(self.model)
+        return self.model.backbone
 
     @property
     def has_text_loss(self) -> bool:
@@ -41,7 +90,7 @@ class ActionFacts(PlanFacts):
         return "action" if part == "action" else super().rows_of(block, part)
 
     def num_rows(self, batch: PackedBatch) -> dict[str, float]:
-        suffix = float(num_suffix_rows(self.model, batch))
+        suffix = float(self.model.num_suffix_rows(batch))
         return {"text": batch.num_tokens + suffix, "action": suffix}
 
     def attends_within_images(self) -> bool:

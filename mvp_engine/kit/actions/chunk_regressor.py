@@ -17,21 +17,22 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import (
+from mvp_engine.hf.model.flop_costs import FlopCosts
+from mvp_engine.hf.model.language_model import LanguageModel
+from mvp_engine.hf.model.packed_model import Outputs
+from mvp_engine.kit.actions import query_groups
+from mvp_engine.kit.actions.action_model import (
     ACTION_OUTPUTS,
-    CHUNK,
-    MASK,
-    STATE,
     ActionModel,
     ActionSpec,
     Appended,
     field,
     run_base,
 )
-from mvp_engine.hf.actions.pi0 import suffix_groups
-from mvp_engine.hf.model.language_model import LanguageModel
-from mvp_engine.hf.model.packed_model import Outputs
-from mvp_engine.ops.attention import QueryGroup
+from mvp_engine.kit.actions.costs import add_regressor_costs
+from mvp_engine.kit.actions.pi0 import suffix_groups
+from mvp_engine.kit.actions.plugin import CHUNK, MASK, STATE
+from mvp_engine.kit.actions.query_groups import QueryGroup
 
 
 class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
@@ -49,7 +50,9 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
                 f"model.type=action_model: {config.model_type} {reason}. Choose pi0, or a causal vision-language model "
                 "such as qwen3_vl"
             )
-        hidden_size = config.get_text_config().hidden_size
+        text_config = config.get_text_config()
+        query_groups.use(text_config)
+        hidden_size = text_config.hidden_size
         self.action_queries = nn.Embedding(spec.chunk, hidden_size)
         self.state_proj = nn.Linear(spec.state_dim, hidden_size)
         self.action_head = nn.Sequential(
@@ -62,7 +65,7 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         self.own_parts = dict.fromkeys(own, "action")
         for module in own:
             module.apply(self._init_weights)
-        self._suffix_embeds: Tensor | None = None  # (1, S + S * C, D), of the forward that runs
+        self._suffix: tuple[Tensor, list[QueryGroup]] | None = None  # of the forward that runs
         self.decoder().register_forward_pre_hook(self._insert_suffix, with_kwargs=True)
 
     @classmethod
@@ -70,6 +73,11 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         ActionSpec.of(config, "regression")  # raises before a model is built
         model: Any = LanguageModel.from_config.__func__(cls, config)  # type: ignore[attr-defined]
         return model
+
+    def flop_costs(self) -> FlopCosts:
+        costs = super().flop_costs()
+        add_regressor_costs(costs, self)
+        return costs
 
     @property
     def text_parameters(self) -> set[str]:
@@ -122,16 +130,12 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         prefix = QueryGroup(batch.cu_seqlens, batch.max_seqlen, causal=True)
         state_SD = self.state_proj(field(batch, STATE, "an action model"))
         queries = self.action_queries.weight.repeat(count, 1)
-        self._suffix_embeds = torch.cat([state_SD, queries])[None]
+        self._suffix = torch.cat([state_SD, queries])[None], [prefix, *suffix.groups]
+        appended = Appended(self._filler, _positions_behind(batch, chunk))
         try:
-            out = run_base(
-                self,
-                batch,
-                appended=Appended(self._filler, _positions_behind(batch, chunk)),
-                query_groups=[prefix, *suffix.groups],
-            )
+            out = run_base(self, batch, appended=appended)
         finally:
-            self._suffix_embeds = None
+            self._suffix = None
         hidden = self._hidden_of(out)[0]
         chunks_SCD = hidden[batch.num_tokens + count :].view(count, chunk, -1)
         return hidden[: batch.num_tokens], chunks_SCD
@@ -146,13 +150,13 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of the decoder: states and queries in place of the embeddings of filler tokens."""
-        suffix = self._suffix_embeds
-        if suffix is None:
+        if self._suffix is None:
             return None
+        suffix_1UD, groups = self._suffix
         embeds = kwargs["inputs_embeds"]
-        kept = embeds[:, : embeds.shape[1] - suffix.shape[1]]
-        joined = torch.cat([kept, suffix.to(embeds.dtype)], dim=1)
-        return args, {**kwargs, "inputs_embeds": joined}
+        kept = embeds[:, : embeds.shape[1] - suffix_1UD.shape[1]]
+        joined = torch.cat([kept, suffix_1UD.to(embeds.dtype)], dim=1)
+        return args, {**kwargs, "inputs_embeds": joined, "query_groups": groups}
 
 
 def _positions_behind(batch: PackedBatch, chunk: int) -> Tensor:

@@ -18,7 +18,7 @@ from mvp_engine.config import compose
 from mvp_engine.distributed import World
 from mvp_engine.imports import import_file
 from mvp_engine.kit.actions import act
-from mvp_engine.kit.actions.rollout import Observation
+from mvp_engine.kit.actions.simulation import Observation
 from mvp_engine.kit.actions.write import LeRobotWriter
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 from mvp_engine.runs import Run

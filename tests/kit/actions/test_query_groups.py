@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.actions.pi0 import suffix_groups
-from mvp_engine.ops.attention import KeyRows, grouped_query_attention
+from mvp_engine.kit.actions.pi0 import suffix_groups
+from mvp_engine.kit.actions.query_groups import KeyRows, grouped_query_attention
 
 LENGTHS = (5, 1, 9)
 CHUNK = 3

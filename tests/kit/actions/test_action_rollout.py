@@ -11,7 +11,7 @@ import pytest
 from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.engine import strip_image
 from mvp_engine.kit.actions.gym_env import GymEnv
-from mvp_engine.kit.actions.rollout import Observation, rollout, success_rate
+from mvp_engine.kit.actions.simulation import Observation, rollout, success_rate
 
 STATE = "observation.state"
 CAMERA = "observation.images.top"

@@ -16,11 +16,11 @@ from transformers import Qwen3VLConfig
 
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionModel
+from mvp_engine.kit.actions.action_model import ActionModel
 from mvp_engine.kit.actions.kit import ActionDataKit
+from mvp_engine.kit.actions.policy import action_loss
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.settings import MLLMData
-from mvp_engine.kit.flow_policy import action_loss
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 from mvp_engine.tools.skill_check import NoLog
 

@@ -10,31 +10,31 @@ actions, a row of a vision-language data set, has an `action_mask` of zeros and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf.media import media_features
 from mvp_engine.hf.model import attention
+from mvp_engine.hf.model.adapter import HFAdapter
 from mvp_engine.hf.model.auto_model import media_inputs
-from mvp_engine.hf.model.config_source import ACTION_SIZES
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
+from mvp_engine.kit.actions.plugin import ACTION_SIZES, CHUNK, MASK, NOISE, STATE, TIMES
+from mvp_engine.model_engine.fsdp.engine import PackedModelEngine
 
 if TYPE_CHECKING:
-    from mvp_engine.hf.model.adapter import HFAdapter
     from mvp_engine.hf.model.kv_cache import KVCache
+    from mvp_engine.hf.weights.export import Target
 
-STATE = "action_state"  # (S, Q): normalized, zeros behind the real dimensions
-CHUNK = "action_chunk"  # (S, C, A): the actions to learn, normalized
-MASK = "action_mask"  # (S, C, A) bool: entries that carry loss
-NOISE = "action_noise"  # (S, N, C, A)
-TIMES = "action_times"  # (S, N)
 LENGTH_MULTIPLE = 128  # of lengths that are part of compiled blocks
 ACTION_OUTPUTS = ("action_losses", "velocity", "actions")
 
@@ -72,24 +72,26 @@ class ActionModel(PackedModel):
     """
 
     model_type = "action_model"
-    plan_facts = "mvp_engine.kit.actions.plan:ActionFacts"
+    plan_facts = "mvp_engine.kit.actions.costs:ActionFacts"
     action_spec: ActionSpec
     _steps: int | None = None  # of the forward that runs
 
     @classmethod
     def from_config(cls, config: Any) -> Any:
         """The head that fits the config: pi0, or a chunk regressor on a multimodal language model."""
-        from mvp_engine.hf.actions.chunk_regressor import ChunkRegressor
-        from mvp_engine.hf.actions.pi0 import Pi0Policy
+        from mvp_engine.kit.actions.chunk_regressor import ChunkRegressor
+        from mvp_engine.kit.actions.pi0 import Pi0Policy
 
         if config.model_type == "pi0":
             return Pi0Policy.build(config)
         return ChunkRegressor.build(config)
 
     def engine_adapter(self) -> HFAdapter:
-        from mvp_engine.hf.actions.action_adapter import ActionAdapter
-
         return ActionAdapter(self)
+
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        use = "# act.py does the rest: Policy.from_pretrained(folder).act(images, state, task)\n"
+        return replace(super().export_target(dtype), use=use)
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int = 1) -> None:
         raise UserError(
@@ -119,6 +121,22 @@ class ActionModel(PackedModel):
         """Parameters that only text outputs use: without rows of text they get no gradient."""
         raise NotImplementedError(f"{type(self).__name__} must define text_parameters")
 
+    def num_draws(self, batch: PackedBatch) -> int:
+        """How many chunks are decoded behind each prefix."""
+        return 1
+
+    def num_suffix_rows(self, batch: PackedBatch) -> int:
+        """Tokens of states and chunks."""
+        return batch.num_sequences * (1 + self.num_draws(batch) * self.action_spec.chunk)
+
+    def other_work(self, costs: FlopCosts, batch: PackedBatch) -> Iterator[Work]:
+        """The tokens behind the prefixes, and pairs of one and a token that it attends to."""
+        lengths_S = batch.cu_seqlens.diff().double()
+        chunk = self.action_spec.chunk
+        pairs_S = (lengths_S + 1) + self.num_draws(batch) * chunk * (lengths_S + 1 + chunk)
+        yield "action", self.num_suffix_rows(batch), None
+        yield "action", pairs_S.sum(), costs.pairs["action", None]
+
     @property
     def num_steps(self) -> int:
         return self.action_spec.num_steps if self._steps is None else self._steps
@@ -127,7 +145,7 @@ class ActionModel(PackedModel):
     def sample_actions(
         self, batch: PackedBatch, noise: Tensor | None = None, steps: int | None = None
     ) -> Tensor:
-        """Normalized actions (S, C, A) of a model in one process. `kit.sample_actions` serves every layout."""
+        """Normalized actions (S, C, A) of a model in one process. `kit.actions.sample_actions` serves every layout."""
         output: Tensor = self(with_noise(batch, noise), ["actions"], steps=steps)["actions"]
         return output
 
@@ -217,3 +235,25 @@ def run_base(
         **media_inputs(base, batch, need_types=need_types),
         **options,
     )
+
+
+class ActionAdapter(HFAdapter):
+    """Action models as model engines see them."""
+
+    model: ActionModel
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        raise UserError(
+            "parallel.tensor > 1 does not support model.type=action_model: set parallel.tensor=1 and parallel.shard"
+        )
+
+    def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        raise UserError(
+            "parallel.pipeline > 1 does not support model.type=action_model: set parallel.pipeline=1 and parallel.shard"
+        )
+
+
+class ActionModelEngine(PackedModelEngine):
+    """An action model: chunks of actions from images, a prompt and a state."""
+
+    model_class = ActionModel

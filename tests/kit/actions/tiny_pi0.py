@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.actions.action_adapter import probe_batch
-from mvp_engine.hf.actions.pi0 import Pi0Policy
+from mvp_engine.kit.actions.pi0 import Pi0Policy, probe_batch
 
 VOCABULARY = 120
 

@@ -20,8 +20,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.kit.actions import ActionModelEngine
 from mvp_engine.launch import launch
-from mvp_engine.model_engine import ActionModelEngine, Settings
+from mvp_engine.model_engine import Settings
 from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "tests" / "recipes" / "action" / "train.yaml"
@@ -161,7 +162,7 @@ def test_action_model_on_two_ranks_equals_one_rank(
 
 @pytest.mark.parametrize("key", ["tensor", "ulysses", "context", "pipeline"])
 def test_action_model_unsupported_layout_is_a_user_error(key: str) -> None:
-    from mvp_engine.hf.actions.action_adapter import ActionAdapter
+    from mvp_engine.kit.actions.pi0 import ActionAdapter
 
     adapter = ActionAdapter(tiny_pi0())
     calls: dict[str, Any] = {
