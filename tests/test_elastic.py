@@ -1,12 +1,9 @@
 """Elastic jobs: `--nnodes 1:2` continues with one node after the other was lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from conftest import TINY, read_metrics, spawn, wait_until
@@ -99,7 +96,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
     assert ranks == 1
 
 
-def _lines(folder: Path) -> list[str]:
+def _lines(folder):
     return [
         line for file in folder.glob("*/metrics.jsonl") for line in file.read_text().splitlines()
     ]

@@ -1,12 +1,7 @@
 """The door for kits: tables of the package's folders, entry points of other packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +19,12 @@ ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def install(tmp_path, monkeypatch):
     """Install a package of one module, with entry points for an extension point."""
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def run(name: str, code: str, point: str = "model_engine", **targets: str) -> None:
+    def run(name, code, point="model_engine", **targets):
         (tmp_path / f"{name}.py").write_text(code)
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
@@ -42,13 +37,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     plugins.names.cache_clear()
 
 
-def walk(section: str) -> str:
+def walk(section):
     """The code of a walk in docs/model_engine.md."""
     text = (ROOT / "docs" / "model_engine.md").read_text().split(f"## {section}\n")[1]
     return text.split("```python\n")[1].split("```")[0]
 
 
-def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented() -> None:
+def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented():
     page = (ROOT / "docs" / "plugins.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(plugins.POINTS)
     for point in plugins.POINTS:
@@ -58,9 +53,7 @@ def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented
             assert attribute in (ROOT / f"{module.replace('.', '/')}.py").read_text(), target
 
 
-def test_backend_of_an_installed_package_trains_as_fsdp_does(
-    install: Any, train: Any, tmp_path: Path
-) -> None:
+def test_backend_of_an_installed_package_trains_as_fsdp_does(install, train, tmp_path):
     install("toy_backend", walk("Adding a backend"), module__plain="PlainEngine")
     words = ["loop.total_steps=3", "lm.weights=true"]
     assert train(*words, config=LM, dir=tmp_path / "fsdp") == 0
@@ -68,7 +61,7 @@ def test_backend_of_an_installed_package_trains_as_fsdp_does(
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "fsdp"), rel=1e-5)
 
 
-def test_model_type_of_an_installed_package_computes_its_outputs(install: Any) -> None:
+def test_model_type_of_an_installed_package_computes_its_outputs(install):
     code = walk("Adding a model type")
     install("toy_type", code, token_classifier__fsdp="TokenClassifierEngine")
     kind = engine_class("token_classifier")
@@ -79,7 +72,7 @@ def test_model_type_of_an_installed_package_computes_its_outputs(install: Any) -
     assert engine.infer_batch(batch, ["class_logits"])["class_logits"].shape == (10, 3)
 
 
-def test_model_engine_misspelt_lists_those_of_plugins(install: Any) -> None:
+def test_model_engine_misspelt_lists_those_of_plugins(install):
     install("toy", "", toy_model__fsdp="Engine")
     with pytest.raises(
         UserError, match=r"Did you mean toy_model\? Registered: .*toy_model on fsdp"
@@ -87,7 +80,7 @@ def test_model_engine_misspelt_lists_those_of_plugins(install: Any) -> None:
         engine_class("toymodel")
 
 
-def test_name_that_two_packages_add_is_an_error(install: Any) -> None:
+def test_name_that_two_packages_add_is_an_error(install):
     install("one", "", toy__fsdp="Engine")
     install("two", "", toy__fsdp="Engine")
     with pytest.raises(

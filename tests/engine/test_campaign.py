@@ -1,7 +1,5 @@
 """A short fault campaign: `make fault-campaign` runs it at full length, with disks that are full, read-only or slow."""
 
-from __future__ import annotations
-
 import os
 
 import campaign

@@ -1,10 +1,5 @@
 """What goes wrong in a training, and what the user gets to see."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from conftest import TINY, losses, read_metrics
@@ -13,14 +8,14 @@ from run_files import json_lines, log_of
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_BUG, EXIT_USER_ERROR
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def skipped(folder, rank=0):
     name = "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
     return json_lines(newest(folder).dir / name)
 

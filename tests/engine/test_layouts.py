@@ -1,7 +1,5 @@
 """One model on many layouts: the losses of one rank, and checkpoints that any layout reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import MAGIC, ROOT, TINY, losses, read_metrics

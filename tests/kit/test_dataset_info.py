@@ -1,9 +1,6 @@
 """LLaMA-Factory's dataset_info.json as the path of a source."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from templates.tiny import tokenizer
@@ -69,7 +66,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def rows(folder: Path, name: str):
+def rows(folder, name):
     kit = made(
         folder / f"dataset_info.json:{name}",
         qwen3_vl() if name == "mllm" else tokenizer("zephyr"),

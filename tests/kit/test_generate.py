@@ -1,12 +1,9 @@
 """Generation on packed batches equals transformers' `generate`, for any number of prompts per rank."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,9 +36,7 @@ NEW = 5
 CAMPAIGN = pytest.mark.campaign(only=True)
 
 
-def built(
-    name: str, layout: Layout | None = None, settings: Settings | None = None
-) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+def built(name, layout=None, settings=None):
     model = build_model(LanguageModel, name)
     ones = (
         samples(model, name)
@@ -55,7 +50,7 @@ def built(
     return engine, ones
 
 
-def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> list[list[int]]:
+def expected(folder, name, ones, stop):
     """The completions of transformers on the exported folder, prompt by prompt, with a KV cache."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -94,7 +89,7 @@ def test_generate_equals_transformers_generate_on_the_exported_folder(name, tmp_
         assert generate(engine, prompts, max_new_tokens=NEW, stop={stop}, budget=budget) == theirs
 
 
-def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
+def on_ranks(name, sizes, stop):
     """With data parallel ranks, rank r has r of the prompts, so rank 0 has none."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -151,7 +146,7 @@ def test_generate_never_writes_a_placeholder_even_if_it_is_most_likely(has_bias)
 class Letters:
     eos_token_id = 2
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids, skip_special_tokens):
         return " ".join(str(id) for id in ids if not skip_special_tokens or id != 2)
 
 

@@ -1,7 +1,5 @@
 """hold_out: a share of a source's rows becomes the split eval."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from run_files import json_lines

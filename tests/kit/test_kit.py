@@ -1,11 +1,8 @@
 """MLLMDataKit from files to training: loss masks, media, over-long rows, bad rows and their counts."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +25,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> list[float]:
+def learns(model, batches, steps=8):
     optimizer, means = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -59,16 +56,16 @@ def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path):
     assert seen == set(range(40))
 
 
-def zephyr(file: Path, rows, **settings):
+def zephyr(file, rows, **settings):
     """A data kit over rows of text."""
     return made(write(file, rows), tokenizer("zephyr"), **settings)
 
 
-def samples_of(loader) -> list[int]:
+def samples_of(loader):
     return [s for batch in loader for s in batch.sequence_fields["sample"].tolist()]
 
 
-def one_image(folder: Path, size: int = 16) -> Path:
+def one_image(folder, size=16):
     """A file with one row, which has an image."""
     name = write_image(folder / "a.png", size, size)
     return write(folder / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
@@ -100,7 +97,7 @@ def test_loader_images_equal_the_processor_outputs_and_train(tmp_path):
     assert means[-1] < 0.7 * means[0]
 
 
-def check_against_processor(batch: PackedBatch, row, folder: Path, model: LanguageModel):
+def check_against_processor(batch, row, folder, model):
     """Tokens, pixels and positions equal those of transformers for the row."""
     names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
     text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
@@ -387,7 +384,7 @@ def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
 
 
 def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
-    def corrupt(rank: int, number: int) -> list[BadRecord]:
+    def corrupt(rank, number):
         return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
 
     settings = zephyr(tmp_path / "rows.jsonl", [chat("Hi", "Yes")], max_bad_rows=3).settings
@@ -416,7 +413,7 @@ def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     opened = Counter()
     open_file = decode_image.Image.open
 
-    def counted(source: Path, **options):
+    def counted(source, **options):
         opened[source.name] += 1
         return open_file(source, **options)
 

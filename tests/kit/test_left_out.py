@@ -1,11 +1,7 @@
 """Rows that are left out: those unlike the rest of their file, and errors for splits without a row to train on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from templates.tiny import tokenizer
@@ -55,14 +51,14 @@ def test_refuse_no_pairs_names_a_row_unless_one_is_a_pair_or_all_are_bad(tmp_pat
             refuse_no_pairs("train", [source], [RowFormat()])
 
 
-def pictures(folder: Path, rows: int = 6) -> list[dict[str, Any]]:
+def pictures(folder, rows=6):
     return [
         {"prompt": "What?", "completion": f"{i}", "image": write_image(folder / f"{i}.png", 16, 16)}
         for i in range(rows)
     ]
 
 
-def reasons(file: Path, processor, **source) -> dict[str, str]:
+def reasons(file, processor, **source):
     """Reasons by place: those of a kit, which are those of an inspection without a model."""
     kit = made(file, processor, sources=[{"path": str(file), **source}])
     found = {record.where: record.reason for record in kit.bad_rows()}

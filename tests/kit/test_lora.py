@@ -1,9 +1,5 @@
 """LoRA: training starts as the base model, changes adapters only, and gives the same result on every layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import ROOT, losses
@@ -12,7 +8,6 @@ from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
 from test_api import constant
 from tiny_models import build_model
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mvp_engine.cli import main
@@ -82,7 +77,7 @@ def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path):
     assert torch.equal(*found)
 
 
-def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
+def train_in_bf16(folder, sizes):
     world = World.join("cpu") if sizes else None
     layout = Layout.of(world, parallel(**sizes)) if world else None
     engine = engine_of(folder, Lora(rank=4), layout, precision="bf16")
@@ -136,7 +131,7 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base, monkeypatch
     assert 0 < sums[0] <= sums[1] < 1.1 * sums[0]
 
 
-def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings) -> dict[str, Tensor]:
+def on_layout(base, sizes, lora, settings):
     world = World.join("cpu")
     engine = engine_of(base, lora, Layout.of(world, parallel(**sizes)), **settings)
     first = {f"first {name}": value for name, value in weights(engine).items()}

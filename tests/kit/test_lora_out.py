@@ -1,7 +1,5 @@
 """LoRA adapters on disk: checkpoints with adapters only, peft folders and merged weights give the same logits."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -236,7 +234,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
 def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     """By `hf/mvp.json`, which older versions wrote, and by the names of its tensors."""
 
-    def note(is_dora: bool):
+    def note(is_dora):
         file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": is_dora}}))
 
     lora, saved = Lora(rank=2), tmp_path / "saved"

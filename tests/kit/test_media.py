@@ -1,12 +1,9 @@
 """Media through processors: planned costs equal the processor's outputs for every family; limits are saved with it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,17 +28,17 @@ LENGTHS = [5000, 16000, 400, 31999, 32000, 12345, 640]
 
 
 @cache
-def handler(name: str) -> MediaHandler:
+def handler(name):
     return MediaHandler(processor_of(name))
 
 
-def photo() -> np.ndarray:
+def photo():
     from sklearn.datasets import load_sample_image
 
     return np.array(load_sample_image("china.jpg"))
 
 
-def item(kind: str, i: int) -> Part:
+def item(kind, i):
     """A crop of a photo, or a waveform of noise, in several sizes."""
     height, width = SIZES[i]
     if kind == "image":
@@ -55,7 +52,7 @@ def item(kind: str, i: int) -> Part:
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def processor_outputs(processor, text: str, infos: list[MediaInfo], items):
+def processor_outputs(processor, text, infos, items):
     """The processor's own outputs for a whole conversation."""
     given = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
@@ -95,7 +92,7 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else ''
 {{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
 
 
-def row_encoder(name: str, **options) -> RowEncoder:
+def row_encoder(name, **options):
     """With a chat template that writes the placeholders of the family's processor."""
     processor = copy.copy(processor_of(name))
     places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
@@ -103,7 +100,7 @@ def row_encoder(name: str, **options) -> RowEncoder:
     return RowEncoder(processor, max_tokens=100_000, **options)
 
 
-def conversation(processor, parts: list[Part]) -> tuple[dict[str, Any], str]:
+def conversation(processor, parts):
     """A row with media, and its rendered text with placeholders."""
     blocks, text = [{"type": "text", "text": "What is\n"}], "<|im_end|>What is\n"
     for part in parts:
@@ -236,7 +233,7 @@ def test_row_encoder_placeholder_in_user_text_is_a_bad_row():
         rows.encode({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
 
 
-def big(kind: str) -> MediaInfo:
+def big(kind):
     return MediaInfo(
         kind, 400, 300, total_frames=40, fps=2.0, num_frames=12 if kind == "video" else 0
     )

@@ -1,7 +1,5 @@
 """Generation by models with mixers: greedy completions equal those of transformers' generate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mixer_families import MIXERS, mixer_model
@@ -19,7 +17,7 @@ WITHOUT_CACHE = {"recurrent_gemma", "rwkv", "xlstm"}
 QUICK = ["qwen3_5_text", "nemotron_h", "lfm2_moe", "mamba", "minimax", "rwkv"]
 
 
-def campaign(name: str) -> object:
+def campaign(name):
     return pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign(only=True))
 
 

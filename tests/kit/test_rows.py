@@ -1,7 +1,5 @@
 """Row formats: every format is read into the same `Row`; junk is a BadRow with a reason code, never a crash."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -24,21 +22,21 @@ OTHER = {"role": "assistant", "content": "No."}
 TURNS = [QUESTION, ANSWER]
 
 
-def text_part(text: str) -> Part:
+def text_part(text):
     return Part("text", text)
 
 
-def reason(raw, format: RowFormat | str | None = None) -> str:
+def reason(raw, format=None):
     with pytest.raises(BadRow) as caught:
         read_row(raw, format)
     return caught.value.reason
 
 
-def media_values(row: Row):
+def media_values(row):
     return [part.value for part in row.media()]
 
 
-def roles_and_texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+def roles_and_texts(messages):
     return [(message.role, message.text) for message in messages]
 
 

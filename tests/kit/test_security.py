@@ -3,8 +3,6 @@
 Each payload would create `marker`, or shows `SECRET`, if it worked. docs/security.md says what is trusted.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -15,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +47,7 @@ SECRET = "the private key"
 class Payload:
     """Runs code when it is unpickled."""
 
-    def __init__(self, marker: Path):
+    def __init__(self, marker):
         self.marker = marker
 
     def __reduce__(self):
@@ -80,14 +77,14 @@ def test_payload_itself_would_run(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def pickled(payload) -> torch.Tensor:
+def pickled(payload):
     """The bytes of a pickle, as older checkpoints held them."""
     buffer = io.BytesIO()
     torch.save(payload, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def write_checkpoint(folder: Path, **tensors):
+def write_checkpoint(folder, **tensors):
     checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
 
 
@@ -159,7 +156,7 @@ def model_folder(tmp_path):
     return folder
 
 
-def with_code(folder: Path, config: str, marker: Path, auto_map, **settings):
+def with_code(folder, config, marker, auto_map, **settings):
     (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
     file = folder / config
     before = json.loads(file.read_text()) if file.exists() else {}
@@ -338,7 +335,7 @@ def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(
 
 
 def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatch):
-    def form(source: str) -> ChatTemplate:
+    def form(source):
         return ChatTemplate(tokenizer("zephyr", chat_template=source))
 
     turn = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
@@ -365,12 +362,12 @@ EPS = (
 )
 
 
-def encode_and_load(encoder, source, index: int, format):
+def encode_and_load(encoder, source, index, format):
     sides = encoder.encode(source[index], format, source.root)
     encoder.load(sides, source.root, {"source": 0, "sample": index})
 
 
-def reasons(file: Path, **settings) -> list[str]:
+def reasons(file, **settings):
     """Why each row of a file is bad."""
     kit = made(file, qwen3_vl(), **settings)
     source = open_source(file)

@@ -1,7 +1,5 @@
 """Stream loader: each row once, full packs in bounded memory, and bit-exact resumes with any number of workers."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -32,12 +30,12 @@ ROWS = 400
 CAMPAIGN = pytest.mark.campaign(only=True)
 
 
-def texts(rows: int = ROWS, seed: int = 0) -> list[dict[str, str]]:
+def texts(rows=ROWS, seed=0):
     rng = np.random.default_rng(seed)
     return [{"text": f"{i} " + "word " * int(rng.integers(1, 40))} for i in range(rows)]
 
 
-def kit(file: Path, **settings):
+def kit(file, **settings):
     given = {
         "sources": [{"path": str(file), "stream": True}],
         "stream_window": 4,
@@ -51,7 +49,7 @@ def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("streams") / "a.jsonl", texts())
 
 
-def samples(batches: list[PackedBatch]) -> list[int]:
+def samples(batches):
     return [sample for batch in batches for sample in batch.sequence_fields["sample"].tolist()]
 
 
@@ -150,7 +148,7 @@ def test_stream_loader_state_of_other_streams_or_ranks_raises(file):
         kit(file).stream_loader("train", world_size=2).load_state_dict(state)
 
 
-def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> StreamLoader:
+def lengths_only(sizes, budget, window, lanes):
     """A loader over rows with given lengths and no tokenizer, for long streams."""
 
     class Sized:
@@ -159,10 +157,10 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
         def encode(self, raw, *_):
             return [type("Sides", (), {"ids": range(raw["size"])})()]
 
-        def encoder_cost(self, sides) -> int:
+        def encoder_cost(self, sides):
             return 0
 
-        def load(self, sides, root, fields: dict[str, int]):
+        def load(self, sides, root, fields):
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
             return [
                 PackedBatch.from_sequences(

@@ -1,10 +1,7 @@
 """Links in tar shards: `tar` writes the second name of a file as a link, which has the content of the first."""
 
-from __future__ import annotations
-
 import io
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.kit.data.read.streams import Stream
 
 
-def shard(file: Path, links: dict[str, tuple[bytes, str]]) -> Path:
+def shard(file, links):
     """Two samples, of which the first has an image, and links: name -> (type, target)."""
     with tarfile.open(file, "w") as tar:
         for name, data in (("./a/1.txt", b"one"), ("./a/1.png", b"PNG"), ("./a/2.txt", b"two")):

@@ -1,7 +1,5 @@
 """Loss masks by chat template: exactly the expected characters of a rendered conversation carry loss."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -57,18 +55,18 @@ def test_render_assistant_turns_and_stop_token_carry_loss(name):
     assert form.render(chat_row(HI, HELLO)).stops
 
 
-def chat_row(*messages, **columns) -> Row:
+def chat_row(*messages, **columns):
     return Row(messages=messages, **columns)
 
 
-def bad_row(form: ChatTemplate, row: Row) -> str:
+def bad_row(form, row):
     """The reason why a form refuses a row."""
     with pytest.raises(BadRow) as bad:
         form.render(row)
     return bad.value.reason
 
 
-def learnt(form: ChatTemplate, *messages) -> str:
+def learnt(form, *messages):
     """The text of the tokens that carry loss."""
     ids, loss, _ = form.tokenize(form.render(chat_row(*messages)))
     return form.tokenizer.decode([id for id, has in zip(ids, loss, strict=True) if has])

@@ -1,18 +1,15 @@
 """Checkpoints of what trains only: for plain modules, with and without LoRA, and for Hugging Face models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import layout_of
 from folders import alone, folder_of, same
 from lora_models import adam, exported, steps
 from test_api import constant
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -26,7 +23,7 @@ class Net(nn.Module):
 
     fresh = ("head.*",)
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -35,33 +32,31 @@ class Net(nn.Module):
         torch.manual_seed(9)
         self.head = nn.Linear(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(self.norm(x))
 
 
-def plain_engine(
-    seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings
-) -> FSDPEngine:
+def plain_engine(seed, lora=None, layout=None, **settings):
     model = MLLMModelKit(lora).adapt(Net(seed))
     engine = FSDPEngine(model, layout or alone(), Settings(**settings))
     engine.initialize(adam, constant)
     return engine
 
 
-def step(engine: FSDPEngine):
+def step(engine):
     engine.train_batch([X], lambda x: (engine.model(x).square().sum(), 3.0))
 
 
-def tensors(engine: FSDPEngine) -> dict[str, Tensor]:
+def tensors(engine):
     return {
         name: full_tensor(value.detach()).clone()
         for name, value in engine.model.state_dict().items()
     }
 
 
-def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
+def saved_by_two_shards(folder):
     with layout_of(shard=2) as layout:
         engine = plain_engine(0, Lora(rank=2), layout)
         step(engine)

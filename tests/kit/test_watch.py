@@ -1,12 +1,9 @@
 """The watchdog: a worker that dies or hangs raises an error with its row; an exception in a worker is unchanged."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 from conftest import run_process
@@ -19,11 +16,11 @@ from mvp_engine.kit.data.pack import worker_watchdog
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 
-def broken_at(kit, row: int, what):
+def broken_at(kit, row, what):
     """Call `what` when the row with this number is loaded."""
     load = kit.row_encoder.load
 
-    def replaced(sides, root: Path, fields: dict[str, int]):
+    def replaced(sides, root, fields):
         if fields["sample"] == row:
             what()
         return load(sides, root, fields)

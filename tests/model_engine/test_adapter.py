@@ -1,7 +1,5 @@
 """ModelAdapter: plain modules have one, and that of Hugging Face models has the same methods."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """The model engine's API is enforced, and the page that says how to add a type and a backend is true."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,7 +11,6 @@ from tiny_engines import ALONE, CAMPAIGN, LM, assert_close, engine_of, message_o
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model import tp_plan
 from mvp_engine.model_engine import (
@@ -79,11 +76,11 @@ def test_docs_example_of_a_backend_runs(follow, train, tmp_path):
     assert losses(tmp_path / "cut") == losses(tmp_path / "plain")
 
 
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def constant(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
@@ -175,7 +172,7 @@ NORMS = {
 }
 
 
-def without_norms_in_the_plan(layout: Layout):
+def without_norms_in_the_plan(layout):
     head_norms = tp_plan._head_norms
     tp_plan._head_norms = lambda *_: set()
     try:
@@ -184,7 +181,7 @@ def without_norms_in_the_plan(layout: Layout):
         tp_plan._head_norms = head_norms
 
 
-def with_norms(layout: Layout):
+def with_norms(layout):
     return gradients(NORMS, layout)
 
 
@@ -212,5 +209,5 @@ def test_unsupported_layouts_are_refused_at_start(ranks4, sizes, family, message
         assert message in said
 
 
-def refused(sizes: dict[str, int], family: str) -> str:
+def refused(sizes, family):
     return refusal(sizes, lambda layout: gradients(family, layout))

@@ -1,12 +1,9 @@
 """Checkpoints of a model engine by itself, and merging them: with a recipe's own model type, in another process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from test_api import adam, constant
 from tiny_engines import ALONE, LM, counting, engine_of, scores_of
 
 from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.model_engine import (
     FSDPEngine,
@@ -31,16 +27,16 @@ from mvp_engine.model_engine.registry import _REGISTRY
 BATCH = counting(9, 4, start=3)
 
 
-def language_model(seed: int, layout: Layout = ALONE, train: bool = True) -> LanguageModelEngine:
+def language_model(seed, layout=ALONE, train=True):
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     return engine_of(model, layout, adam if train else None, seed=seed)
 
 
-def step(engine: ModelEngine):
+def step(engine):
     engine.train_batch([BATCH], scores_of(engine, entropy=0.0))
 
 
-def assert_loads(path: Path, state: dict[str, Any]):
+def assert_loads(path, state):
     engine = language_model(2, train=False)
     engine.load_checkpoint(path)
     assert same(engine.model.state_dict(), state)
@@ -140,7 +136,7 @@ def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tm
     assert "is of a model engine, not of a training" in capsys.readouterr().err
 
 
-def log_probs(engine: ModelEngine) -> torch.Tensor:
+def log_probs(engine):
     return engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
 
 
@@ -155,7 +151,7 @@ def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path):
         language_model(4).load_checkpoint(tmp_path / "weights")
 
 
-def reshard(layout: Layout, path: Path, out: Path) -> torch.Tensor:
+def reshard(layout, path, out):
     engine = language_model(2, layout, train=False)
     engine.load_checkpoint(path)
     engine.save_checkpoint(out)

@@ -1,7 +1,5 @@
 """User errors of model engines: settings, call order, layouts and in-place changes get a clear message."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -26,7 +24,7 @@ from mvp_engine.model_engine import (
 BATCH = counting(6, start=3)
 
 
-def language_model(**config) -> nn.Module:
+def language_model(**config):
     return LanguageModelEngine.build_model(ModelSource(None, {**overrides_of("qwen3"), **config}))
 
 
@@ -41,7 +39,7 @@ def test_forward_outputs_on_shards_are_not_views(on_ranks):
     assert on_ranks({"shard": 2}, view_warnings) == [[], []]
 
 
-def view_warnings(layout: Layout) -> list[str]:
+def view_warnings(layout):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for kind, name in ((ValueModelEngine, "values"), (LanguageModelEngine, "hidden_states")):
@@ -120,7 +118,7 @@ def test_infer_batch_too_long_sequence_on_one_rank_raises_on_all(on_ranks):
         assert message.startswith("sequence 0 costs 17 tokens, more than the budget of 10:")
 
 
-def infer_too_long(layout: Layout):
+def infer_too_long(layout):
     batch = counting(17 if layout.world.rank else 6)
     engine_of("qwen3", layout, optimizer=None).infer_batch(batch, ["log_probs"], budget=10)
 

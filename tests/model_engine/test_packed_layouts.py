@@ -1,13 +1,10 @@
 """Hugging Face models on every layout: each gradient of the first step, and the loss over five, to 1e-5."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tiny_engines import (
     ALONE,
     CAMPAIGN,
     LM,
-    Tensors,
     assert_close,
     assert_metrics,
     engine_of,
@@ -27,7 +23,6 @@ from tiny_engines import (
 from tiny_engines import gradients as gradients_of
 from torch import nn
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.ulysses import check_heads
 from mvp_engine.errors import UserError
@@ -55,11 +50,11 @@ LAYOUTS = [
 ]
 
 
-def batch() -> PackedBatch:
+def batch():
     return packed(7, 3, 11, 2)
 
 
-def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
+def gradients(config, layout, **how):
     """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
     engine = engine_of(config, layout, seed=5, **how)
     engine.model.eval()  # some have dropout
@@ -69,12 +64,12 @@ def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
     return gradients_of(engine.model, layout.data_size)
 
 
-def of_families(layout: Layout, families: list[str]) -> dict[str, Tensors]:
+def of_families(layout, families):
     return {family: gradients(family, layout) for family in families}
 
 
 @functools.cache
-def expected(family: str) -> Tensors:
+def expected(family):
     return gradients(family, ALONE)
 
 
@@ -156,7 +151,7 @@ def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks
         check_heads(heads, kv_heads, ranks)
 
 
-def log_probs_on_layouts(layout: Layout) -> list[torch.Tensor]:
+def log_probs_on_layouts(layout):
     from families import parallel
 
     shape = overrides_of("qwen3")
@@ -185,7 +180,7 @@ def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes):
     assert ranks2.run(left_behind, sizes) == [([], [])] * 2
 
 
-def gloo_threads() -> set[str]:
+def gloo_threads():
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
@@ -195,11 +190,11 @@ def gloo_threads() -> set[str]:
     return found
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     return [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
 
 
-def left_behind(sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
+def left_behind(sizes):
     """By this world; what tests before it left in the process is theirs."""
     from families import on_layout
 

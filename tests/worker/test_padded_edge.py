@@ -1,13 +1,8 @@
 """The padded edge equals a padded model of transformers: log-probs, loss and gradient norm."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from test_batch import padded_batch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worker_cases import spec_of
 
@@ -20,7 +15,7 @@ IDS, MASK, R = ROWS["input_ids"] % 64, ROWS["attention_mask"], ROWS["old"].shape
 INPUTS = {"input_ids": IDS, "attention_mask": MASK}
 
 
-def reference_log_probs(folder: Path) -> tuple[torch.nn.Module, Tensor]:
+def reference_log_probs(folder):
     """Of a padded forward: the model, and (B, R) with a gradient."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32

@@ -1,7 +1,5 @@
 """The start of a Ray instance; and its guard: what its processes have started ends with a controller that is killed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Worker groups in Ray actors: the bits of the other launchers, errors and deaths by name, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -24,7 +22,7 @@ from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of
 HERE = Path(__file__).parent
 
 
-def _on_sigterm(*_: object):
+def _on_sigterm(*_):
     """The handler of a training, which ray.init must not replace."""
 
 

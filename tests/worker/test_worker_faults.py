@@ -1,7 +1,5 @@
 """What fails in a rank is named with its rank, in seconds; the group is ended, and restarts from a checkpoint."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -83,7 +81,7 @@ def test_loss_of_a_recipe_file_is_imported_by_the_ranks(tmp_path):
         assert group.update(BATCH, loss, budget=64)[0].metrics["recipe"] == (1.0, 1.0)
 
 
-def _recipe(folder: Path) -> Path:
+def _recipe(folder):
     """A recipe's file that imports another one."""
     (folder / "my-recipe").mkdir()
     (folder / "my-recipe" / "names.py").write_text("NAME = 'recipe'")

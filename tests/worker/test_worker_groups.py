@@ -1,7 +1,5 @@
 """Worker groups: the same results for every number of ranks and layout; batches of any size."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -18,7 +16,7 @@ LENGTHS = (7, 3, 12, 5, 9, 4, 2)
 SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)
 
 
-def run(group: WorkerGroup):
+def run(group):
     batch = batch_of(*LENGTHS)
     first = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
     sampled = group.generate(batch, SAMPLED)

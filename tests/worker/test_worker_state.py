@@ -1,7 +1,5 @@
 """Weight streams between groups, checkpoints, and several groups on the same processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pool_launcher import PoolLauncher
@@ -23,7 +21,7 @@ MOE = {
 }
 
 
-def log_probs(group: WorkerGroup) -> torch.Tensor:
+def log_probs(group):
     return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
 
 
