@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import user_error
 from torch.utils.data import Dataset
 
 from mvp_engine.data import SampleLoader, accumulation_steps
 from mvp_engine.data import loader as data_loader
-from mvp_engine.errors import UserError
 
 
 class Numbers(Dataset[Any]):
@@ -246,5 +246,5 @@ def test_accumulation_steps_of_uneven_parts_are_each_ranks_own():
 
 
 def test_sample_loader_on_an_iterator_is_refused():
-    with pytest.raises(UserError, match="needs a map-style dataset"):
+    with user_error("needs a map-style dataset"):
         SampleLoader(iter([1]), micro_batch_size=1)

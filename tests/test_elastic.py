@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from conftest import TINY, read_metrics, spawn, wait_until
+from conftest import TINY, read_metrics, spawn, user_error, wait_until
 from test_nodes import resolve  # noqa: F401 - a fixture
 
-from mvp_engine.errors import JOB_ID, UserError
+from mvp_engine.errors import JOB_ID
 from mvp_engine.runs import launcher_id, list_runs
 
 WORDS = [
@@ -33,7 +33,7 @@ def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
         ("0:2", "at least 1"),
         ("two", "LEAST:MOST"),
     ):
-        with pytest.raises(UserError, match=text):
+        with user_error(text):
             resolve("--nnodes", wrong, "--node-rank", "0", "--master-addr", "a")
 
 

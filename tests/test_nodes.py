@@ -9,12 +9,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import MAGIC, TINY, losses, spawn
+from conftest import MAGIC, TINY, losses, spawn, user_error
 from kill_resume import child_pids
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
-from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import launcher
 from mvp_engine.tools.argument_parser import build_parser
@@ -97,7 +97,7 @@ def test_options_describe_the_node(resolve):
     ],
 )
 def test_wrong_node_options_are_user_errors(resolve, words, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         resolve(*words.split())
 
 
@@ -120,9 +120,9 @@ def test_variables_of_no_rank_are_user_errors(resolve, changes, message):
     variables = {
         name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None
     }
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         resolve(**variables)
-    with pytest.raises(UserError, match=r"is one of 4 ranks\. Remove --nproc"):
+    with user_error(r"is one of 4 ranks\. Remove --nproc"):
         resolve("--nproc", "2", **TORCHRUN)
     assert resolve("--nproc", "2", WORLD_SIZE="1") == Nodes(2)
 
@@ -147,7 +147,7 @@ def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
     assert list(found.values()) == ["5", "8", "1", "4", "gpu07"]
-    with pytest.raises(UserError, match="srun already starts 8 tasks on 2 nodes"):
+    with user_error("srun already starts 8 tasks on 2 nodes"):
         resolve("--nproc", "4", **slurm(2, 8, 5))
 
 

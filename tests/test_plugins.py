@@ -5,13 +5,12 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import ROOT, losses, user_error
 from families import overrides_of
 
 from mvp_engine import plugins
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.model_engine import ModelSource, engine_class, registry
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
@@ -74,16 +73,12 @@ def test_model_type_of_an_installed_package_computes_its_outputs(install):
 
 def test_model_engine_misspelt_lists_those_of_plugins(install):
     install("toy", "", toy_model__fsdp="Engine")
-    with pytest.raises(
-        UserError, match=r"Did you mean toy_model\? Registered: .*toy_model on fsdp"
-    ):
+    with user_error(r"Did you mean toy_model\? Registered: .*toy_model on fsdp"):
         engine_class("toymodel")
 
 
 def test_name_that_two_packages_add_is_an_error(install):
     install("one", "", toy__fsdp="Engine")
     install("two", "", toy__fsdp="Engine")
-    with pytest.raises(
-        UserError, match=r"two plug-ins add 'toy.fsdp'.*: one:Engine and two:Engine"
-    ):
+    with user_error(r"two plug-ins add 'toy.fsdp'.*: one:Engine and two:Engine"):
         plugins.names("model_engine")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import read_metrics, user_error
 from torch import nn
 
 from mvp_engine.checkpoint import CheckpointManager, safetensors_io, state
@@ -19,7 +19,7 @@ from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.distributed import World
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import complete_checkpoints, list_runs
 
@@ -207,7 +207,7 @@ def test_reader_file_with_pickled_code_is_refused(tmp_path, monkeypatch):
     save(manager(tmp_path), 1)
     [file] = (tmp_path / "step_00000001").glob("rank_*")
     file.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(UserError, match=str(file)):
+    with user_error(str(file)):
         checkpoint_format.Reader(tmp_path / "step_00000001").read("model.x")
     assert not (tmp_path / "harmed").exists()
 
@@ -216,7 +216,7 @@ def test_from_bytes_with_pickled_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
-    with pytest.raises(UserError, match="could run code"):
+    with user_error("could run code"):
         checkpoint_format.from_bytes(data)
     assert not (tmp_path / "harmed").exists()
 
@@ -271,7 +271,7 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(tr
     last = run.checkpoints / "step_00000012"
     for path in (run.dir, run.checkpoints, last, run.checkpoints / "latest"):
         assert find_checkpoint(path) == last.resolve()
-    with pytest.raises(UserError, match="neither a complete checkpoint nor a run folder"):
+    with user_error("neither a complete checkpoint nor a run folder"):
         find_checkpoint(tmp_path)
 
 

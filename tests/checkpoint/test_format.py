@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import user_error
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_engines import message_of
@@ -19,7 +20,6 @@ from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
 from mvp_engine.distributed.dtensor import local_shards
-from mvp_engine.errors import UserError
 
 FUSED = _StridedShard(0, split_factor=2)
 
@@ -79,7 +79,7 @@ def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path):
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     reader.fill({"x": half})
     assert half.tolist() == [1.0, 2.5]
-    with pytest.raises(UserError, match=r"x has the shape \(2,\) there and \(3,\) in this model"):
+    with user_error(r"x has the shape \(2,\) there and \(3,\) in this model"):
         reader.fill({"x": torch.zeros(3)})
 
 
@@ -126,7 +126,7 @@ def test_reader_damaged_file_is_named(tmp_path, damage, rank):
         save_file({"x": torch.ones(6)}, file)
     elif damage != "gone":
         file.write_bytes({"cut": data[:-1], "empty": b"", "overwritten": b"\0" * len(data)}[damage])
-    with pytest.raises(UserError, match=f"{file} cannot be read .*Resume from an older one"):
+    with user_error(f"{file} cannot be read .*Resume from an older one"):
         checkpoint_format.Reader(tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_reader_tensor_with_a_missing_shard_is_named(tmp_path):
     rows = [(row, torch.ones(1, 2)) for row in (0, 1, 3)]
     shards = [checkpoint_format.Shard("x", size, (row, 0), part) for row, part in rows]
     checkpoint_format.write(tmp_path, shards, None)
-    with pytest.raises(UserError, match="has only some shards of x"):
+    with user_error("has only some shards of x"):
         checkpoint_format.Reader(tmp_path)
 
 

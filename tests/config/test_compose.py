@@ -1,7 +1,10 @@
 """Configs: precedence, validation, and error messages that name the problem, its place and the fix."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,20 +16,20 @@ from mvp_engine.tools.config import json_schema
 
 
 @pytest.fixture
-def recipe(tmp_path):
+def recipe(tmp_path: Path) -> Path:
     """The train.yaml of a copy of the tiny recipe, outside the repository and under another name."""
     folder = tmp_path / f"recipe_{tmp_path.name}"
     shutil.copytree(TINY.parent, folder)
     return folder / "train.yaml"
 
 
-def error(config, *words):
+def error(config: Path | str, *words: str) -> str:
     with pytest.raises(UserError) as caught:
         compose(config, list(words))
     return str(caught.value)
 
 
-def test_precedence_is_command_line_recipe_inherited_defaults(recipe):
+def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> None:
     config = compose(recipe, ["optim.lr=0.5"]).config
     assert config.optim.lr == 0.5  # the command line, over base.yaml's 0.02
     assert config.log.interval == 2  # train.yaml, over base.yaml's 1
@@ -34,7 +37,9 @@ def test_precedence_is_command_line_recipe_inherited_defaults(recipe):
     assert config.checkpoint.keep_n == 3  # default.yaml
 
 
-def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(tmp_path, monkeypatch):
+def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     composed = compose("sft/lora", ["model.path=model", "mllm.sources.rows.path=rows.jsonl"])
     assert composed.config.project.name == "sft_lora"
@@ -54,7 +59,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(tmp_path, mo
     assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
 
 
-def test_misspelt_key_beside_keys_without_a_value_is_reported_first():
+def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
     lines = error("sft/lora", "model.pth=folder", "optim.lr=fast").splitlines()
     assert (
         lines[0]
@@ -64,7 +69,7 @@ def test_misspelt_key_beside_keys_without_a_value_is_reported_first():
     assert len(lines) == 2
 
 
-def test_default_yaml_and_schema_have_the_same_keys():
+def test_default_yaml_and_schema_have_the_same_keys() -> None:
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config
 
@@ -73,7 +78,7 @@ def test_default_yaml_and_schema_have_the_same_keys():
     )
 
 
-def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe):
+def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe: Path) -> None:
     composed = compose(
         recipe, ["tiny.dropout=0.25"]
     )  # a key that is in the schema and in no YAML file
@@ -81,13 +86,13 @@ def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe):
     assert composed.engine_class.__name__ == "TinyEngine"
 
 
-def test_resolved_config_composes_again_from_another_folder(recipe, tmp_path):
+def test_resolved_config_composes_again_from_another_folder(recipe: Path, tmp_path: Path) -> None:
     first = compose(recipe, ["seed=7", "resume=auto"]).config
     (tmp_path / "saved.yaml").write_text(first.to_yaml())
     assert compose(tmp_path / "saved.yaml").config == first
 
 
-def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe):
+def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe: Path) -> None:
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "big.yaml").write_text("samples: 99\n")
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\n")
@@ -102,7 +107,7 @@ def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe):
     assert "'optim' is 'big'. It is a section" in error(recipe, "optim=big")
 
 
-def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe):
+def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) -> None:
     folder = recipe.parent / "configs"
     (folder / "gpu").mkdir(parents=True)
     shutil.copy(recipe.parent / "base.yaml", folder / "base.yaml")
@@ -110,7 +115,7 @@ def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe):
     assert compose(folder / "gpu" / "one.yaml").config.project.name == "tiny"
 
 
-def test_typo_in_a_file_names_line_and_suggested_key(recipe):
+def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "optim:\n  lrr: 0.1\n")
     text = error(recipe)
     assert f"{recipe}:8" in text
@@ -118,7 +123,7 @@ def test_typo_in_a_file_names_line_and_suggested_key(recipe):
     assert "Did you mean 'optim.lr'?" in text
 
 
-def test_typo_in_an_inherited_file_names_that_file(recipe):
+def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("warmup_steps", "warmup_stepz"))
     assert (
@@ -137,7 +142,9 @@ def test_typo_in_an_inherited_file_names_that_file(recipe):
         ("qqq=1", "Known keys: project, engine"),
     ],
 )
-def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe, word, expected):
+def test_typo_on_the_command_line_names_it_and_the_suggested_key(
+    recipe: Path, word: str, expected: str
+) -> None:
     text = error(recipe, word)
     assert expected in text
     assert f"command line ({word})" in text
@@ -161,7 +168,7 @@ def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe, word, e
         ("optim=3", "optim"),
     ],
 )
-def test_invalid_value_names_key_and_place(recipe, word, key):
+def test_invalid_value_names_key_and_place(recipe: Path, word: str, key: str) -> None:
     text = error(recipe, word)
     assert f"command line ({word}): '{key}' is" in text
     assert "\n" not in text or key == "parallel.replicate"
@@ -172,7 +179,7 @@ NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
 
 
 @pytest.mark.parametrize("sources", [LISTED, NAMED])
-def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path, sources):
+def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, sources: str) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
         "engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    "
@@ -191,18 +198,18 @@ def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path, sources):
         compose(file)
 
 
-def test_wrong_type_in_a_file_names_the_line(recipe):
+def test_wrong_type_in_a_file_names_the_line(recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("interval: 2", "interval: '2'"))
     assert f"{recipe}:6: 'log.interval' is '2'" in error(recipe)
 
 
-def test_missing_required_key_is_named(recipe):
+def test_missing_required_key_is_named(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("  samples: 44\n", "  dropout: 0.0\n"))
     assert "key 'tiny.samples' is missing" in error(recipe)
 
 
-def test_missing_config_file_suggests_similar_names(recipe):
+def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
     assert f"Did you mean {recipe}?" in error(recipe.with_name("trian.yaml"))
     assert f"Did you mean {recipe}?" in error(
         recipe.parent.with_name(recipe.parent.name[:-1]) / "train.yml"
@@ -225,12 +232,12 @@ def test_missing_config_file_suggests_similar_names(recipe):
         ("seed: ${nothing}\n", "does not compose"),
     ],
 )
-def test_broken_config_file_is_one_message(recipe, text, expected):
+def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
     recipe.write_text(text)
     assert expected in error(recipe)
 
 
-def test_override_with_several_values_says_that_a_training_takes_one(recipe):
+def test_override_with_several_values_says_that_a_training_takes_one(recipe: Path) -> None:
     text = error(recipe, "optim.lr=1e-4,1e-3")
     assert (
         "'optim.lr=1e-4,1e-3' on the command line has several values, and a training takes one"
@@ -244,8 +251,8 @@ def test_override_with_several_values_says_that_a_training_takes_one(recipe):
 
 
 def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "configs").mkdir()
     recipe = tmp_path / "configs" / "train.yaml"
     recipe.write_text("seed: 1\n")
@@ -261,7 +268,7 @@ def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
     assert f"there is no file {here / 'nope.py'}, nor one in {recipe.parent}" in text
 
 
-def test_malformed_override_is_explained(recipe):
+def test_malformed_override_is_explained(recipe: Path) -> None:
     assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
     assert "cannot be read" in error(recipe, "seed=[1")
     assert "cannot be read: @ is no part of a key" in error(recipe, "tiny@big=1")
@@ -279,7 +286,7 @@ def test_malformed_override_is_explained(recipe):
     )
 
 
-def test_overrides_add_remove_and_merge_keys(recipe):
+def test_overrides_add_remove_and_merge_keys(recipe: Path) -> None:
     words = [
         "+model.config={a: 1, b: {c: 2}}",
         "model.config.b.d=3",
@@ -290,7 +297,7 @@ def test_overrides_add_remove_and_merge_keys(recipe):
     assert "key 'seed' is missing" in error(recipe, "~seed")
 
 
-def test_missing_value_in_an_heir_hides_the_inherited_one(recipe):
+def test_missing_value_in_an_heir_hides_the_inherited_one(recipe: Path) -> None:
     recipe.write_text("defaults: [base]\nseed: ???\n")
     assert error(recipe).endswith(
         "has keys without a value (???); give on the command line: seed=..."
@@ -300,14 +307,14 @@ def test_missing_value_in_an_heir_hides_the_inherited_one(recipe):
     assert "'loop' is None" in error(recipe)
 
 
-def test_missing_inherited_file_is_named(recipe):
+def test_missing_inherited_file_is_named(recipe: Path) -> None:
     recipe.write_text("defaults: [nobody, _self_]\n")
     assert error(recipe) == f"{recipe} inherits 'nobody': {recipe.parent} has no nobody.yaml"
     recipe.write_text("defaults: [base@here]\n")
     assert "'base@here' in `defaults:` is no name of a file" in error(recipe)
 
 
-def test_engine_is_found_or_the_error_names_the_fix(recipe, tmp_path):
+def test_engine_is_found_or_the_error_names_the_fix(recipe: Path, tmp_path: Path) -> None:
     engine = recipe.parent / "engine.py"
     assert compose(recipe, ["engine=engine.py:TinyEngine"]).engine_class.__name__ == "TinyEngine"
     assert "it has: TinyEngine" in error(recipe, "engine=engine.py:Nope")
@@ -321,14 +328,14 @@ def test_engine_is_found_or_the_error_names_the_fix(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["numpy", "qwen2.5-vl", "random", "test"])
-def test_recipe_folder_may_have_any_name(recipe, tmp_path, name):
+def test_recipe_folder_may_have_any_name(recipe: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(recipe.parent, tmp_path / name)
     composed = compose(tmp_path / name / "train.yaml")
     assert composed.engine_class.__name__ == "TinyEngine"
     assert compose(tmp_path / name / "train.yaml").engine_class is composed.engine_class
 
 
-def test_typo_in_a_group_file_names_that_file(recipe):
+def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\nnoize: 0.5\n")
     recipe.write_text("defaults:\n  - base\n  - tiny: small\n  - _self_\n")
@@ -338,19 +345,19 @@ def test_typo_in_a_group_file_names_that_file(recipe):
     )
 
 
-def test_circular_inheritance_is_an_error(recipe):
+def test_circular_inheritance_is_an_error(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text("defaults: [train, _self_]\n" + base.read_text())
     assert "inherits from itself" in error(recipe)
 
 
-def test_unsupported_engine_override_and_suffix_are_one_message(recipe):
+def test_unsupported_engine_override_and_suffix_are_one_message(recipe: Path) -> None:
     assert "'engine' is 3. Write file.py:Class" in error(recipe, "engine=3")
     recipe.rename(recipe.with_suffix(".yml"))
     assert "must be called *.yaml" in error(recipe.with_suffix(".yml"))
 
 
-def test_json_schema_covers_core_and_recipe_with_defaults():
+def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
     schema = json_schema(compose(TINY).config)
     assert schema["properties"]["seed"]["default"] == 0
     assert "required" not in schema
@@ -359,7 +366,7 @@ def test_json_schema_covers_core_and_recipe_with_defaults():
     json.dumps(schema)
 
 
-def test_common_config_keys_are_stable():
+def test_common_config_keys_are_stable() -> None:
     keys = {
         "project.name",
         "project.dir",
@@ -377,7 +384,7 @@ def test_common_config_keys_are_stable():
 
 
 def test_error_for_a_config_in_the_current_folder_has_no_absolute_path(
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     assert error(TINY, "log.intervall=3").startswith("command line")

@@ -1,10 +1,13 @@
 """Descriptions of config keys: `mvp config --explain`, the reference page, names of other trainers, hints of `mvp`."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +24,7 @@ from mvp_engine.tools.config import config_keys, json_schema, reference_page, sc
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_key_of_engine_and_kits_has_a_description():
+def test_every_key_of_engine_and_kits_has_a_description() -> None:
     keys = config_keys(*schemas_of())
     assert [key.name for key in keys if not key.description] == []
     names = {key.name.replace(".NAME", "") for key in keys}
@@ -32,11 +35,11 @@ RECIPES = "sft/lora digits_vlm/train magic_transformer/train qwen3/sft_cpu qwen3
 
 
 @pytest.mark.parametrize("name", [*RECIPES.split(), "vit_classification/cpu"])
-def test_every_key_of_a_shipped_recipe_has_a_description(name):
+def test_every_key_of_a_shipped_recipe_has_a_description(name: str) -> None:
     assert [key.name for key in config_keys(read_draft(name).schema) if not key.description] == []
 
 
-def test_reference_page_is_up_to_date():
+def test_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs/config.md").read_text()
     assert page == reference_page(*schemas_of()), "run: mvp config --reference > docs/config.md"
 
@@ -51,24 +54,24 @@ def test_reference_page_is_up_to_date():
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
     ],
 )
-def test_explain_prints_type_default_and_description(key, words, capsys):
+def test_explain_prints_type_default_and_description(key: str, words: list[str], capsys) -> None:
     assert main(["config", "--explain", key]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in words), printed
 
 
-def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys):
+def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys) -> None:
     config = str(ROOT / "recipes/magic_transformer/configs/train.yaml")
     assert main(["config", config, "--explain", "task.digits"]) == 0
     assert "task.digits: integer" in capsys.readouterr().out
 
 
-def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys):
+def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys) -> None:
     assert main(["config", "--explain", "optim.lrr"]) == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
-def test_json_schema_has_the_descriptions():
+def test_json_schema_has_the_descriptions() -> None:
     from mvp_engine.config import compose
 
     config = compose(ROOT / "recipes/digits_vlm/configs/train.yaml").config
@@ -77,7 +80,7 @@ def test_json_schema_has_the_descriptions():
     assert "pack" in schema["$defs"]["MLLMData"]["properties"]["micro_batch_tokens"]["description"]
 
 
-def test_names_of_other_trainers_are_answered_with_ours(capsys):
+def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     words = [
         "learning_rate=1",
@@ -101,12 +104,12 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys):
         "train_type freeze_vit split_dataset_ratio attn_impl vit_lr lr batch_size epochs seed model_name tokenizer",
     ],
 )
-def test_name_of_another_trainer_is_answered(names):
+def test_name_of_another_trainer_is_answered(names: str) -> None:
     for name in names.split():
         assert suggest_key(name, MLLMConfig).startswith(("Here it is", "Did you mean")), name
 
 
-def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl():
+def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
     for name in [
         "num_generations",
         "max_completion_length",
@@ -117,7 +120,7 @@ def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl():
         assert re.match(r"Here it is (rl|rollout)\.", suggest_key(name, RLConfig)), name
 
 
-def test_section_that_is_given_a_value_names_its_keys(capsys):
+def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     assert main(["config", config, "model=org/name", "lora=true"]) == 2
     printed = capsys.readouterr().err
@@ -128,7 +131,7 @@ def test_section_that_is_given_a_value_names_its_keys(capsys):
     assert "'lora' is True. It is a section, so set one of its keys: lora.rank, " in printed
 
 
-def test_names_that_replace_those_of_other_trainers_exist():
+def test_names_that_replace_those_of_other_trainers_exist() -> None:
     known = {
         key.name
         for schema in (MLLMConfig, RLConfig, PreferenceConfig)
@@ -154,14 +157,14 @@ def test_names_that_replace_those_of_other_trainers_exist():
         (["train", "--config", "x.yaml"], "Write the file without --config."),
     ],
 )
-def test_misspelt_command_or_option_gets_a_hint(words, hint, capsys):
+def test_misspelt_command_or_option_gets_a_hint(words: list[str], hint: str, capsys) -> None:
     with pytest.raises(SystemExit) as exited:
         main(words)
     assert exited.value.code == 2
     assert hint in capsys.readouterr().err
 
 
-def test_mvp_without_a_command_prints_its_help(capsys):
+def test_mvp_without_a_command_prints_its_help(capsys) -> None:
     assert main([]) == 2
     assert "fine-tune a model on your own rows, in four commands:" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exited:
@@ -176,7 +179,7 @@ def test_mvp_without_a_command_prints_its_help(capsys):
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_earlier_spelling_of_a_command_names_the_new_one(old, capsys):
+def test_earlier_spelling_of_a_command_names_the_new_one(old: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*old.split(), "something"])
     assert f"`mvp {old}` is now `{MOVED[old]}`" in capsys.readouterr().err
@@ -185,7 +188,7 @@ def test_earlier_spelling_of_a_command_names_the_new_one(old, capsys):
 
 
 @pytest.mark.parametrize("command", list(read_commands()), ids=lambda command: command.name)
-def test_function_of_a_command_takes_its_options(command):
+def test_function_of_a_command_takes_its_options(command: Any) -> None:
     words = [word.strip() for word in command.arguments if not word.strip().startswith("-")]
     given = ["x" for word in words if word.split()[0][-1] not in "?*"]
     options = vars(build_parser().parse_args([*command.name.split(), *given]))
@@ -194,13 +197,13 @@ def test_function_of_a_command_takes_its_options(command):
     signature.bind(**{name: None for name in options if name != "parser"})
 
 
-def examples():
+def examples() -> list[str]:
     lines = f"{OVERVIEW}\n{COMMANDS}".splitlines()
     return [line.strip() for line in lines if line.startswith("  mvp ")]
 
 
 @pytest.mark.parametrize("line", examples())
-def test_example_of_a_help_text_is_a_valid_command(line):
+def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     args, rest = build_parser().parse_known_args(words)
     known = {key.name.replace(".NAME", ".rows") for key in config_keys(MLLMConfig)}
@@ -209,7 +212,7 @@ def test_example_of_a_help_text_is_a_valid_command(line):
     assert args.run
 
 
-def test_config_show_prints_keys_without_a_value(tmp_path, capsys):
+def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None:
     assert main(["config", "sft/lora", "optim.lr=0.5"]) == 0
     printed = capsys.readouterr()
     values = yaml.safe_load(printed.out)

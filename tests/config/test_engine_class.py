@@ -1,8 +1,11 @@
 """The config class of an engine is found in the engine's source where this imports it: without an import of torch."""
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
@@ -16,7 +19,7 @@ CONFIGS = [
 ]
 
 
-def no_engine(folder):
+def no_engine(folder: Path) -> Path:
     file = folder / "mine.yaml"
     file.write_text(
         "engine: mvp_engine.kit:MLLMEngine\nmllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
@@ -24,7 +27,7 @@ def no_engine(folder):
     return file
 
 
-def test_config_commands_import_no_torch(tmp_path):
+def test_config_commands_import_no_torch(tmp_path: Path) -> None:
     """Of every shipped recipe, of one with no engine of its own, and without a config."""
     code = """
 import sys
@@ -48,12 +51,12 @@ print({"torch", "transformers", "numpy"} & set(sys.modules))
 
 # Without vit_classification: its import takes seconds.
 @pytest.mark.parametrize("name", ["digits_vlm/train", "qwen3/sft_cpu", "reverse_rl/sft"])
-def test_config_class_in_the_source_is_that_of_the_imported_engine(name):
+def test_config_class_in_the_source_is_that_of_the_imported_engine(name: str) -> None:
     composed = compose(name)
     assert type(composed.config) is composed.engine_class.config_class
 
 
-def test_inherited_config_class_is_that_of_the_package(tmp_path):
+def test_inherited_config_class_is_that_of_the_package(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text(
         "import torch\nfrom mvp_engine.kit import MLLMEngine as Kit\nclass Base(Kit):\n    pass\n"
     )
@@ -78,7 +81,7 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("code", UNUSUAL)
-def test_unusual_engine_is_imported(tmp_path, capsys, code):
+def test_unusual_engine_is_imported(tmp_path: Path, capsys, code: str) -> None:
     folder = tmp_path / f"recipe_{tmp_path.name}"
     shutil.copytree(TINY.parent, folder)
     with open(folder / "engine.py", "a") as file:
@@ -89,7 +92,7 @@ def test_unusual_engine_is_imported(tmp_path, capsys, code):
     assert "defines several engines" in capsys.readouterr().err
 
 
-def test_config_class_that_the_source_does_not_say_is_an_error(tmp_path, capsys):
+def test_config_class_that_the_source_does_not_say_is_an_error(tmp_path: Path, capsys) -> None:
     (tmp_path / "settings.py").write_text(
         "from mvp_engine.config import Config\nclass Mine(Config):\n    pass\n"
     )

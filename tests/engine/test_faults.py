@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TINY, losses, read_metrics
+from conftest import TINY, losses, read_metrics, user_error
 from run_files import json_lines, log_of
 
 from mvp_engine.config import compose
@@ -242,10 +242,9 @@ def test_loader_with_equal_data_on_all_ranks_is_refused(train, tmp_path):
 
     from mvp_engine.distributed import World
     from mvp_engine.engine.feed import Feed
-    from mvp_engine.errors import UserError
 
     two = World(0, 2, 0, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match="would train on the same samples"):
+    with user_error("would train on the same samples"):
         Feed(DataLoader([1, 2, 3], shuffle=True), 1, two)
     Feed(DataLoader([1, 2, 3], sampler=DistributedSampler([1, 2, 3], 2, 0)), 1, two)
 

@@ -1,14 +1,13 @@
 """Feed: plans of loaders are used where they are true, and wrappers of loaders keep their cursor."""
 
-import pytest
 import torch
+from conftest import user_error
 from torch.utils.data import TensorDataset
 
 from mvp_engine.config.schema import Loop
 from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
-from mvp_engine.errors import UserError
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -112,9 +111,7 @@ def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide()
     refused = (
         "4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
     )
-    with pytest.raises(UserError, match=refused):
+    with user_error(refused):
         micro_batches_per_step([], 4, 2, three)
-    with pytest.raises(
-        UserError, match=r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"
-    ):
+    with user_error(r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"):
         micro_batches_per_step(loader(OwnCursor, global_batch_size=2, **ranks), 2, 2, three)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import user_error
 from families import VISION, parallel
 from run_files import json_lines
 from tiny_models import build_model, samples
@@ -14,7 +15,6 @@ from torch._dynamo import eval_frame
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers
 from mvp_engine.kit import decoding
@@ -257,7 +257,7 @@ def test_complete_top_k_and_top_p_draw_from_the_most_likely_tokens():
         {"top_k": 0},
         {"max_new_tokens": 0},
     ):
-        with pytest.raises(UserError, match=next(iter(wrong))):
+        with user_error(next(iter(wrong))):
             replace(decoding, **wrong)
 
 
@@ -292,9 +292,7 @@ def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path):
         file, 2, ["chat"], [Answer(0, 7, "yes", "of course")]
     )  # which no `score` has judged
     assert [json.loads(line)["right"] for line in file.open()] == [False, None]
-    with pytest.raises(
-        UserError, match=r"score: it returned 2 verdicts for 1 answer: return one for each"
-    ):
+    with user_error(r"score: it returned 2 verdicts for 1 answer: return one for each"):
         with_verdicts([Answer(0, 7, "yes", "no")], [True, False])
 
 

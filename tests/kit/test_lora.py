@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import ROOT, losses, user_error
 from families import parallel
 from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
@@ -12,7 +12,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.weights import pretrained as load_pretrained
 from mvp_engine.imports import import_file
@@ -221,11 +220,11 @@ def test_lora_unknown_or_conflicting_targets_are_refused(base, vision_base):
         (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
         (Lora(train=["prjector"]), "lora.train: no parameter name matches 'prjector'"),
     ):
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             MLLMModelKit(lora).build(ModelSource(str(base)))
-    with pytest.raises(UserError, match="lora: Linear has no linear layers"):
+    with user_error("lora: Linear has no linear layers"):
         MLLMModelKit(Lora()).adapt(torch.nn.Linear(2, 2))
-    with pytest.raises(UserError, match="has no adapters to export"):
+    with user_error("has no adapters to export"):
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of, layout_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, log_probs, steps, token_log_probs, weights
@@ -12,7 +13,6 @@ from run_files import log_of
 from safetensors.torch import load_file
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -145,7 +145,7 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     ],
 )
 def test_expert_adapters_that_cannot_be_are_refused(tmp_path, lora, message):
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with user_error(message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
 
 

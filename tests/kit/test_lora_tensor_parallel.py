@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of, parallel
 from folders import alone, entries
 from lora_models import BATCH, engine_of, exported, log_probs, steps, token_log_probs, weights
@@ -9,7 +10,6 @@ from lora_models import BATCH, engine_of, exported, log_probs, steps, token_log_
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 
@@ -48,7 +48,7 @@ def results(bases, family, layout, out):
 def on_ranks(bases, families, out, sizes):
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
-    with pytest.raises(UserError, match=r"model.quantize does not support parallel.tensor > 1"):
+    with user_error(r"model.quantize does not support parallel.tensor > 1"):
         engine_of(bases / families[0], LORA, layout, quantize={"llm": "nf4"})
     found = [
         results(bases, family, layout, out if family == "qwen3" else None) for family in families

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, is_gone, wait_until
+from conftest import ROOT, TINY, is_gone, user_error, wait_until
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.config import compose
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data import cpus
 from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.pack import cost_cache
@@ -150,9 +149,8 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
 def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
     monkeypatch.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(
-        UserError,
-        match=r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
+    with user_error(
+        r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
     ):
         measured(file, 2)
 

@@ -7,13 +7,12 @@ import signal
 
 import pytest
 import transformers as hf
-from conftest import is_gone
+from conftest import is_gone, user_error
 from test_measure import image_rows
 from tiny_vlm import made, model_config, qwen3_vl, write
 
 from mvp_engine.cli import main
 from mvp_engine.engine import Engine
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
 from mvp_engine.kit.data.read import decode_image
@@ -75,9 +74,7 @@ def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(tmp_
     with monkeypatch.context() as patched:
         patched.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert kit.measure_ahead(["train"])
-        with pytest.raises(
-            UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"
-        ):
+        with user_error(r"a process died while it measured the rows from rows.jsonl:\d+ to"):
             kit.measured("train")
     assert (kit.measured("train")[1][0].tokens > 0).sum() == 2 * CHUNK_ROWS + 2
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from conftest import user_error
 from PIL import Image
 from processors import FAMILIES, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import expand_placeholders
 from mvp_engine.kit.data.encode.processor_limits import audio_extractor, limited_processor
@@ -307,13 +307,9 @@ def test_limits_survive_saving_and_loading_the_processor(name, tmp_path):
 
 
 def test_limited_processor_unsupported_limit_is_a_user_error():
-    with pytest.raises(
-        UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"
-    ):
+    with user_error("CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"):
         limited_processor(processor_of("llava"), Limits(max_pixels=255))
-    with pytest.raises(
-        UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"
-    ):
+    with user_error("Qwen2_5OmniProcessor fixes the size of videos in its code"):
         limited_processor(processor_of("qwen2_5_omni"), Limits(video_max_pixels=255))
 
 
@@ -419,9 +415,7 @@ def test_media_handler_unsupported_family_is_a_user_error():
     odd.replace_image_token = lambda images, image_idx, **options: (
         "<image>" * len(images["pixel_values"])
     )
-    with pytest.raises(
-        UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"
-    ):
+    with user_error("LlavaProcessor cannot be called for one image at a time: it expands two"):
         MediaHandler(odd)
 
 

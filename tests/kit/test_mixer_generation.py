@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from conftest import user_error
 from mixer_families import MIXERS, mixer_model
 from transformers import DynamicCache
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.kit.decoding import Decoding, complete
@@ -47,7 +47,7 @@ def test_complete_with_mixer_states_equals_transformers_generate(name):
 
 def test_kv_cache_for_mixers_without_states_is_refused():
     model = mixer_model("rwkv")
-    with pytest.raises(UserError, match="call it without a KV cache"):
+    with user_error("call it without a KV cache"):
         model(
             PackedBatch.from_sequences([torch.arange(3, 9)]),
             ["next_logits"],

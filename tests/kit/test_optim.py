@@ -3,11 +3,10 @@
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, user_error
 from torch import nn
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim.chunks import chunks
 from mvp_engine.kit.optim.optimizer import orthogonalize
@@ -122,9 +121,7 @@ def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_on
 
 
 def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error():
-    with pytest.raises(
-        UserError, match=r"optim\.kind=muon: Linear has no trainable matrix for Muon"
-    ):
+    with user_error(r"optim\.kind=muon: Linear has no trainable matrix for Muon"):
         OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
 
 
@@ -145,7 +142,7 @@ def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps():
 
 def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
-    with pytest.raises(UserError, match="does not say how many tokens a step has"):
+    with user_error("does not say how many tokens a step has"):
         OptimKit(settings(warmup_tokens=9)).build_scheduler(optimizer, 50)
     with pytest.raises(
         ValueError, match="give one of warmup_steps, warmup_ratio and warmup_tokens"
@@ -249,7 +246,7 @@ def test_averaged_after_training_swaps_the_ema_weights_in_and_out():
 
 def test_averaged_without_ema_raises_a_user_error():
     optimizer = OptimKit(settings()).build_optimizer(net())
-    with pytest.raises(UserError, match="no EMA of the weights is kept"), optimizer.averaged():
+    with user_error("no EMA of the weights is kept"), optimizer.averaged():
         pass
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from conftest import user_error
 from families import parallel
 from lazy_streams import use_lazy_streams
 from test_optim import IDS, contents, loss_of, net, same, settings, train
@@ -19,7 +20,6 @@ from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import host_states, state_stream
 from mvp_engine.kit.optim.state_stream import (
@@ -238,7 +238,7 @@ def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options):
 def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(host_states, "available_host_memory", lambda: 2**16)
-    with pytest.raises(UserError, match=r"optim.offload keeps .* GiB .* for 4 of its ranks"):
+    with user_error(r"optim.offload keeps .* GiB .* for 4 of its ranks"):
         OptimKit(settings(offload=True)).build_optimizer(net())
 
 
@@ -301,7 +301,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(
     assert not registered
     assert synchronized == [3]  # of the thread that allocated it
     assert events == ["synchronize", "unregister"]  # a copy may still read it
-    with pytest.raises(UserError, match="cannot be pinned"):
+    with user_error("cannot be pinned"):
         host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of, parallel
 from folders import entries
 from lora_models import BATCH, adam, engine_of, exported, log_probs, steps, token_log_probs, weights
@@ -12,7 +13,6 @@ from test_api import constant
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -255,7 +255,7 @@ def parallel_alone():
 
 def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     def fails(match, lora, **settings):
-        with pytest.raises(UserError, match=match):
+        with user_error(match):
             engine_of(base, lora, train=False, **settings)
 
     fails(
@@ -268,13 +268,9 @@ def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     fails("both name llm", Lora(), quantize=NF4, fp8={"llm": True}, precision="bf16")
     narrow = tmp_path / "narrow"
     LanguageModel.from_config(config_of("qwen3")).hf.save_pretrained(narrow)
-    with pytest.raises(
-        UserError, match=r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"
-    ):
+    with user_error(r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"):
         engine_of(narrow, Lora(), train=False, quantize=NF4)
     engine_of(base, Lora(rank=4), quantize=NF4).save_checkpoint(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "hf" / "mvp.json").read_text())["quantize"] == NF4
-    with pytest.raises(
-        UserError, match=r"trained with model.quantize=\{llm: nf4\}, and this model has other base"
-    ):
+    with user_error(r"trained with model.quantize=\{llm: nf4\}, and this model has other base"):
         engine_of(base, Lora(rank=4)).load_checkpoint(tmp_path / "saved")

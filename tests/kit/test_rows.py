@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 import pytest
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
@@ -255,7 +255,7 @@ def test_read_row_unknown_format_names_found_and_wanted_keys():
     assert all(key in caught.value.detail for keys in FORMATS.values() for key in keys)
     with pytest.raises(BadRow, match="wanted: instruction and output"):
         read_row({"messages": TURNS}, "alpaca")
-    with pytest.raises(UserError, match="mesages"):
+    with user_error("mesages"):
         read_row({}, "mesages")
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, user_error
 from safetensors.torch import save_file
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
@@ -127,7 +127,7 @@ def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path, dtype):
 
 def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
     write_checkpoint(tmp_path, shared=pickled(Payload(marker)))
-    with pytest.raises(UserError, match="could run code"):
+    with user_error("could run code"):
         state.read_shared(tmp_path)
 
 
@@ -139,13 +139,13 @@ def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
 )
 def test_weight_index_that_names_a_file_outside_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(UserError, match="a file outside of its folder"):
+    with user_error("a file outside of its folder"):
         weight_paths(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path, marker):
     torch.save(Payload(marker), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="is a pickle"):
+    with user_error("is a pickle"):
         weight_paths(tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, mo
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoProcessor": "evil.Evil"}
     with_code(model_folder, "tokenizer_config.json", marker, auto_map, tokenizer_class="Evil")
     with_code(model_folder, "processor_config.json", marker, auto_map, processor_class="Evil")
-    with pytest.raises(UserError, match="has no processor or tokenizer that transformers can read"):
+    with user_error("has no processor or tokenizer that transformers can read"):
         load_processor(model_folder)
     assert not asked
     assert "evil" not in sys.modules
@@ -177,7 +177,7 @@ def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, mo
 
 def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path, marker):
     with_code(tmp_path, "config.json", marker, {"AutoConfig": "evil.Evil"}, model_type="evil_lm")
-    with pytest.raises(UserError, match="cannot be read"):
+    with user_error("cannot be read"):
         _config_of_folder(tmp_path)
 
 
@@ -216,14 +216,14 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
 def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder, secret, value):
     file = model_folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
-    with pytest.raises(UserError, match="is outside of its folder"):
+    with user_error("is outside of its folder"):
         load_processor(model_folder)
 
 
 def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder, secret):
     (model_folder / "chat_template.jinja").unlink(missing_ok=True)
     (model_folder / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(UserError, match="is a link to"):
+    with user_error("is a link to"):
         load_processor(model_folder)
     sizes = {"hidden_size": 8, "head_dim": 8, "vocab_size": 8}
     config = Qwen3Config(**sizes, num_hidden_layers=1, num_attention_heads=1)
@@ -234,7 +234,7 @@ def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model
     for key, value in fields.items():
         object.__setattr__(target, key, value)
     out = model_folder.parent / "export"
-    with pytest.raises(UserError, match="which is not copied"):
+    with user_error("which is not copied"):
         write_side_files(target, out)
     assert not any(SECRET in file.read_text() for file in out.rglob("*") if file.is_file())
 
@@ -311,7 +311,7 @@ def test_chat_template_that_takes_too_much_memory_or_time_is_refused(template, m
     before = resource.getrusage(
         resource.RUSAGE_CHILDREN
     ).ru_maxrss  # KiB, the most of any child so far
-    with pytest.raises(UserError, match=EXPENSIVE[template]):
+    with user_error(EXPENSIVE[template]):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 2**20)
 
@@ -442,7 +442,7 @@ def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path):
 
     for name in ("../outside/rows.json", "/etc/passwd"):
         (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": name}}))
-        with pytest.raises(UserError, match="outside of its folder"):
+        with user_error("outside of its folder"):
             read_dataset_info(f"{tmp_path}/dataset_info.json:x")
 
 
@@ -505,6 +505,6 @@ def test_recipe_with_a_link_outside_is_not_copied(tmp_path, secret):
     recipe = tmp_path / "recipe"
     shutil.copytree(TINY.parent, recipe)
     (recipe / "notes.md").symlink_to(secret)
-    with pytest.raises(UserError, match="a link that leads out of the recipe"):
+    with user_error("a link that leads out of the recipe"):
         new_recipe("copied", str(recipe), tmp_path)
     assert not (tmp_path / "copied").exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import user_error
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.mixture import Mixture
@@ -148,7 +149,7 @@ def test_open_source_reads_what_datasets_saves(tmp_path):
     images = [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}]
     data = datasets.Dataset.from_dict({"image": images, "text": ["a", "b"]}, features=features)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
-    with pytest.raises(UserError, match=r"both/test, .*both/train"):
+    with user_error(r"both/test, .*both/train"):
         open_source(tmp_path / "both")
     source = open_source(tmp_path / "both" / "train")
     assert [read_row(row).media()[0].value["path"] for row in source] == [None, "b.png"]
@@ -294,14 +295,14 @@ def test_open_source_unusable_file_is_a_user_error_with_its_name(tmp_path, name,
         pytest.importorskip("pyarrow")
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=words) as caught:
+    with user_error(words) as caught:
         open_source(tmp_path / name)
     assert name in str(caught.value)
 
 
 def test_open_source_empty_folder_empty_list_and_duplicates_are_user_errors(tmp_path, monkeypatch):
     def refused(words, source):
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             open_source(source)
 
     folder = tmp_path / "a"
@@ -390,7 +391,7 @@ def test_mixture_invalid_share_is_a_user_error(three, share):
 def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three):
     one = ("a", three[0], 1)
     for parts, by in (([], "repeats"), ([one] * 2, "repeats"), ([one], "size")):
-        with pytest.raises(UserError, match="mixture needs"):
+        with user_error("mixture needs"):
             Mixture(parts, by=by)
 
 
@@ -450,12 +451,12 @@ def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_p
     assert sizes(f"{folder}:test") == 10
     assert sizes(f"{folder}:test", split="eval", name="held_out") == 10
     words = r"no split eval: name one of its splits, .*set:test, .*set:train"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         sizes(folder, split="eval")
     card(folder, "[{split: train, path: data/test-*}]")
     assert sizes(folder) == 10
     jsonl(lines / "all.jsonl")
-    with pytest.raises(UserError, match="name such files one by one"):
+    with user_error("name such files one by one"):
         sizes(lines)
     card(lines, "all.jsonl")
     assert sizes(lines) == 10

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import user_error
 from families import layout_of
 from folders import alone, folder_of, same
 from lora_models import adam, exported, steps
@@ -11,7 +12,6 @@ from torch import nn
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
 
@@ -82,9 +82,7 @@ def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2
     again = plain_engine(0, Lora(rank=2))
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), trained)
-    with pytest.raises(
-        UserError, match=r"leaves out the frozen blocks\.0\.\w+ .*which has other values"
-    ):
+    with user_error(r"leaves out the frozen blocks\.0\.\w+ .*which has other values"):
         plain_engine(1, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
 
 
@@ -112,7 +110,7 @@ def test_frozen_plain_module_is_saved_whole_unless_trainable_only(trainable_only
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), tensors(engine))
     if trainable_only:
-        with pytest.raises(UserError, match=r"no optimizer state for .*blocks.*: was it frozen"):
+        with user_error(r"no optimizer state for .*blocks.*: was it frozen"):
             plain_engine(0).load_checkpoint(tmp_path / "saved")  # nothing is frozen now
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, read_metrics, user_error
 from families import parallel
 from kill_resume import ForkedJob, compare
 from test_action_model import same_gradients, tiny_regressor, typed, vlm_row, with_actions
@@ -18,7 +18,6 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import ActionModelEngine, Settings
 from mvp_engine.runs import list_runs
@@ -165,9 +164,7 @@ def test_action_model_unsupported_layout_is_a_user_error(key):
         "tensor": lambda: adapter.apply_tensor_parallel(None),  # type: ignore[arg-type]
         "pipeline": lambda: adapter.cut_stage(None, None),  # type: ignore[arg-type]
     }
-    with pytest.raises(
-        UserError, match=f"parallel.{key} > 1 does not support model.type=action_model"
-    ):
+    with user_error(f"parallel.{key} > 1 does not support model.type=action_model"):
         calls.get(key, lambda: _sequence_parallel(adapter, key))()
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from conftest import user_error
 from folders import alone
 from safetensors.torch import load_file, save_file
 from test_action_model import transformers_pi0
@@ -14,7 +15,6 @@ from tiny_pi0 import pi0_rows, reference, tiny_pi0
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import ActionModel
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -72,9 +72,8 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
         ({"action_expert_variant": "gemma_2b"}, "variant=gemma_2b"),
     ):
         file.write_text(json.dumps(LEROBOT | change))
-        with pytest.raises(
-            UserError,
-            match=f"a lerobot policy with .*{said}, which transformers does not have: only",
+        with user_error(
+            f"a lerobot policy with .*{said}, which transformers does not have: only",
         ):
             read_config(tmp_path, {})
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import user_error
 from lazy_streams import use_lazy_streams
 from tiny_engines import engine_of, no_host_sync, scores_of, sgd
 from tiny_models import build_model, packs_of
@@ -14,7 +15,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import FSDPEngine
 from mvp_engine.model_engine.fsdp import activation_offload, parallelize
@@ -256,7 +256,7 @@ def test_offload_without_host_memory_is_an_error(monkeypatch):
     inputs = HostInputs(nn.Module())
     assert len(inputs.take(2**30, device)) == 2**30
     message = r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         inputs.take(2**31, device)
 
 
@@ -329,7 +329,7 @@ def test_offload_input_changed_in_place_raises():
     engine = net_engine("offload")
     engine.model.change = lambda x: x.detach().add_(1)
     message = "input of a block was changed in place after the block had read it"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         train(engine, torch.ones(32, WIDTH))
 
 

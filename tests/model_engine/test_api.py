@@ -4,14 +4,13 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import ROOT, losses, user_error
 from families import overrides_of, refusal
 from test_packed_layouts import batch, gradients
 from tiny_engines import ALONE, CAMPAIGN, LM, assert_close, engine_of, message_of
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.cli import main
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model import tp_plan
 from mvp_engine.model_engine import (
     FSDPEngine,
@@ -99,10 +98,10 @@ def test_model_engine_api_is_complete_and_on_its_page():
 
 def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
     message = r"model\.type=langage_model on model\.backend=fsdp is not registered"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine_class("langage_model")
     message = r"model\.backend=megatro is not registered\. Did you mean megatron"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine_class("language_model", "megatro")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import user_error
 from functorch.compile import make_boxed_func
 from tiny_engines import (
     ALONE,
@@ -26,7 +27,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
 from mvp_engine.distributed.ulysses import UlyssesShard
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.model_engine import Settings
@@ -278,7 +278,7 @@ def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkey
     compile.use_cache(None)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mvp_engine" / "compile")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"model\.compile_cache"):
+    with user_error(r"model\.compile_cache"):
         compile.use_cache(str(tmp_path / "file" / "below"))
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_process
+from conftest import ROOT, run_process, user_error
 from families import overrides_of
 from folders import entries, same, without_checksums
 from test_api import adam, constant
 from tiny_engines import ALONE, LM, counting, engine_of, scores_of
 
 from mvp_engine.cli import main
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
@@ -56,7 +56,7 @@ def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_pat
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("!")
     for path in ("mine", "mine/thesis.txt"):
-        with pytest.raises(UserError, match="exists and is not a checkpoint"):
+        with user_error("exists and is not a checkpoint"):
             engine.save_checkpoint(path)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
 
@@ -117,7 +117,7 @@ def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path, monkeypa
 def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     message = r"checkpoint .*file/saved cannot be written: .*Not a directory"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
@@ -147,7 +147,7 @@ def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path):
         assert torch.allclose(found, log_probs(engine), atol=1e-6)
     assert_loads(tmp_path / "two", engine.model.state_dict())
     message = "holds weights only, since it was saved without an optimizer"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         language_model(4).load_checkpoint(tmp_path / "weights")
 
 
@@ -172,7 +172,7 @@ def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_emp
     engine.save_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved")
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-    with pytest.raises(UserError, match=r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
+    with user_error(r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
         LanguageModelEngine(model, ALONE).initialize(scheduler=constant)
 
 

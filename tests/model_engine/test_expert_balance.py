@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import read_metrics, user_error
 from test_expert_parallel import all_batches, media_rows, micro_batches, shape_of
 from tiny_engines import (
     ALONE,
@@ -23,7 +23,6 @@ from tiny_models import build_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mvp_engine.config.schema import Experts
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts.expert_balance import _RouterLoss
 
@@ -252,7 +251,7 @@ def test_dummy_sequences_are_not_counted(on_ranks, sizes):
     ],
 )
 def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         balanced(family, experts=Experts(balance=balance))
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conftest import user_error
 from families import parallel
 from tiny_engines import ALONE as ALONE_LAYOUT
 from tiny_engines import assert_close, assert_equal, share_of, weights
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
 from mvp_engine.model_engine.fsdp.loss_scale import LossScale
 from mvp_engine.model_engine.fsdp.prefetch import to_device
@@ -148,7 +148,7 @@ def test_frozen_parts_get_no_gradient_and_no_update():
     changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight", "scale"}
     message = r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine(freeze=("tokens.*",))
 
 
@@ -161,7 +161,7 @@ def test_lr_by_part_gives_each_part_its_learning_rate():
     assert rates["token.weight"] == 0.1
     train(part, batches(3))
     assert part.learning_rates["lr/out.*/decay"] == 0.01
-    with pytest.raises(UserError, match=r"optim\.lr_by_part: no parameter name matches 'head"):
+    with user_error(r"optim\.lr_by_part: no parameter name matches 'head"):
         engine(optim=OPTIM.model_copy(update={"lr_by_part": {"head": 0.1}}))
 
 

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, user_error
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
@@ -23,7 +23,7 @@ from tiny_engines import (
 from mvp_engine.cli import main
 from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.generation import generate
 from mvp_engine.model_engine import Settings, engine_class
@@ -254,18 +254,18 @@ def engine_for(family, backend="megatron", config=None, **how):
     ids=str,
 )
 def test_megatron_refuses_by_name(family, config, how, message):
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with user_error(message.replace(".", r"\.")):
         engine_for(family, config=config, **how)
 
 
 def test_sequence_parallel_of_megatron_on_fsdp_is_refused():
-    with pytest.raises(UserError, match=r"model\.sequence_parallel is for model\.backend=megatron"):
+    with user_error(r"model\.sequence_parallel is for model\.backend=megatron"):
         engine_for("qwen3", "fsdp", sequence_parallel=True).initialize()
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
 def test_megatron_that_is_not_installed_names_the_extra():
-    with pytest.raises(UserError, match=r"pip install 'mvp-engine\[megatron\]'"):
+    with user_error(r"pip install 'mvp-engine\[megatron\]'"):
         engine_for("qwen3")
 
 

@@ -3,6 +3,7 @@
 import pytest
 import tiny_models
 import torch
+from conftest import user_error
 from families import parallel
 from mixer_families import MIXERS, VISION_MIXERS, mixer_config, mixer_model
 from tiny_engines import ALONE, CAMPAIGN, assert_close, engine_of, packed
@@ -10,7 +11,6 @@ from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 
 # By a kernel's function, by a convolution alone, by sequence
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]
@@ -71,7 +71,7 @@ def on_every_layout(first, names):
         layout = Layout.of(first.world, parallel(**{kind: 2}))
         chosen = [name for name in names if kind != "tensor" or has_plan(name)]
         found += [(name, gradients(name, layout)) for name in chosen]
-    with pytest.raises(UserError, match="mamba has no tensor-parallel plan in transformers"):
+    with user_error("mamba has no tensor-parallel plan in transformers"):
         gradients("mamba", layout)
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
@@ -25,7 +25,6 @@ from torch import nn
 
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.ulysses import check_heads
-from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]
@@ -147,7 +146,7 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
 def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
     message = f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_heads(heads, kv_heads, ranks)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
@@ -29,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.pipeline import one_forward_one_backward
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.pipeline_cut import stage_bounds
 
@@ -242,9 +241,9 @@ def test_stage_bounds_spread_parameters_evenly_and_leave_deepstack_on_the_first_
     bounds = stage_bounds(94, 4, 0, "", (0.25, 0.25))
     assert bounds == [0, 23, 47, 71, 94]
     assert stage_bounds(6, 3, 3, "") == [0, 3, 5, 6]
-    with pytest.raises(UserError, match="each stage needs one"):
+    with user_error("each stage needs one"):
         stage_bounds(2, 3, 0, "")
-    with pytest.raises(UserError, match="Use 2 stages or fewer"):
+    with user_error("Use 2 stages or fewer"):
         stage_bounds(4, 3, 3, "")
 
 

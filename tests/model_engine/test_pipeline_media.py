@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import user_error
 from families import TOKENS, VISION, mean_of_copies
 from tiny_engines import ALONE, CAMPAIGN, engine_of, gradients, scores_of, shares_of
 from tiny_models import build_model, media_packs
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.model.pipeline_cut import check_supported, cut_model
 from mvp_engine.model_engine import ValueModelEngine
@@ -104,11 +104,11 @@ def test_pipeline_refuses_a_stage_without_trained_parameters():
     skeleton = copy.deepcopy(model)
     freeze(model, ["llm"])
     link = SimpleNamespace(stages=2, stage=0, is_first=True, is_last=False)
-    with pytest.raises(UserError, match="stage 1 would have no trained parameters"):
+    with user_error("stage 1 would have no trained parameters"):
         cut_model(model, link, skeleton)
 
 
 def test_pipeline_refuses_masks_that_depend_on_images():
     message = "gemma3 cannot be cut into stages: a mask that depends on media"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_supported(model_on_meta("gemma3", 2), "parallel.pipeline=2")

@@ -8,12 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import run_process, spawn
+from conftest import run_process, spawn, user_error
 from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from ten_updates import train_by_groups
 from worker_cases import FailingLoss, TokenLoss, batch_of, pids, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.worker import WorkerDied, WorkerError, WorkerGroup
 
 ray = pytest.importorskip("ray")
@@ -138,9 +137,7 @@ def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
     running,
 ):
     begin = time.monotonic()
-    with pytest.raises(
-        UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"
-    ):
+    with user_error("the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
         WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
     assert time.monotonic() - begin < 60
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
