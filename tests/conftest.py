@@ -130,6 +130,13 @@ def campaign_size(request):
     return lambda short, full: full if is_full else short
 
 
+def user_error(text):
+    """A context in which a `UserError` must be raised whose message matches `text`."""
+    from mvp_engine.errors import UserError
+
+    return pytest.raises(UserError, match=text)
+
+
 def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs

@@ -1,11 +1,8 @@
 """The docs are true: their code runs, their links resolve, their config keys and hooks exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import pytest
 from conftest import MAGIC, ROOT, run_process
@@ -25,13 +22,13 @@ PAGES = [
 ]
 
 
-def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+def blocks(page, language):
     """(the line before it, its code) of each fenced block."""
     pattern = rf"([^\n]*)\n\n```{language}\n(.*?)```"
     return re.findall(pattern, page.read_text(), flags=re.DOTALL)
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
 
 

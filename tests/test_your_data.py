@@ -1,7 +1,5 @@
 """docs/your_data.md, run word by word: from rows with images, some of them bad, to an exported model that generates."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -20,11 +18,11 @@ SMALL = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "lo
 COLOURS = ["red", "green", "blue"]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def run(words: list[str], *more: str) -> int:
+def run(words, *more):
     assert words[0] == "mvp"
     return main([*words[1:], *more])
 
@@ -125,6 +123,6 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder, capsys):
     assert isinstance(script["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
 
 
-def _printed(capsys) -> str:
+def _printed(capsys):
     output = capsys.readouterr()
     return " ".join((output.out + output.err).split())

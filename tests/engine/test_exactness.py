@@ -1,11 +1,8 @@
 """The same numbers, however the work is split, launched, killed or resumed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -135,7 +132,7 @@ def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path):
     )  # step 1 has its own record
 
 
-def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]]):
+def straight_and_cut(run, words, folder, cuts):
     """Train in one go, and stopped by SIGTERM at each of `cuts` and resumed; the records must be the same bits."""
     assert set(run(*words, f"project.dir={folder / 'straight'}")) == {0}
     for cut in cuts:

@@ -1,7 +1,5 @@
 """Corners of saving and going on, each of which was once wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -286,13 +284,13 @@ def test_resume_gives_every_rank_its_own_cursor(ranks2, tmp_path):
 
 
 class Stateful:
-    def __init__(self, rank: int):
+    def __init__(self, rank):
         self.rank, self.at = rank, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at, "rank": self.rank}
 
-    def load_state_dict(self, state: dict[str, int]):
+    def load_state_dict(self, state):
         assert state["rank"] == self.rank
         self.at = state["at"]
 
@@ -302,7 +300,7 @@ class Stateful:
             yield 2 * (self.at - 1) + self.rank
 
 
-def own_cursors() -> list[list[int]]:
+def own_cursors():
     from mvp_engine.distributed import World
 
     world = World.join("cpu")
@@ -337,7 +335,7 @@ def test_replicas_start_with_the_weights_of_rank_0(ranks2):
     assert ranks2.run(same_start) == [0.0, 0.0]
 
 
-def same_start() -> float:
+def same_start():
     from mvp_engine.distributed import World
 
     world = World.join("cpu")
@@ -352,7 +350,7 @@ def test_ddp_gradient_ready_twice_in_one_backward_raises(ranks2):
         assert "use_reentrant=False" in text
 
 
-def twice() -> str:
+def twice():
     from torch.utils.checkpoint import checkpoint
 
     from mvp_engine.distributed import DDPReducer, World

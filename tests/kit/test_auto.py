@@ -1,22 +1,17 @@
 """`auto`: pack size and activation checkpointing by the memory of the GPU, recorded with the run and kept on resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 import yaml
 from conftest import ROOT
-from ranks import RankPool
 from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
@@ -54,11 +49,11 @@ log: {backends: [jsonl, file], interval: 1}
 WHOLE_STEP = 1024.0 * GIB  # memory for all tokens of a step in one micro-batch
 
 
-def rows_of(lengths: list[int]) -> PackedBatch:
+def rows_of(lengths):
     return PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
 
 
-def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -> None:
+def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations():
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
     data = MLLMData(
         sources=[{"path": "x"}],
@@ -106,7 +101,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     assert "the fastest that fits" in found.reason
 
 
-def test_choose_of_one_open_key_keeps_the_other() -> None:
+def test_choose_of_one_open_key_keeps_the_other():
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
     gpu = Gpu(989e12, 44 * GIB, 4.8e12)
     work = Workload(model, PlanSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
@@ -122,7 +117,7 @@ def test_choose_of_one_open_key_keeps_the_other() -> None:
     assert found.values[KEYS[0]] > 16384
 
 
-def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
+def test_choose_of_one_long_sequence_computes_its_attention_once():
     """131,072 tokens of a 1.7B on an H200: attention is most of the step, and outputs of GEMMs do not fit."""
     model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
     work = Workload(model, PlanSettings(), lambda size: rows_of([size]), gpu_by_name("H200"), 1)
@@ -139,7 +134,7 @@ def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
     assert found["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.05)
 
 
-def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
+def test_choose_leaves_out_attention_where_it_would_keep_nothing():
     """Soft caps need FlexAttention, which is no operator: there `attention` is `full`."""
     shape = {
         "model_type": "gemma2",
@@ -166,7 +161,7 @@ def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = [chat(f"Say {i}", " ".join(["yes"] * (i % 20 + 1))) for i in range(40)]
@@ -177,18 +172,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "train.yaml")
 
 
-def use_gpu(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+def use_gpu(monkeypatch, memory):
     """Choose as for a GPU, and train on the CPU."""
     monkeypatch.setattr(auto, "gpu_of_ranks", lambda device, world: ("a GPU", memory))
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [record["loss"] for record in list_runs(folder)[-1].records("train")]
 
 
 def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    config, tmp_path, monkeypatch, capsys
+):
     use_gpu(monkeypatch, WHOLE_STEP)
     assert main(["train", config, "project.dir=whole"]) == 0
     whole = list_runs(tmp_path / "whole")[-1]
@@ -214,8 +209,8 @@ def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(
 
 
 def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
+    config, tmp_path, capsys
+):
     words = ["mllm.global_batch_tokens=16384", "loop.total_steps=1"]
     assert main(["train", config, *words]) == 0
     values = list_runs(tmp_path / "outputs")[-1].info["auto"]["values"]
@@ -242,8 +237,8 @@ FEW_ROWS = [
 
 @pytest.mark.slow
 def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
-    config: str, tmp_path: Path, ranks2: RankPool
-) -> None:
+    config, tmp_path, ranks2
+):
     words = [*FEW_ROWS, "model.freeze=[vision]"]
     whole = f"project.dir={tmp_path / 'whole'}"
     assert main(["train", config, whole, *words, "loop.epochs=1"]) == 0
@@ -271,8 +266,8 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
 
 
 def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, tmp_path, monkeypatch
+):
     use_gpu(monkeypatch, WHOLE_STEP)
     assert main(["train", config, "mllm.global_batch_tokens=auto", "loop.total_steps=1"]) == 0
     run = list_runs(tmp_path / "outputs")[-1]
@@ -283,9 +278,7 @@ def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
     assert "the fastest that fits" in run.info["auto"]["reason"]
 
 
-def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(
-    config: str, tmp_path: Path
-) -> None:
+def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
     write(tmp_path / "images.jsonl", rows * 500)
     composed = compose(config, ["mllm.global_batch_tokens=auto"])
@@ -299,9 +292,7 @@ def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(
     ("total", "intervals"),
     [(1, (1, 1, 1)), (93, (2, 10, 19)), (100_000, (10, 400, 200)), (None, (10, 400, 200))],
 )
-def test_auto_intervals_follow_from_the_number_of_steps(
-    config: str, total: int | None, intervals: tuple[int, ...]
-) -> None:
+def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals):
     words = ["log.interval=auto", "loop.eval_interval=auto", "checkpoint.interval=auto"]
     found = with_intervals(compose(config, words).config, total)
     assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == intervals
@@ -327,9 +318,7 @@ def test_auto_intervals_follow_from_the_number_of_steps(
         (["model.backend=megatron"], "model.backend=fsdp"),  # with or without its package
     ],
 )
-def test_auto_that_cannot_be_chosen_is_refused(
-    config: str, words: list[str], message: str, capsys: Any
-) -> None:
+def test_auto_that_cannot_be_chosen_is_refused(config, words, message, capsys):
     assert main(["train", config, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
@@ -353,7 +342,7 @@ class Engine(MLLMEngine):
 """
 
 
-def own_engine(config: str, tmp_path: Path) -> None:
+def own_engine(config, tmp_path):
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "train.yaml").write_text(
         CONFIG.replace("mvp_engine.kit:MLLMEngine", f"{tmp_path}/engine.py:Engine")
@@ -361,8 +350,8 @@ def own_engine(config: str, tmp_path: Path) -> None:
 
 
 def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    config, tmp_path, monkeypatch, capsys
+):
     use_gpu(monkeypatch, 0.0)  # the engine's own
     own_engine(config, tmp_path)
     monkeypatch.setenv("LEAST_TOKENS", "400")
@@ -389,9 +378,7 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
 
 
 @pytest.mark.campaign(only=True)
-def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(
-    config: str, tmp_path: Path
-) -> None:
+def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config, tmp_path):
     own_engine(config, tmp_path)
     env = {**os.environ, "LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
     command = [

@@ -1,11 +1,8 @@
 """The messages of docs/faq.md are those that its commands print, in a folder with the fault that the page explains."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,31 +37,31 @@ def folder(vlm_folder):  # noqa: F811
     return vlm_folder
 
 
-def without_network(folder: Path, patch: pytest.MonkeyPatch):
+def without_network(folder, patch):
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
 
 
-def without_gpu(_: Path, patch: pytest.MonkeyPatch):
+def without_gpu(_, patch):
     patch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def out_of_memory(_: Path, patch: pytest.MonkeyPatch):
+def out_of_memory(_, patch):
     def forward_step(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB.")
 
     patch.setattr(MLLMEngine, "forward_step", forward_step)
 
 
-def without_an_image(folder: Path, _: pytest.MonkeyPatch):
+def without_an_image(folder, _):
     (folder / "4_0.png").unlink()
 
 
-def without_chat_template(folder: Path, _: pytest.MonkeyPatch):
+def without_chat_template(folder, _):
     (folder / "model" / "chat_template.jinja").unlink()
 
 
-def without_wandb(_: Path, patch: pytest.MonkeyPatch):
+def without_wandb(_, patch):
     find_spec = importlib.util.find_spec
     patch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name)

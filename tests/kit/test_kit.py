@@ -1,24 +1,21 @@
 """MLLMDataKit from files to training: loss masks, media, over-long rows, bad rows and their counts."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from conftest import user_error
 from PIL import Image
 from run_files import json_lines
 from templates.tiny import tokenizer
 from tiny_vlm import TEXT, chat, made, model_config, qwen3_vl, with_images, write, write_image
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.encode import processor_runner
@@ -28,7 +25,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> list[float]:
+def learns(model, batches, steps=8):
     optimizer, means = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -59,16 +56,16 @@ def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path):
     assert seen == set(range(40))
 
 
-def zephyr(file: Path, rows, **settings):
+def zephyr(file, rows, **settings):
     """A data kit over rows of text."""
     return made(write(file, rows), tokenizer("zephyr"), **settings)
 
 
-def samples_of(loader) -> list[int]:
+def samples_of(loader):
     return [s for batch in loader for s in batch.sequence_fields["sample"].tolist()]
 
 
-def one_image(folder: Path, size: int = 16) -> Path:
+def one_image(folder, size=16):
     """A file with one row, which has an image."""
     name = write_image(folder / "a.png", size, size)
     return write(folder / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
@@ -100,7 +97,7 @@ def test_loader_images_equal_the_processor_outputs_and_train(tmp_path):
     assert means[-1] < 0.7 * means[0]
 
 
-def check_against_processor(batch: PackedBatch, row, folder: Path, model: LanguageModel):
+def check_against_processor(batch, row, folder, model):
     """Tokens, pixels and positions equal those of transformers for the row."""
     names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
     text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
@@ -170,7 +167,7 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path, 
     kit = made(write(tmp_path / "long.jsonl", rows), qwen3_vl(), model_config(), **settings)
     if overlong == "error":
         words = r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             kit.loader("train")
         return
     left = {}
@@ -208,7 +205,7 @@ def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
     assert sorted(samples_of(kit.loader("train"))) == sorted({*range(20)} - {3, 7, 11, 15})
     words = r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"
     for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             made(file, qwen3_vl(), model_config(), **settings).loader("train")
 
 
@@ -243,7 +240,7 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, work
     words = "bad row, left out: images.jsonl:5: corrupt"
     assert sum(words in warning for warning in warnings) == 2  # of two loaders
     assert "left out 1 bad row (images: 1 corrupt)" in str(loader.end_report())
-    with pytest.raises(UserError, match="0 are allowed"):
+    with user_error("0 are allowed"):
         list(kit(max_bad_rows=0, max_bad_fraction=1.0).loader("train", num_workers=workers))
 
 
@@ -328,9 +325,9 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
         with pytest.raises(ValueError, match=words):
             kit(**settings)
     loader = kit(global_batch_tokens=None).loader
-    with pytest.raises(UserError, match=r"give global_batch_size=PACKS, or set mllm.global_batch"):
+    with user_error(r"give global_batch_size=PACKS, or set mllm.global_batch"):
         loader("train")
-    with pytest.raises(UserError, match="no source has split: eval"):
+    with user_error("no source has split: eval"):
         loader("eval", global_batch_size=1)
     limits = kit(limits={"max_pixels": 64 * 64}).settings
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
@@ -364,10 +361,10 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     again = pickle.loads(pickle.dumps(loader.dataset))
     assert again[0][0].equals(loader.dataset[0][0])
     engine.world.all_gather = lambda mine: [mine, "other"]
-    with pytest.raises(UserError, match="Do all nodes see the same files"):
+    with user_error("Do all nodes see the same files"):
         kit.engine_loader(engine)
     data.micro_batch_size = 2
-    with pytest.raises(UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"):
+    with user_error(r"a micro-batch is one pack: set data.micro_batch_size=1"):
         kit.engine_loader(engine)
 
 
@@ -382,12 +379,12 @@ def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
     assert loaded()
     write_image(tmp_path / "a.png", 32, 32)
     words = r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         loaded()
 
 
 def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
-    def corrupt(rank: int, number: int) -> list[BadRecord]:
+    def corrupt(rank, number):
         return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
 
     settings = zephyr(tmp_path / "rows.jsonl", [chat("Hi", "Yes")], max_bad_rows=3).settings
@@ -401,7 +398,7 @@ def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
     assert two.counts.total() == 3  # rows that the other rank listed count once
     one.add(corrupt(0, 3))
     words = "4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         two.add(corrupt(1, 4))
     alone = BadRows(settings, 1000)
     alone.add(corrupt(1, 4))
@@ -416,7 +413,7 @@ def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     opened = Counter()
     open_file = decoders.Image.open
 
-    def counted(source: Path, **options):
+    def counted(source, **options):
         opened[source.name] += 1
         return open_file(source, **options)
 

@@ -1,7 +1,5 @@
 """MFUKit: the formula against torch's FLOP counter, attention pairs against the mask, device peaks by name."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 from families import TOKENS
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import Media, PackedBatch
@@ -131,17 +129,17 @@ CASES = {
 class Adapted(nn.Module):
     """A frozen linear layer with a LoRA adapter."""
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base):
         super().__init__()
         self.base_layer = base
         self.lora_A = nn.Linear(base.in_features, 16, bias=False)
         self.lora_B = nn.Linear(16, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-def model_of(case: str) -> LanguageModel:
+def model_of(case):
     from transformers import AutoConfig
 
     kind, settings, seen, trains = CASES[case]
@@ -162,7 +160,7 @@ def model_of(case: str) -> LanguageModel:
     return model
 
 
-def sample(case: str, seen: bool) -> PackedBatch:
+def sample(case, seen):
     """One sequence, with an image or audio if `seen`."""
     kind, settings, look, _ = CASES[case]
     ids, media, tokens = [torch.randint(3, 90, (30 if seen else 50,))], {}, {}
@@ -190,7 +188,7 @@ def sample(case: str, seen: bool) -> PackedBatch:
     return PackedBatch.from_sequences([row], token_fields=tokens, media=made)
 
 
-def counted(model: LanguageModel, one: PackedBatch) -> int:
+def counted(model, one):
     """What torch counts in forward and backward of transformers' own model on one sequence."""
     given = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():

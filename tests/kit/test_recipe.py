@@ -1,12 +1,8 @@
 """The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from multiprocessing import active_children
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as hf
@@ -37,7 +33,7 @@ def recipe(vlm_folder):  # noqa: F811
     return vlm_folder
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder):
     (file,) = folder.glob("*/metrics.jsonl")
     return json_lines(file)
 

@@ -4,8 +4,6 @@ The faults are in sequences of packs, among others: a NaN weight, an image of 1e
 outside of the vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 

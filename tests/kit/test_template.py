@@ -1,13 +1,12 @@
 """Loss masks by chat template: exactly the expected characters of a rendered conversation carry loss."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 from types import SimpleNamespace
 
 import pytest
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.templates.tiny import (
@@ -37,7 +36,6 @@ from kit.templates.tiny import (
 )
 from tokenizers import AddedToken
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import load_processor
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered, truncate
@@ -57,18 +55,18 @@ def test_render_assistant_turns_and_stop_token_carry_loss(name):
     assert form.render(chat_row(HI, HELLO)).stops
 
 
-def chat_row(*messages, **columns) -> Row:
+def chat_row(*messages, **columns):
     return Row(messages=messages, **columns)
 
 
-def bad_row(form: ChatTemplate, row: Row) -> str:
+def bad_row(form, row):
     """The reason why a form refuses a row."""
     with pytest.raises(BadRow) as bad:
         form.render(row)
     return bad.value.reason
 
 
-def learnt(form: ChatTemplate, *messages) -> str:
+def learnt(form, *messages):
     """The text of the tokens that carry loss."""
     ids, loss, _ = form.tokenize(form.render(chat_row(*messages)))
     return form.tokenizer.decode([id for id, has in zip(ids, loss, strict=True) if has])
@@ -276,7 +274,7 @@ def test_render_row_content_left_out_by_the_template_is_a_bad_row():
     ],
 )
 def test_chat_template_unusable_source_is_a_user_error(source):
-    with pytest.raises(UserError, match="chat template"):
+    with user_error("chat template"):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
 
 
@@ -401,12 +399,12 @@ def test_truncate_never_splits_a_media_span():
 def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template():
     form = pickle.loads(pickle.dumps(template("qwen3")))
     assert texts_with_loss(form, HI, HELLO) == texts_with_loss(template("qwen3"), HI, HELLO)
-    with pytest.raises(UserError, match="fast tokenizer"):
+    with user_error("fast tokenizer"):
         ChatTemplate(SimpleNamespace(is_fast=False))
     bare = copy.deepcopy(tokenizer("zephyr"))
     bare.chat_template = None
     ChatTemplate(bare).render(Row(text="hello"))
-    with pytest.raises(UserError, match="no chat template"):
+    with user_error("no chat template"):
         ChatTemplate(bare).render(chat_row(HI, HELLO))
 
 
@@ -423,5 +421,5 @@ def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_i
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "qwen3_vl", "vision_config": {}})
     )
-    with pytest.raises(UserError, match="has no processor"):  # of a VLM, the processor is missing
+    with user_error("has no processor"):  # of a VLM, the processor is missing
         load_processor(tmp_path)

@@ -1,7 +1,5 @@
 """On a GPU: no wait inside a step, skipping on the device, precision, bit-equal resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import MAGIC, TINY, losses, read_metrics
@@ -16,7 +14,7 @@ from mvp_engine.log import MetricStore
 pytestmark = pytest.mark.gpu
 
 
-def gpu() -> World:
+def gpu():
     return World(0, 1, 0, 1, torch.device("cuda", 0))
 
 

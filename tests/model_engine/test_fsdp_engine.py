@@ -1,23 +1,20 @@
 """The numbers of one step: sums, weights, skips, precision."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from families import parallel
 from tiny_engines import ALONE as ALONE_LAYOUT
-from tiny_engines import Tensors, assert_close, assert_equal, share_of, weights
+from tiny_engines import assert_close, assert_equal, share_of, weights
 from tiny_engines import gradients as gradients_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mvp_engine.config.schema import Optim
-from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
+from mvp_engine.distributed import Layout
 from mvp_engine.model_engine import FSDPEngine, Settings
 from mvp_engine.model_engine.fsdp.base_engine import to_device
 from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector
@@ -51,12 +48,12 @@ class Net(nn.Module):
         self.spare = nn.Linear(2, 2)  # gets no gradient unless a batch asks for it
         self.scale = nn.Parameter(torch.tensor(0.3))  # FSDP2 cannot shard it
 
-    def forward(self, tokens: Tensor, spare: bool) -> Tensor:
+    def forward(self, tokens, spare):
         out = self.out(self.norm(self.token(tokens))) * self.scale.exp()
         return out + self.spare.weight.sum() if spare else out
 
 
-def engine_on(layout: Layout, optim: Optim = OPTIM, **options) -> FSDPEngine:
+def engine_on(layout, optim=OPTIM, **options):
     torch.manual_seed(3)
     made = FSDPEngine(Net(), layout, Settings(**options))
     made.initialize(
@@ -65,11 +62,11 @@ def engine_on(layout: Layout, optim: Optim = OPTIM, **options) -> FSDPEngine:
     return made
 
 
-def engine(world: World = ALONE, optim: Optim = OPTIM, **options) -> FSDPEngine:
+def engine(world=ALONE, optim=OPTIM, **options):
     return engine_on(Layout.of(world, parallel()), optim, **options)
 
 
-def batches(count: int) -> list[dict[str, Any]]:
+def batches(count):
     """Only the second uses `spare`, so on one of two ranks it has no gradient of its own."""
     generator = torch.Generator().manual_seed(4)
     sizes = torch.randint(1, 5, (count,), generator=generator).tolist()
@@ -79,23 +76,23 @@ def batches(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def forward(model: nn.Module, scale: float = 1.0):
+def forward(model, scale=1.0):
     def step(batch):
         return scale * model(**batch).float().square().sum(), len(batch["tokens"])
 
     return step
 
 
-def train(part: FSDPEngine, data: list[dict[str, Any]], scale: float = 1.0) -> float:
+def train(part, data, scale=1.0):
     """One step; returns the norm of its gradients."""
     return float(part.train_batch(data, forward(part.model, scale)).grad_norm)
 
 
-def gradients(part: FSDPEngine) -> Tensors:
+def gradients(part):
     return gradients_of(part.model)
 
 
-def reasons(part: FSDPEngine) -> list[str | None]:
+def reasons(part):
     return [status.reason for status in part.step_status()]
 
 
@@ -120,14 +117,14 @@ def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(on_rank
             assert_close(grads, gradients(one), floor=0.01, what=share)
 
 
-def on_share(layout: Layout, share: int) -> tuple[float, Tensors]:
+def on_share(layout, share):
     """The first rank has the first micro-batches."""
     part, data = engine_on(layout), batches(5)
     norm = train(part, data[share:] if layout.world.rank else data[:share])
     return norm, gradients(part)
 
 
-def several_calls(layout: Layout) -> tuple[float, Tensors]:
+def several_calls(layout):
     part, data = engine_on(layout), batches(5)
     part.optimizer_zero_grad()
     for some in (data[:2], data[2:4], data[4:]):  # in the last call rank 1 has nothing to do
@@ -150,7 +147,7 @@ def test_frozen_parts_get_no_gradient_and_no_update():
     changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight", "scale"}
     message = r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine(freeze=("tokens.*",))
 
 
@@ -163,7 +160,7 @@ def test_lr_by_part_gives_each_part_its_learning_rate():
     assert rates["token.weight"] == 0.1
     train(part, batches(3))
     assert part.learning_rates["lr/out.*/decay"] == 0.01
-    with pytest.raises(UserError, match=r"optim\.lr_by_part: no parameter name matches 'head"):
+    with user_error(r"optim\.lr_by_part: no parameter name matches 'head"):
         engine(optim=OPTIM.model_copy(update={"lr_by_part": {"head": 0.1}}))
 
 
@@ -174,7 +171,7 @@ def test_unused_parameter_has_no_gradient_on_any_layout(on_ranks, sizes):
         assert "out.weight" in names
 
 
-def without_spare(layout: Layout) -> set[str]:
+def without_spare(layout):
     part = engine_on(layout)
     for _ in range(2):
         train(part, share_of(layout, [{**b, "spare": False} for b in batches(4)]))
@@ -186,7 +183,7 @@ def test_rank_with_fewer_micro_batches_runs_dummy_forwards(on_ranks):
     assert on_ranks({"shard": 2}, forwards) == [(3, 0), (1, 2)]
 
 
-def forwards(layout: Layout) -> tuple[int, int]:
+def forwards(layout):
     part, data, calls = engine_on(layout), batches(4), [0, 0]
 
     def step(batch):
@@ -205,7 +202,7 @@ def test_replicas_stay_equal_when_a_user_clears_gradients(on_ranks, order):
     assert_close(one, cleared(ALONE_LAYOUT, "always"), floor=0.1)
 
 
-def cleared(layout: Layout, order: str) -> Tensors:
+def cleared(layout, order):
     part, data = engine_on(layout), batches(5)
     for some in (data[:2], data[2:4]):
         if order == "always":
@@ -346,7 +343,7 @@ def test_loss_spike_or_nan_on_one_rank_is_skipped_on_both(on_ranks, fault):
     assert again == [why, None]  # an engine that took over its state knows what is usual
 
 
-def faulty(layout: Layout, fault: float) -> tuple[list[str | None], list[str | None]]:
+def faulty(layout, fault):
     """Why steps were skipped, of which rank 1 has a faulty loss."""
     rank = layout.world.rank
 

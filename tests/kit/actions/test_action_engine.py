@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, read_metrics, user_error
 from families import parallel
 from kill_resume import ForkedJob, compare
 from test_action_model import same_gradients, tiny_regressor, typed, vlm_row, with_actions
@@ -19,7 +18,6 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions import ActionModelEngine
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import Settings
@@ -30,7 +28,7 @@ PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 Found = tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def micro_batches(model: Any, head: str) -> list[PackedBatch]:
+def micro_batches(model, head):
     """Two, for one rank each. Of the co-training ones, one has actions alone and one has text without images."""
     if head == "regressor":
         rows = with_actions(samples(model, "qwen3_vl"))
@@ -51,7 +49,7 @@ def micro_batches(model: Any, head: str) -> list[PackedBatch]:
     return [PackedBatch.concat([typed(rows[1]), typed(rows[2])]), no_image]
 
 
-def found(head: str, layout: Layout, **how: Any) -> Found:
+def found(head, layout, **how):
     """Losses of each micro-batch of this rank; gradients; and the parameters after a step with weight decay."""
     model = tiny_regressor() if head == "regressor" else tiny_pi0()
     batches = micro_batches(model, head)[layout.data_rank :: layout.data_size]
@@ -59,7 +57,7 @@ def found(head: str, layout: Layout, **how: Any) -> Found:
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, weight_decay=0.5))
     losses = []
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(batch):
         names = ["action_losses", "loss"] if head == "co" else ["action_losses"]
         out = engine.model(batch, names)
         assert len(out["action_losses"]) == batch.num_sequences  # without dummies
@@ -77,11 +75,11 @@ def found(head: str, layout: Layout, **how: Any) -> Found:
 
 
 @functools.cache
-def expected(head: str) -> Found:
+def expected(head):
     return found(head, PLAIN)
 
 
-def same(results: Found, wanted: Found, rank: int, ranks: int) -> None:
+def same(results, wanted, rank, ranks):
     losses, grads, params = results
     assert all(close(one, two) for one, two in zip(losses, wanted[0][rank::ranks], strict=True))
     assert grads.keys() == wanted[1].keys()
@@ -105,24 +103,24 @@ LONG_WAYS = [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in
 
 
 @pytest.mark.parametrize("how", [WAYS[0], *LONG_WAYS], ids=str)
-def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, Any]) -> None:
+def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how):
     same(found("pi0", PLAIN, **how), expected("pi0"), 0, 1)
 
 
 @pytest.mark.parametrize(
     "how", [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in WAYS], ids=str
 )
-def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, Any]) -> None:
+def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how):
     same(found("regressor", PLAIN, **how), expected("regressor"), 0, 1)
 
 
-def test_pi0_step_leaves_the_eight_unused_tensors_unchanged() -> None:
+def test_pi0_step_leaves_the_eight_unused_tensors_unchanged():
     _, grads, params = expected("pi0")
     assert len(params) - len(grads) == 8
     same(expected("pi0"), expected("pi0"), 0, 1)
 
 
-def on_ranks(heads: list[str], sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
+def on_ranks(heads, sizes, ways):
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     results = [found(head, layout, **how) for head in heads for how in ways]
@@ -151,9 +149,7 @@ LONG = [{}, *WAYS, BOTH]
     ],
     ids=str,
 )
-def test_action_model_on_two_ranks_equals_one_rank(
-    ranks2, sizes: dict[str, int], heads: list[str], ways: list[dict[str, Any]]
-) -> None:
+def test_action_model_on_two_ranks_equals_one_rank(ranks2, sizes, heads, ways):
     wanted = [expected(head) for head in heads for _ in ways]
     for rank, results in enumerate(ranks2.run(on_ranks, heads, sizes, ways, timeout=900.0)):
         for one, other in zip(results, wanted, strict=True):
@@ -161,21 +157,19 @@ def test_action_model_on_two_ranks_equals_one_rank(
 
 
 @pytest.mark.parametrize("key", ["tensor", "ulysses", "context", "pipeline"])
-def test_action_model_unsupported_layout_is_a_user_error(key: str) -> None:
-    from mvp_engine.kit.actions.pi0 import ActionAdapter
+def test_action_model_unsupported_layout_is_a_user_error(key):
+    from mvp_engine.kit.actions.action_model import ActionAdapter
 
     adapter = ActionAdapter(tiny_pi0())
     calls: dict[str, Any] = {
         "tensor": lambda: adapter.apply_tensor_parallel(None),  # type: ignore[arg-type]
         "pipeline": lambda: adapter.cut_stage(None, None),  # type: ignore[arg-type]
     }
-    with pytest.raises(
-        UserError, match=f"parallel.{key} > 1 does not support model.type=action_model"
-    ):
+    with user_error(f"parallel.{key} > 1 does not support model.type=action_model"):
         calls.get(key, lambda: _sequence_parallel(adapter, key))()
 
 
-def _sequence_parallel(adapter: Any, key: str) -> None:
+def _sequence_parallel(adapter, key):
     class Groups:
         keys = f"parallel.{key}"
 
@@ -185,7 +179,7 @@ def _sequence_parallel(adapter: Any, key: str) -> None:
 # ---- Trainings ----------------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
+def trained(folder, *words, ranks=None):
     given = [f"project.dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
@@ -204,8 +198,8 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 )
 @pytest.mark.campaign
 def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
-    tmp_path: Path, ranks2, words: list[str], campaign_size: Any
-) -> None:
+    tmp_path, ranks2, words, campaign_size
+):
     """Replicas are short in `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
     alone = trained(tmp_path / "alone", *words)
     for size in (2, 1)[: campaign_size(1, 2)]:  # shards; replicas
@@ -220,8 +214,8 @@ def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
 
 @pytest.mark.slow
 def test_action_training_exports_what_transformers_loads_with_equal_velocities(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """A folder in, a training, an export: no key is missing or unexpected; 1e-5."""
     from test_action_model import transformers_pi0
     from tiny_pi0 import reference
@@ -246,7 +240,7 @@ def test_action_training_exports_what_transformers_loads_with_equal_velocities(
         assert not close(start(row, ["velocity"])["velocity"][0], velocity)  # it learnt
 
 
-def test_action_training_resumed_is_bit_equal(tmp_path: Path) -> None:
+def test_action_training_resumed_is_bit_equal(tmp_path):
     words = ["checkpoint.interval=2", "checkpoint.keep_n=null"]
     straight = trained(tmp_path / "straight", *words)
     middle = list_runs(tmp_path / "straight")[-1].checkpoint_list()[0]
@@ -255,7 +249,7 @@ def test_action_training_resumed_is_bit_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_action_training_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
+def test_action_training_killed_and_resumed_is_bit_equal(tmp_path):
     kills = 5
     words = [f"loop.total_steps={12 * kills}", "loop.eval_interval=null", "checkpoint.interval=2"]
     words += ["log.backends=[file,jsonl]"]
