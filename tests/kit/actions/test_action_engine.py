@@ -221,7 +221,7 @@ def test_action_training_exports_what_transformers_loads_with_equal_velocities(
     from tiny_pi0 import reference
     from transformers import PI0ForConditionalGeneration
 
-    from mvp_engine.hf import ActionModel
+    from mvp_engine.kit.actions import ActionModel
 
     start = tiny_pi0()
     transformers_pi0(start).save_pretrained(tmp_path / "folder")
