@@ -6,10 +6,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -164,6 +166,39 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """`tmp_path` as the current folder, with a cache folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def vlm_folder(workspace, tmp_path_factory):
+    """The workspace, with a tiny Qwen3-VL in `model`."""
+    from tiny_vlm import saved_model
+
+    shutil.copytree(saved_model(tmp_path_factory.getbasetemp()), workspace / "model")
+    return workspace
+
+
+@pytest.fixture
+def lazy_streams(monkeypatch):
+    """Every side stream is lazy; the list of those that were made."""
+    from lazy_streams import use_lazy_streams
+
+    return use_lazy_streams(monkeypatch)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is forgotten afterwards."""
+    from mvp_engine.model_engine import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+@pytest.fixture
 def train(tmp_path):
     """Launch the tiny recipe in this process: train("loop.total_steps=3", dir=...) -> exit code."""
     from mvp_engine.launch import launch
@@ -266,17 +301,25 @@ def on_ranks(rank_processes):
 
 
 @pytest.fixture
-def logged(monkeypatch):
-    """logged(module): the texts that the module's logger is given from now on, at these levels."""
+def logged():
+    """logged(*levels): the messages that the package logs from now on, at these levels; by default warnings."""
+    logger = logging.getLogger("mvp_engine")
+    level, filters = logger.level, []
 
-    def watch(module, *levels):
+    def watch(*levels):
         texts = []
 
-        def note(text, *words):
-            texts.append(text % words if words else text)
+        def note(record):
+            if record.levelname.lower() in (levels or ("warning",)):
+                texts.append(record.getMessage())
+            return True
 
-        for level in levels or ("warning",):
-            monkeypatch.setattr(module.LOGGER, level, note)
+        filters.append(note)
+        logger.addFilter(note)
+        logger.setLevel(logging.INFO)
         return texts
 
-    return watch
+    yield watch
+    for note in filters:
+        logger.removeFilter(note)
+    logger.setLevel(level)

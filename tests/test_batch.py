@@ -86,10 +86,10 @@ def test_best_fit_is_close_to_the_optimal_number_of_bins(sizes):
 def test_split_counts_media_costs_against_the_budget():
     batch = make([10, 10, 10])
     assert [len(m) for m in batch.split(30, costs=[25, 5, 20]).members] == [2, 1]
-    words = "sequence 1 costs 31 tokens, more than the budget of 30"
-    refused(words, batch.split, 30, costs=[1, 31, 1])
-    words = r"sequences \[0, 2\], which stay together, cost 20 tokens"
-    refused(words, batch.split, 19, together=[7, 8, 7])
+    more = "sequence 1 costs 31 tokens, more than the budget of 30"
+    refused(more, batch.split, 30, costs=[1, 31, 1])
+    both = r"sequences \[0, 2\], which stay together, cost 20 tokens"
+    refused(both, batch.split, 19, together=[7, 8, 7])
     refused("3 costs and 2 ids were given for 3 sequences", batch.split, 30, together=[0, 1])
 
 

@@ -74,13 +74,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(tmp_path, model, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def hub(model, workspace, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "train.yaml").write_text(CONFIG)
+    (workspace / "train.yaml").write_text(CONFIG)
     with FakeHub().serve() as hub:
-        use_hub(hub.url, tmp_path / "home", monkeypatch)
+        use_hub(hub.url, workspace / "home", monkeypatch)
         hub.add("org/vlm", model)
         files = {
             "data/train-00000-of-00001.parquet": parquet(6),

@@ -89,13 +89,12 @@ def _flat(config, without, strip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", QUICK)
-def test_recipe_new_copy_trains_from_any_folder(origin, tmp_path, capsys, monkeypatch):
-    (tmp_path / "recipes").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monkeypatch):
+    (workspace / "recipes").mkdir()
     assert main(["recipe", "mine", "--from", origin]) == 0
     config, elsewhere = (
-        tmp_path / "recipes" / "mine" / "configs" / "train.yaml",
-        tmp_path / "elsewhere",
+        workspace / "recipes" / "mine" / "configs" / "train.yaml",
+        workspace / "elsewhere",
     )
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -107,7 +106,7 @@ def test_recipe_new_copy_trains_from_any_folder(origin, tmp_path, capsys, monkey
     assert run.info["name"] == "mine"
     assert not (elsewhere / "outputs" / "digits_data").exists()
     capsys.readouterr()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(workspace)
     assert main(["recipe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {*RECIPES, "mine"}
@@ -146,9 +145,8 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path):
     assert not (folder / "outputs").exists()
 
 
-def test_recipe_new_user_errors_are_explained(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
+def test_recipe_new_user_errors_are_explained(workspace, capsys):
+    (workspace / "taken").mkdir()
     for words, expected in (
         (["taken", "--from", "magic_transformer"], "taken exists already"),
         (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is not a valid recipe name"),
@@ -160,11 +158,11 @@ def test_recipe_new_user_errors_are_explained(tmp_path, capsys, monkeypatch):
     ):
         assert main(["recipe", *words]) == EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
-    (tmp_path / "taken" / "engine.py").write_text("")
-    (tmp_path / "taken" / "train.yaml").write_text("a: [")
+    (workspace / "taken" / "engine.py").write_text("")
+    (workspace / "taken" / "train.yaml").write_text("a: [")
     assert main(["recipe", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+    assert [entry.name for entry in workspace.iterdir()] == ["taken"]
 
 
 def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path, capsys):

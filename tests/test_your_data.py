@@ -28,28 +28,26 @@ def run(words, *more):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(workspace):
     """Images, rows as on the page, and a model: the demo's, after one step."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "shapes" / "drawings").mkdir(parents=True)
+    (workspace / "shapes" / "drawings").mkdir(parents=True)
     row = json.loads(blocks("json")[0])
     rows = []
     for i in range(40):
         Image.new("RGB", (24 + i % 8, 28), COLOURS[i % 3]).save(
-            tmp_path / "shapes" / "drawings" / f"{i:04d}.png"
+            workspace / "shapes" / "drawings" / f"{i:04d}.png"
         )
         row["messages"][0]["content"][0]["image"] = f"drawings/{i:04d}.png"
         row["messages"][1]["content"] = COLOURS[i % 3]
         rows.append(json.loads(json.dumps(row)))
-    (tmp_path / "shapes" / "held_out.jsonl").write_text(
+    (workspace / "shapes" / "held_out.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows[30:])
     )
     others = [json.loads(line) for line in blocks("json")[1].splitlines()]
     rows = rows[:30] + others
     rows[7]["messages"][0]["content"][0]["image"] = "drawings/9999.png"
     rows[12]["messages"][1]["content"] = 7
-    (tmp_path / "shapes" / "train.jsonl").write_text(
+    (workspace / "shapes" / "train.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows)
     )
     digits = [
@@ -63,12 +61,12 @@ def folder(tmp_path, monkeypatch):
         main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
     )
     shutil.copytree(
-        tmp_path / "model", tmp_path / "folder"
+        workspace / "model", workspace / "folder"
     )  # a copy in place of the link into the demo's run
-    (tmp_path / "model").unlink()
-    (tmp_path / "folder").rename(tmp_path / "model")
-    shutil.rmtree(tmp_path / "outputs")
-    return tmp_path
+    (workspace / "model").unlink()
+    (workspace / "folder").rename(workspace / "model")
+    shutil.rmtree(workspace / "outputs")
+    return workspace
 
 
 @pytest.mark.slow

@@ -202,23 +202,21 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-def test_reader_file_with_pickled_code_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save(manager(tmp_path), 1)
-    [file] = (tmp_path / "step_00000001").glob("rank_*")
+def test_reader_file_with_pickled_code_is_refused(workspace):
+    save(manager(workspace), 1)
+    [file] = (workspace / "step_00000001").glob("rank_*")
     file.write_bytes(pickle.dumps(Harmful()))
     with user_error(str(file)):
-        checkpoint_format.Reader(tmp_path / "step_00000001").read("model.x")
-    assert not (tmp_path / "harmed").exists()
+        checkpoint_format.Reader(workspace / "step_00000001").read("model.x")
+    assert not (workspace / "harmed").exists()
 
 
-def test_from_bytes_with_pickled_code_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_from_bytes_with_pickled_code_is_refused(workspace):
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
     with user_error("could run code"):
         checkpoint_format.from_bytes(data)
-    assert not (tmp_path / "harmed").exists()
+    assert not (workspace / "harmed").exists()
 
 
 @pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])

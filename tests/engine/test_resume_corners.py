@@ -24,8 +24,7 @@ def tiny_engine():
     return compose(TINY).engine_class
 
 
-def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_finished_run_in_a_relative_folder_is_not_written_again(train, workspace):
     assert train(dir=Path("rel")) == 0
     [run] = list_runs(Path("rel"))
     files = run.checkpoint_list()[-1] / "meta.json", run.dir / "metrics.jsonl"

@@ -7,7 +7,7 @@ import shlex
 import pytest
 import torch
 from conftest import ROOT
-from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -30,7 +30,7 @@ ENTRIES = re.findall(r"^## (.+?)\n\n```\n\$ mvp (.+?)\n(.+?)```", PAGE, re.MULTI
 
 
 @pytest.fixture
-def folder(vlm_folder):  # noqa: F811
+def folder(vlm_folder):
     """A tiny Qwen3-VL, rows with images, and a config, as in docs/your_data.md."""
     write(vlm_folder / "photos.jsonl", with_images(vlm_folder, 8))
     (vlm_folder / "train.yaml").write_text(CONFIG)

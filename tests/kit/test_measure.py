@@ -1,7 +1,5 @@
 """Measuring of row costs: what is measured again after which change, and what a kill leaves behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -36,10 +34,16 @@ def measured(file, workers=0, **settings):
     return measure_costs(open_source(file), None, kit.row_encoder, kit.cache, workers)
 
 
+def assert_same_costs(found, expected):
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.encoder.tolist() == expected.encoder.tolist()
+    assert found.bad == expected.bad
+
+
 @pytest.fixture
 def opened(monkeypatch):
     """The images that were opened in this process."""
-    found: list[str] = []
+    found = []
     open_image = decoders.open_image
 
     def counted(value, *args):
@@ -65,14 +69,13 @@ def test_measure_costs_changed_data_or_limits_opens_only_new_images(tmp_path, op
     write(file, [rows[3], *rows[1:5], chat("Replaced?", "Yes."), *rows[6:]])
     assert measured(file).media.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert not opened  # one row replaced, one moved
-    smaller = measured(file, limits={"max_pixels": 64})
+    limits = {"max_pixels": 64}
+    smaller = measured(file, limits=limits)
     assert not opened
     assert (smaller.tokens[:9] <= first.tokens).all()
     assert smaller.encoder.sum() < first.encoder.sum()
-    assert (
-        smaller.tokens.tolist()
-        == measured(file, limits={"max_pixels": 64}, cache=str(tmp_path / "b")).tokens.tolist()
-    )
+    other = measured(file, limits=limits, cache=str(tmp_path / "b"))
+    assert smaller.tokens.tolist() == other.tokens.tolist()
 
 
 def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(tmp_path, opened):
@@ -93,10 +96,7 @@ def test_measure_costs_workers_find_the_costs_of_one_process(tmp_path):
     rows[CHUNK_ROWS]["messages"] = []
     file = write(tmp_path / "rows.jsonl", rows)
     alone = measured(file)
-    several = measured(file, 2, cache=str(tmp_path / "other"))
-    assert several.tokens.tolist() == alone.tokens.tolist()
-    assert several.encoder.tolist() == alone.encoder.tolist()
-    assert several.bad == alone.bad
+    assert_same_costs(measured(file, 2, cache=str(tmp_path / "other")), alone)
     assert sorted(alone.bad) == [5, CHUNK_ROWS]
 
 
@@ -149,7 +149,7 @@ def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(tmp_path, 
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
     monkeypatch.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with user_error(
-        r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
+        r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:"
     ):
         measured(file, 2)
 
@@ -162,10 +162,9 @@ def test_measure_costs_error_in_a_worker_is_raised_with_its_row(tmp_path, monkey
     assert "while measuring rows.jsonl:" in "".join(raised.value.__notes__)
 
 
-def test_locked_held_by_another_process_reports_what_it_waits_for(tmp_path, monkeypatch):
+def test_locked_held_by_another_process_reports_what_it_waits_for(tmp_path, monkeypatch, logged):
     monkeypatch.setattr(costs, "FIRST_REPORT_SECONDS", 0.0)
-    messages: list[str] = []
-    monkeypatch.setattr(costs.LOGGER, "info", lambda text, *values: messages.append(text % values))
+    messages = logged("info")
     reader, writer = os.pipe()
     held, release = os.pipe()
 

@@ -1,22 +1,18 @@
 """Rows that are measured while the model is built: the same costs, the same errors, and blocks compiled meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 
 import pytest
-import transformers as hf
-from conftest import is_gone, user_error
-from test_measure import image_rows
-from tiny_vlm import made, model_config, qwen3_vl, write
+from conftest import is_gone, losses, user_error
+from test_measure import assert_same_costs, image_rows
+from tiny_vlm import made, qwen3_vl, write
 
 from mvp_engine.cli import main
 from mvp_engine.engine import Engine
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
 from mvp_engine.kit.data.read import decoders
-from mvp_engine.runs import list_runs
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -50,9 +46,7 @@ def test_measure_ahead_finds_the_costs_of_measured_and_leaves_it_nothing_to_do(
     assert kit.measure_ahead(["train"])
     monkeypatch.setattr(Measure, "__call__", lambda *_: pytest.fail("measured again"))
     found = kit.measured("train")[1][0]
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.encoder.tolist() == expected.encoder.tolist()
-    assert found.bad == expected.bad
+    assert_same_costs(found, expected)
     assert list(found.bad) == [5]
     assert not kit_of(tmp_path, 2).measure_ahead(["train"])  # from the cache
     assert not kit_of(tmp_path, 0, "third").measure_ahead(["train"])  # without processes
@@ -92,17 +86,13 @@ def test_stop_measuring_ends_the_processes_and_releases_the_lock(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(tmp_path, monkeypatch):
+def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(vlm_folder, monkeypatch):
     from torch._dynamo.utils import counters
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "train.yaml").write_text(CONFIG)
+    write(vlm_folder / "rows.jsonl", image_rows(vlm_folder, CHUNK_ROWS + 1))
+    (vlm_folder / "train.yaml").write_text(CONFIG)
     monkeypatch.setattr(MeasuredSources, "is_measuring", True)  # however fast this machine is
-    graphs: list[int] = []
+    graphs = []
     opened = Engine.open_data
 
     def counted(engine):
@@ -110,12 +100,10 @@ def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(tmp_p
         opened(engine)
 
     monkeypatch.setattr(Engine, "open_data", counted)
-    losses = []
+    found = []
     for words in ([], ["model.compile=null"]):
         counters.clear()
         assert main(["train", "train.yaml", *words]) == 0
-        losses.append(
-            [record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")]
-        )
+        found.append(losses(vlm_folder / "outputs"))
     assert graphs[0] > 0
-    assert losses[0] == losses[1]
+    assert found[0] == found[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from run_files import json_lines
 from safetensors.torch import load_file
-from tiny_vlm import chat, vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import chat, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
@@ -37,7 +37,7 @@ REPORT = ["workflow=report", "resume=auto"]
 
 
 @pytest.fixture
-def config(vlm_folder):  # noqa: F811
+def config(vlm_folder):
     rows = with_images(vlm_folder, 8)
     write(vlm_folder / "images.jsonl", rows)
     write(vlm_folder / "held.jsonl", rows[:2])

@@ -309,9 +309,7 @@ def test_eval_weights_without_ema_are_the_weights(tmp_path, has_optimizer):
 # ---- Loading ------------------------------------------------------------------------------------------------------
 
 
-def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
-    monkeypatch,
-):
+def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(logged):
     model = net()
     first = OptimKit(settings(ema=0.9)).build_optimizer(model)
     train(model, first, 3)
@@ -322,9 +320,7 @@ def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
     renumbered = second.state_dict()
     second_order = [p for group in second.param_groups for p in group["params"]]
     renumbered["state"] = {i: states[p] for i, p in enumerate(second_order)}
-    warnings = []
-    logger = "mvp_engine.kit.optim.optimizer.LOGGER.warning"
-    monkeypatch.setattr(logger, lambda text, *values: warnings.append(text % values))
+    warnings = logged()
     second.load_state_dict(renumbered)
     assert warnings == [
         "the optimizer states of 6 parameters start from zero, such as of layers.0.up.weight"

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import user_error
 from families import parallel
-from lazy_streams import use_lazy_streams
 from test_optim import IDS, contents, loss_of, net, same, settings, train
 from test_optim_ranks import ONE_RANK, engine, gathered, steps
 from torch import nn
@@ -114,14 +113,12 @@ def test_offloaded_states_give_bit_equal_weights_and_states(options, monkeypatch
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("options", KINDS[::3], ids=lambda options: "-".join(options.values()))
-def test_offloaded_states_on_streams_that_are_late_are_waited_for(options, monkeypatch):
-    expected = contents(*trained(4, ema=0.9, **options))
-    streams = use_lazy_streams(monkeypatch)
-    found = trained(4, ema=0.9, offload=True, **options)
-    assert same(expected, contents(*found))
-    assert len(streams) == 2
-    assert all(stream.done > 100 for stream in streams)
-    assert not any(stream.queue for stream in streams)  # the step has waited for all of them
+def test_offloaded_states_on_streams_that_are_late_are_waited_for(options, lazy_streams):
+    expected, found = (trained(4, ema=0.9, offload=late, **options) for late in (False, True))
+    assert same(contents(*expected), contents(*found))
+    assert len(lazy_streams) == 2
+    assert all(stream.done > 100 for stream in lazy_streams)
+    assert not any(stream.queue for stream in lazy_streams)  # the step has waited for all of them
 
 
 @pytest.mark.usefixtures("on_host")

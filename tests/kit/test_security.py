@@ -26,7 +26,6 @@ from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.model import config_source
 from mvp_engine.hf.model.config_source import _config_of_folder
 from mvp_engine.hf.weights.export import Target, write_side_files
 from mvp_engine.hf.weights.load import weight_paths
@@ -182,11 +181,9 @@ def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path, marker):
 
 
 def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
-    model_folder, marker, tmp_path, monkeypatch
+    model_folder, marker, tmp_path, logged
 ):
-    warned = []
-    logger = config_source.LOGGER
-    monkeypatch.setattr(logger, "warning", lambda text, file: warned.append(text % file.name))
+    warned = logged()
     code = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
     code["AutoTokenizer"] = ["evil.Evil", None]
     sizes = {"vocab_size": 320, "hidden_size": 8, "head_dim": 8}
@@ -198,7 +195,8 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
     rows = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
     kit = made(rows, load_processor(model_folder))
     assert [text.partition(",")[0] for text in warned] == [
-        f"{name}.json names code of its own (auto_map)" for name in ("config", "tokenizer_config")
+        f"{model_folder}/{name}.json names code of its own (auto_map)"
+        for name in ("config", "tokenizer_config")
     ]
     kit.save_processor(tmp_path / "processor")
     for side_files in (model_folder, tmp_path / "processor"):

@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from conftest import user_error
-from lazy_streams import use_lazy_streams
 from tiny_engines import engine_of, no_host_sync, scores_of, sgd
 from tiny_models import build_model, packs_of
 from torch import nn
@@ -115,8 +114,10 @@ def same(a, b):
     return all(map(torch.equal, a, b))
 
 
-def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
-    streams = use_lazy_streams(monkeypatch)  # copies run as late as they may
+def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(
+    monkeypatch,
+    lazy_streams,  # copies run as late as they may
+):
     freed_early = []
 
     def free(self):
@@ -137,8 +138,8 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
     assert (inputs.taken, inputs.allocated) == (6 * calls, calls)
     assert inputs.all_are_free
     assert freed_early == [False] * 6 * (calls - 1)
-    assert len(streams) == 1
-    assert not streams[0].queue  # backward has waited for all
+    [stream] = lazy_streams
+    assert not stream.queue  # backward has waited for all
     trained("offload", [[32], [64]])  # a larger pack takes the place of the smaller one
     assert Inputs.made[-1].allocated == 2 * calls
     assert len(Inputs.made[-1].free) == calls
@@ -228,13 +229,11 @@ def several_forwards(mode, loss_of):
 
 @pytest.mark.parametrize("loss_of", ["sum", "each", "twice"])
 def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full(
-    loss_of, monkeypatch
+    loss_of, lazy_streams
 ):
-    full = several_forwards("full", loss_of)
-    streams = use_lazy_streams(monkeypatch)
-    assert same(full, several_forwards("offload", loss_of))
+    assert same(several_forwards("full", loss_of), several_forwards("offload", loss_of))
     assert Inputs.made[-1].all_are_free
-    assert not streams[0].queue
+    assert not lazy_streams[0].queue
 
 
 def test_offload_buffers_are_the_smallest_that_fit():
@@ -260,9 +259,8 @@ def test_offload_without_host_memory_is_an_error(monkeypatch):
         inputs.take(2**31, device)
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch):
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(lazy_streams):
     expected = trained("full", [[32]])
-    streams = use_lazy_streams(monkeypatch)
     engine = net_engine("offload")
     net = engine.model
     batch = rows_of(32)
@@ -282,7 +280,7 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
         engine.optimizer_zero_grad()
         gc.collect()
         assert Inputs.made[-1].all_are_free
-        assert not streams[0].queue  # copies were waited for before their memory was freed
+        assert not lazy_streams[0].queue  # copies were waited for before their memory was freed
     net.change = None
     train(engine, batch)
     assert same(expected, [param.detach() for param in net.parameters()])
@@ -333,8 +331,8 @@ def test_offload_input_changed_in_place_raises():
         train(engine, torch.ones(32, WIDTH))
 
 
-def test_offload_of_parts_is_bit_equal_to_full(monkeypatch):
-    use_lazy_streams(monkeypatch)
+@pytest.mark.usefixtures("lazy_streams")
+def test_offload_of_parts_is_bit_equal_to_full():
     found = []
     for mode in ("full", {"vision": "offload", "llm": "offload"}):
         model = build_model(LanguageModel, "qwen3_vl")

@@ -159,7 +159,7 @@ def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks):
 def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     monkeypatch, logged, version, backend
 ):
-    texts = logged(compile)
+    texts = logged()
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     world = SimpleNamespace(device=torch.device("cuda"))
     layout = SimpleNamespace(world=world, tensor_mesh="a mesh")
@@ -181,7 +181,7 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     ],
 )
 def test_compile_with_attention_per_sequence_runs_or_warns_once(logged, mode, warning):
-    texts = logged(parallelize)
+    texts = logged()
     parallelize._warn_of_attention.cache_clear()
     found = stepped(ALONE, "qwen3", **compiled_with(mode))
     assert_as_expected(found, "qwen3")
@@ -241,7 +241,7 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(on_ranks):
 
 
 def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged):
-    texts = logged(compile)
+    texts = logged()
     fresh_graphs()
     torch._dynamo.utils.clear_compilation_metrics()  # other tests reset the numbers of graphs
     watch = compile.RecompileWatch()
@@ -258,7 +258,7 @@ def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged):
 
 
 def test_graph_breaks_are_a_warning_with_their_reason(logged):
-    texts = logged(compile)
+    texts = logged()
     fresh_graphs()
     meant = torch.compiler.disable(lambda x: x.tolist())
     for read, warnings in ((lambda x: x, 0), (meant, 0), (lambda x: x.tolist(), 1)):

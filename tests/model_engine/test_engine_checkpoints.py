@@ -42,23 +42,22 @@ def assert_loads(path, state):
     assert same(engine.model.state_dict(), state)
 
 
-def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path, monkeypatch):
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(workspace):
     engine = language_model(1)
-    monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
     step(engine)
-    engine.save_checkpoint(str(tmp_path / "runs" / "saved"))
+    engine.save_checkpoint(str(workspace / "runs" / "saved"))
     again = language_model(2)
     again.load_checkpoint("runs/saved")
     assert same(again.model.state_dict(), engine.model.state_dict())
     assert len(again.optimizer.state) == len(engine.optimizer.state) > 0
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["saved"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("!")
+    assert [path.name for path in (workspace / "runs").iterdir()] == ["saved"]
+    (workspace / "mine").mkdir()
+    (workspace / "mine" / "thesis.txt").write_text("!")
     for path in ("mine", "mine/thesis.txt"):
         with user_error("exists and is not a checkpoint"):
             engine.save_checkpoint(path)
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
+    assert (workspace / "mine" / "thesis.txt").read_text() == "!"
 
 
 def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch):

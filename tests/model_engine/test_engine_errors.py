@@ -13,7 +13,6 @@ from torch import nn
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.hf.model import adapter
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
@@ -131,7 +130,7 @@ def test_layout_with_fewer_ranks_than_processes_is_rejected():
 
 
 def test_engine_start_router_logits_config_is_warned_about(logged):
-    texts = logged(adapter)
+    texts = logged()
     for wanted in (False, True):
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
         engine_of(config, optimizer=None)

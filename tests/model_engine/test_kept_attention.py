@@ -137,7 +137,7 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch):
 
 def test_attention_mode_that_keeps_nothing_warns_once(logged):
     """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
-    texts = logged(parallelize)
+    texts = logged()
     parallelize._warn_of_attention.cache_clear()
     for name in ("qwen3", "gemma2"):
         gradients("attention", name)

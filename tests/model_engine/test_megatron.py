@@ -270,15 +270,12 @@ def test_megatron_that_is_not_installed_names_the_extra():
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
-def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(workspace, capsys):
     config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
-    words = ["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"]
+    words = ["train", str(config), "model.backend=megatron", f"made.folder={workspace}/made"]
     assert main(words) == EXIT_USER_ERROR
     assert "pip install 'mvp-engine[megatron]'" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
+    assert not (workspace / "made").exists()
 
 
 def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head():

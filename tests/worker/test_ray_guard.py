@@ -45,7 +45,7 @@ def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone():
 
 
 def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_waited_for(
-    monkeypatch,
+    monkeypatch, logged
 ):
     """With a stand-in for Ray, which need not be installed."""
 
@@ -61,8 +61,7 @@ def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_
     monkeypatch.setitem(sys.modules, name, sys)  # is removed again, also if it is not imported yet
     del sys.modules[name]
     launcher = importlib.import_module(name)
-    said = []
-    monkeypatch.setattr(launcher.LOGGER, "info", said.append)
+    said = logged("info")
     with user_error(r"node timed out during startup.*run `ray start --head` before"):
         launcher.RayLauncher().start(2, "cpu", 9.0)
     assert said[0].startswith("waiting for Ray: the cluster of RAY_ADDRESS or of this machine")
