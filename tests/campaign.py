@@ -105,8 +105,8 @@ class Recipe:
     workers: Callable[[int], bool] | None = None  # which processes of a rank may be killed, too
 
 
-def tiny(steps: int = 120) -> Recipe:
-    return Recipe("text", TINY, TINY_SETTINGS, JOBS, steps)
+def tiny(steps: int = 120, jobs=JOBS) -> Recipe:
+    return Recipe("text", TINY, TINY_SETTINGS, jobs, steps)
 
 
 def vision_language() -> Recipe:
@@ -492,7 +492,10 @@ def run(
     minutes: float = float("inf"),
     out: Path | None = None,
     recipes: Callable[[Path], list[tuple[Recipe, float]]] | None = None,
+    text: Recipe | None = None,
 ) -> dict[str, Tally]:
+    """`text`: the training that is stopped by signals and runs on bad disks."""
+    text = text or tiny()
     began = time.monotonic()
     faults = []
 
@@ -520,19 +523,19 @@ def run(
             )
         stopped = (EXIT_INTERRUPTED, -signal.SIGTERM, 0, 1)
         faults.append(
-            Fault("SIGTERM storm", Campaign.storm, tiny(), storms, lambda code: code in stopped)
+            Fault("SIGTERM storm", Campaign.storm, text, storms, lambda code: code in stopped)
         )
         slow = {
             "module": str(ROOT / "tests" / "slow_disk.py"),
             "env": {"MVP_FSYNC_SECONDS": "0.05"},
         }
-        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))
+        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, text, disks, **slow))
         for name, inject, place in (
             ("full disk", Campaign.full_disk, disk),
             ("read-only disk", Campaign.read_only, folder),
         ):
             if disk is not None:
-                fault = Fault(name, inject, tiny(), disks, folder=place, all_records=False)
+                fault = Fault(name, inject, text, disks, folder=place, all_records=False)
                 fault.allowed = lambda code: code in (0, EXIT_USER_ERROR)
                 faults.append(fault)
         faults[:] = [fault for fault in faults if fault.wanted]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +41,7 @@ LONGEST_FILES = [
     "kit/test_mllm.py",
     "test_docs.py",
     "model_engine/test_omni_ranks.py",
-    "model_engine/test_action_engine.py",
+    "kit/actions/test_action_engine.py",
     "kit/test_auto.py",
     "recipes/test_qwen_audio.py",
     "model_engine/test_expert_parallel.py",
@@ -130,6 +132,13 @@ def campaign_size(request):
     return lambda short, full: full if is_full else short
 
 
+def user_error(text):
+    """A context in which a `UserError` must be raised whose message matches `text`."""
+    from mvp_engine.errors import UserError
+
+    return pytest.raises(UserError, match=text)
+
+
 def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
@@ -154,6 +163,39 @@ def readme_commands(recipe: str) -> list[list[str]]:
 
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder)]
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """`tmp_path` as the current folder, with a cache folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def vlm_folder(workspace, tmp_path_factory):
+    """The workspace, with a tiny Qwen3-VL in `model`."""
+    from tiny_vlm import saved_model
+
+    shutil.copytree(saved_model(tmp_path_factory.getbasetemp()), workspace / "model")
+    return workspace
+
+
+@pytest.fixture
+def lazy_streams(monkeypatch):
+    """Every side stream is lazy; the list of those that were made."""
+    from lazy_streams import use_lazy_streams
+
+    return use_lazy_streams(monkeypatch)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is forgotten afterwards."""
+    from mvp_engine.model_engine import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
 
 
 @pytest.fixture
@@ -259,17 +301,25 @@ def on_ranks(rank_processes):
 
 
 @pytest.fixture
-def logged(monkeypatch):
-    """logged(module): the texts that the module's logger is given from now on, at these levels."""
+def logged():
+    """logged(*levels): the messages that the package logs from now on, at these levels; by default warnings."""
+    logger = logging.getLogger("mvp_engine")
+    level, filters = logger.level, []
 
-    def watch(module, *levels):
+    def watch(*levels):
         texts = []
 
-        def note(text, *words):
-            texts.append(text % words if words else text)
+        def note(record):
+            if record.levelname.lower() in (levels or ("warning",)):
+                texts.append(record.getMessage())
+            return True
 
-        for level in levels or ("warning",):
-            monkeypatch.setattr(module.LOGGER, level, note)
+        filters.append(note)
+        logger.addFilter(note)
+        logger.setLevel(logging.INFO)
         return texts
 
-    return watch
+    yield watch
+    for note in filters:
+        logger.removeFilter(note)
+    logger.setLevel(level)

@@ -1,15 +1,11 @@
 """Benchmark scripts: counts of FLOPs and tokens, comparisons on equal data, tables that match their results."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 
 HARDWARE = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
@@ -40,7 +36,7 @@ def bench(monkeypatch):
     return module
 
 
-def across_boundaries(bench: ModuleType):
+def across_boundaries(bench):
     def attend(*qkv):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
@@ -104,11 +100,11 @@ def compare(monkeypatch):
     return import_file(folder / "compare.py")
 
 
-def stored(name: str):
+def stored(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path):
+def test_sft_tables_in_docs_equal_the_stored_results(compare, tmp_path):
     docs = (ROOT / "docs" / "performance.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(docs.replace("| ours |", "| theirs |"))
@@ -346,9 +342,7 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     tmp_path, monkeypatch, campaign_size
 ):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(
-        decode_image, "open_image", decode_image.open_image
-    )  # the script replaces it
+    monkeypatch.setattr(decoders, "open_image", decoders.open_image)  # the script replaces it
     bench = import_file(ROOT / "benchmarks" / "measure_rows.py")
     bench.TRAINED_PACKS = campaign_size(1, 20)
     count = campaign_size(400, 50_000)

@@ -1,11 +1,8 @@
 """`mvp check`: it reports every problem, measures a few steps, and leaves no files behind."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import MAGIC, ROOT, TINY, run_process
@@ -32,7 +29,7 @@ QUICK = [
 ]
 
 
-def checked(capsys: Any, config: Path, *words: str, code: int = 0) -> dict[str, Any]:
+def checked(capsys, config, *words, code=0):
     capsys.readouterr()
     assert main(["check", str(config), "--json", *words]) == code
     found = json.loads(capsys.readouterr().out)
@@ -41,19 +38,17 @@ def checked(capsys: Any, config: Path, *words: str, code: int = 0) -> dict[str, 
     return found
 
 
-def stages(found: dict[str, Any]) -> dict[str, bool]:
+def stages(found):
     return {stage["name"]: stage["ok"] for stage in found["stages"]}
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def digits(tmp_path_factory):
     """Overrides that make the recipe small, with its data in a folder that the tests share."""
     return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
 
 
-def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path, capsys):
     folder = tmp_path / "outputs"
     found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
     assert list(stages(found).items()) == [
@@ -75,7 +70,7 @@ def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(
     assert not folder.exists()
 
 
-def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
+def test_check_json_keys_are_documented(tmp_path, capsys):
     found = checked(capsys, TINY, f"project.dir={tmp_path}")
     documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
     inner = [
@@ -88,18 +83,14 @@ def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
     assert set(found).union(*inner) - documented == set()
 
 
-def test_check_slow_loader_warns_with_the_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_slow_loader_warns_with_the_fix(tmp_path, capsys):
     found = checked(capsys, TINY, f"project.dir={tmp_path}", "tiny.load_seconds=0.02")
     (warning,) = [text for text in found["warnings"] if "wait for data" in text]
     assert "raise data.num_workers (now 0; the machine has " in warning
 
 
 @pytest.mark.slow
-def test_check_of_a_data_kit_inspects_rows_and_evaluates(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsys):
     export = tmp_path / "export"
     found = checked(
         capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3"
@@ -139,9 +130,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(
         assert words in text
 
 
-def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, capsys):
     words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
@@ -157,9 +146,7 @@ def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(
     assert not list(tmp_path.iterdir())
 
 
-def test_check_settings_that_fail_late_are_problems_at_once(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, capsys):
     here = f"project.dir={tmp_path}"
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
@@ -187,9 +174,7 @@ def test_check_settings_that_fail_late_are_problems_at_once(
     assert stages(found) == {"config": True, "data": False}
 
 
-def test_check_bad_rows_are_a_warning_or_an_error(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
     chat = [
         {"role": "user", "content": "Which digit is this?"},
         {"role": "assistant", "content": "7"},
@@ -218,7 +203,7 @@ def test_check_bad_rows_are_a_warning_or_an_error(
     assert found["evaluation"] is None
 
 
-def test_check_unknown_config_key_fails_the_config_stage(capsys: Any) -> None:
+def test_check_unknown_config_key_fails_the_config_stage(capsys):
     found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
     assert stages(found) == {"config": False}
     assert "Did you mean 'optim.lr'?" in found["problems"][0]
@@ -228,14 +213,12 @@ def test_check_unknown_config_key_fails_the_config_stage(capsys: Any) -> None:
     assert "Did you mean 'optim.lr'?" in output.err
 
 
-def _check(folder: str, words: list[str]) -> int:
+def _check(folder, words):
     return check_rank(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
 @pytest.mark.campaign(only=True)
-def test_check_on_two_ranks_equals_one_rank(
-    ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
     two, one = read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
@@ -246,7 +229,7 @@ def test_check_on_two_ranks_equals_one_rank(
 
 
 @pytest.mark.slow
-def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
+def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
     words = [
         f"project.dir={tmp_path}",
         "tiny.fault=nan_once",
@@ -260,9 +243,7 @@ def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_check_bad_rows_of_a_stream_are_listed(
-    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "mvp_engine.tools.inspect_rows.SAMPLE", 100
     )  # rows of a stream that the data stage reads
@@ -289,9 +270,7 @@ def test_check_bad_rows_of_a_stream_are_listed(
     assert "mvp-check-" not in output.out + output.err
 
 
-def test_check_media_that_no_step_has_are_tried(
-    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_media_that_no_step_has_are_tried(digits, tmp_path, capsys, monkeypatch):
     """One row of 400 has an image, and the encoder fails: the training would find out in the middle of an epoch."""
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -308,7 +287,7 @@ def test_check_media_that_no_step_has_are_tried(
     without_gradient = checked(capsys, DIGITS, *words)["without_gradient"]
     assert any(".visual." in name for name in without_gradient)  # no step had the image
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", fail)

@@ -1,7 +1,5 @@
 """`mvp`: what each command prints, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -17,13 +15,13 @@ from mvp_engine.runs import Run, list_runs
 
 
 @pytest.fixture
-def two_runs(train, tmp_path: Path) -> Path:
+def two_runs(train, tmp_path):
     assert train("loop.total_steps=6", "loop.eval_interval=3", "project.run_id=first") == 0
     assert train("loop.total_steps=6", "optim.lr=0.1", "project.run_id=second") == 0
     return tmp_path
 
 
-def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path: Path, capsys) -> None:
+def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path, capsys):
     folder = f"project.dir={tmp_path}"
     assert main(["train", str(TINY), "loop.total_steps=3", "--nproc", "1", folder]) == 0
     assert main(["evaluate", str(TINY), folder]) == 0
@@ -31,7 +29,7 @@ def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path: Path, capsys
     assert len(list_runs(tmp_path)) == 1
 
 
-def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
+def test_config_show_output_trains_again(tmp_path, capsys):
     assert main(["config", str(TINY), "seed=4"]) == 0
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
@@ -44,7 +42,7 @@ def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
     )
 
 
-def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
+def test_saved_config_of_a_run_trains_with_equal_losses(two_runs):
     assert main(["train", str(two_runs / "first" / "config.yaml"), "project.run_id=third"]) == 0
     first, third = (
         list((two_runs / name / "metrics.jsonl").read_text().splitlines())
@@ -55,7 +53,7 @@ def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
     ]
 
 
-def test_config_schema_prints_json(capsys) -> None:
+def test_config_schema_prints_json(capsys):
     assert main(["config", str(MAGIC), "--schema"]) == 0
     assert (
         json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"]
@@ -63,7 +61,7 @@ def test_config_schema_prints_json(capsys) -> None:
     )
 
 
-def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> None:
+def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
     assert main(["runs", "--dir", str(two_runs)]) == 0
     text = capsys.readouterr().out
     assert "first" in text
@@ -79,7 +77,7 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> 
     assert facts["train"]["step"] == 6
 
 
-def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path: Path, capsys) -> None:
+def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path, capsys):
     words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=2"]
     assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
     assert main(["runs", "latest", "--dir", str(tmp_path)]) == 0
@@ -93,7 +91,7 @@ def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path: Path, 
     assert json.loads(capsys.readouterr().out)["error"] is None
 
 
-def test_runs_show_reads_the_last_record_of_each_split(tmp_path: Path, capsys) -> None:
+def test_runs_show_reads_the_last_record_of_each_split(tmp_path, capsys):
     run = Run.create(tmp_path, "tiny", "first")
     lines = [json.dumps({"step": step, "split": "train", "loss": 1.0 / step}) for step in (1, 2)]
     lines.insert(1, json.dumps({"step": 1, "split": "eval", "loss": 7.0}))
@@ -103,7 +101,7 @@ def test_runs_show_reads_the_last_record_of_each_split(tmp_path: Path, capsys) -
     assert (shown["step"], shown["train"]["loss"], shown["eval"]["loss"]) == (2, 0.5, 7.0)
 
 
-def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
+def test_runs_diff_prints_config_keys_and_metrics(two_runs, capsys):
     assert main(["runs", "first", "second", "--dir", str(two_runs)]) == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
     assert main(["runs", "first", "second", "--dir", str(two_runs), "--json"]) == 0
@@ -112,7 +110,7 @@ def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> Non
     assert "train.loss" in answer["figures"]
 
 
-def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
+def test_runs_plot_writes_a_png(two_runs, capsys):
     out = two_runs / "both.png"
     words = [
         "runs",
@@ -139,15 +137,13 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
         (["runs"], "no runs in"),
     ],
 )
-def test_runs_without_a_match_print_a_message(
-    tmp_path: Path, capsys, words: list[str], expected: str
-) -> None:
+def test_runs_without_a_match_print_a_message(tmp_path, capsys, words, expected):
     main([*words, "--dir", str(tmp_path)])
     output = capsys.readouterr()
     assert expected in output.out + output.err
 
 
-def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
+def test_misspelt_files_and_runs_get_a_hint(tmp_path, capsys):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("{}\n")
     assert main(["data", "inspect", str(tmp_path / "row" / "train.json")]) == EXIT_USER_ERROR
@@ -163,9 +159,9 @@ def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
 
 
 def test_misspelt_file_in_a_folder_that_may_not_be_listed_is_a_user_error(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(folder: Path) -> None:
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(folder):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # root may list every folder
@@ -173,7 +169,7 @@ def test_misspelt_file_in_a_folder_that_may_not_be_listed_is_a_user_error(
     assert "nothing at" in capsys.readouterr().err
 
 
-def test_user_errors_are_one_line(capsys) -> None:
+def test_user_errors_are_one_line(capsys):
     assert main(["config", "nowhere.yaml"]) == EXIT_USER_ERROR
     assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
     with pytest.raises(SystemExit, match="2"):
@@ -184,7 +180,7 @@ def test_user_errors_are_one_line(capsys) -> None:
     assert "unrecognized arguments: --nproz" in text
 
 
-def read_one_line(command: str) -> tuple[int, str, str]:
+def read_one_line(command):
     """Exit code, stdout and stderr of a command with a reader that closes the pipe after one line."""
     script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
     done = subprocess.run(
@@ -194,9 +190,9 @@ def read_one_line(command: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("python", ["", "-u"])
-def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) -> None:
+def test_output_after_a_broken_pipe_is_discarded(tmp_path, python):
     lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
-    code = f"import sys\nfrom mvp_engine.process.pipes import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
+    code = f"import sys\nfrom mvp_engine.process.watchdog import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
     (tmp_path / "prints.py").write_text(code)
     assert read_one_line(f"{python} {tmp_path}/prints.py 2>&1")[::2] == (0, "")
     assert (tmp_path / "done").exists()
@@ -204,14 +200,14 @@ def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) ->
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
+def test_profile_with_a_broken_pipe_writes_its_files(tmp_path):
     words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
     code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")
     assert (code, len(stdout.splitlines()), "BrokenPipeError" in stderr) == (0, 1, False)
     assert (tmp_path / "profile.md").read_text()
 
 
-def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
+def test_runs_and_help_import_neither_torch_nor_pydantic():
     code = "import sys, mvp_engine.cli, mvp_engine.tools.runs; print({'torch', 'pydantic'} & set(sys.modules))"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -219,10 +215,8 @@ def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
     assert printed.stdout.strip() == "set()"
 
 
-def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(
-    monkeypatch, capsys
-) -> None:
-    def interrupted(**options: object) -> None:
+def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(monkeypatch, capsys):
+    def interrupted(**options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mvp_engine.cli.call", interrupted)

@@ -1,18 +1,15 @@
 """Elastic jobs: `--nnodes 1:2` continues with one node after the other was lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from conftest import TINY, read_metrics, spawn, wait_until
+from conftest import TINY, read_metrics, spawn, user_error, wait_until
 from test_nodes import resolve  # noqa: F401 - a fixture
 
-from mvp_engine.errors import JOB_ID, UserError
+from mvp_engine.errors import JOB_ID
 from mvp_engine.runs import launcher_id, list_runs
 
 WORDS = [
@@ -36,7 +33,7 @@ def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
         ("0:2", "at least 1"),
         ("two", "LEAST:MOST"),
     ):
-        with pytest.raises(UserError, match=text):
+        with user_error(text):
             resolve("--nnodes", wrong, "--node-rank", "0", "--master-addr", "a")
 
 
@@ -99,7 +96,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
     assert ranks == 1
 
 
-def _lines(folder: Path) -> list[str]:
+def _lines(folder):
     return [
         line for file in folder.glob("*/metrics.jsonl") for line in file.read_text().splitlines()
     ]

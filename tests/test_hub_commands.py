@@ -1,15 +1,11 @@
 """Commands on models and datasets of a fake Hub, online and without a network: inspect, check, train, resume, chat."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ import yaml
 from conftest import ROOT
 from fake_hub import FakeHub, use_hub
 from PIL import Image
-from ranks import RankPool
 
 sys.path.append(str(Path(__file__).parent / "kit"))
 from tiny_vlm import chat, model_config, qwen3_vl
@@ -49,7 +44,7 @@ lora: {rank: 2}
 """
 
 
-def parquet(rows: int) -> bytes:
+def parquet(rows):
     """Rows with an image and a chat, as the Hub stores them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -70,7 +65,7 @@ def parquet(rows: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "vlm"
     torch.manual_seed(0)
     LanguageModel.from_config(model_config()).hf.save_pretrained(folder)
@@ -79,13 +74,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.chdir(tmp_path)
+def hub(model, workspace, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "train.yaml").write_text(CONFIG)
+    (workspace / "train.yaml").write_text(CONFIG)
     with FakeHub().serve() as hub:
-        use_hub(hub.url, tmp_path / "home", monkeypatch)
+        use_hub(hub.url, workspace / "home", monkeypatch)
         hub.add("org/vlm", model)
         files = {
             "data/train-00000-of-00001.parquet": parquet(6),
@@ -95,7 +88,7 @@ def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield hub
 
 
-def run(capsys: Any, *words: str, code: int = 0) -> str:
+def run(capsys, *words, code=0):
     """The output of a command that ends with this exit code."""
     assert main(list(words)) == code, capsys.readouterr()
     found = capsys.readouterr()
@@ -104,8 +97,8 @@ def run(capsys: Any, *words: str, code: int = 0) -> str:
 
 @pytest.mark.slow
 def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
-    hub: FakeHub, model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, model, tmp_path, capsys, monkeypatch
+):
     page = (
         (ROOT / "README.md")
         .read_text()
@@ -163,9 +156,7 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
 
 
 @pytest.mark.slow
-def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(
-    hub: FakeHub, capsys: Any
-) -> None:
+def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub, capsys):
     commit = hub.repos["org/vlm"].branches["main"]
     rows = hub.repos["datasets/org/shapes"].branches["main"]
     run(capsys, "train", "train.yaml")
@@ -194,7 +185,7 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(
 
 
 @pytest.mark.slow
-def test_profile_runs_on_a_model_of_the_hub(hub: FakeHub, capsys: Any) -> None:
+def test_profile_runs_on_a_model_of_the_hub(hub, capsys):
     run(
         capsys,
         "profile",
@@ -210,7 +201,7 @@ def test_profile_runs_on_a_model_of_the_hub(hub: FakeHub, capsys: Any) -> None:
     assert Path("out/profile.md").is_file()
 
 
-def error_of_start(config: str, override: str) -> str:
+def error_of_start(config, override):
     """The user error of building an engine on this rank."""
     composed = compose(config, [override])
     world = World.join("cpu")
@@ -224,11 +215,11 @@ def error_of_start(config: str, override: str) -> str:
     return ""
 
 
-def error_of_download() -> tuple[str, int]:
+def error_of_download():
     """The error of work that one rank of the node does, and how often this rank did it."""
     calls = []
 
-    def fail() -> None:
+    def fail():
         calls.append(1)
         raise UserError("cannot be stored")
 
@@ -243,7 +234,7 @@ def error_of_download() -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2: RankPool) -> None:
+def test_two_ranks_download_each_file_once_and_share_errors(hub, ranks2):
     home = Path("home").absolute()
     settings = [f"project.dir={Path('outputs').absolute()}", "data.global_batch_size=2"]
     try:
@@ -265,9 +256,7 @@ def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2
 
 
 @pytest.mark.slow
-def test_push_uploads_model_and_card_that_chat_reads_back(
-    hub: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_uploads_model_and_card_that_chat_reads_back(hub, capsys, monkeypatch):
     run(capsys, "train", "train.yaml", "loop.eval_interval=2")
     newest = list_runs(Path("outputs"))[-1]
     newest.note(setup={**newest.info["setup"], "versions": {"torch": "1.2.3"}})
@@ -318,8 +307,8 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
     assert "me/reader: nothing was uploaded, since the Hub cannot be reached" in error
 
 
-def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
-    def names(path: str, split: str = "train") -> list[str]:
+def test_dataset_paths_choose_config_and_split(hub):
+    def names(path, split="train"):
         return [Path(file).name for file in dataset_files(path, split)]
 
     assert names("hf://org/shapes", "test") == ["test-00000-of-00001.parquet"]
@@ -376,14 +365,14 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
         ),
     ],
 )
-def test_dataset_path_errors_name_the_choices(hub: FakeHub, path: str, message: str) -> None:
+def test_dataset_path_errors_name_the_choices(hub, path, message):
     hub.add("datasets/org/words", {"de/train.parquet": b"PAR1", "en/train.parquet": b"PAR1"})
     hub.add("datasets/org/raw", {"rows.jsonl": b"{}"})
     with pytest.raises(ValueError, match=message):
         dataset_files(path)
 
 
-def test_held_out_source_without_a_split_of_that_name_is_an_error(hub: FakeHub) -> None:
+def test_held_out_source_without_a_split_of_that_name_is_an_error(hub):
     with pytest.raises(
         ValueError, match="has no split eval: name one of its splits, hf://org/shapes:test"
     ):

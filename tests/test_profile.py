@@ -1,13 +1,9 @@
 """`mvp profile`: steps of a real training under the profiler, and the summary of its events."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +36,7 @@ CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
 @pytest.mark.slow
-def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) -> None:
+def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
     words = [
         CONFIG,
         "--out",
@@ -70,7 +66,7 @@ def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) ->
     assert not (tmp_path / "runs").exists()
 
 
-def test_profile_user_errors_are_explained(tmp_path: Path, capsys) -> None:
+def test_profile_user_errors_are_explained(tmp_path, capsys):
     words = ["profile", CONFIG, "--out", str(tmp_path), f"project.dir={tmp_path}"]
     assert main([*words, "--steps", "0"]) == 2
     assert main([*words, "resume=auto"]) == 2
@@ -84,7 +80,7 @@ def test_profile_user_errors_are_explained(tmp_path: Path, capsys) -> None:
     assert "train step" not in output.out
 
 
-def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
+def test_summary_counts_idle_time_and_kinds_of_kernels():
     kernels = [
         Kernel("gemm", 0, 10),
         Kernel("triton_norm", 5, 10),
@@ -120,9 +116,7 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert "The GPU drew 692 W at 1,530 MHz. " in seldom
 
 
-def test_clock_of_gpu_is_sampled_while_something_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     lines = [
         "1980, 120.5, Not Active",
@@ -167,7 +161,7 @@ def test_clock_of_gpu_is_sampled_while_something_runs(
 
 
 @pytest.mark.slow
-def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path: Path) -> None:
+def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path):
     config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
     words = [
         str(config),
@@ -194,7 +188,7 @@ SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
 
 
 @pytest.mark.slow
-def test_profile_traces_exactly_the_named_steps(tmp_path: Path, capsys) -> None:
+def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
     """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
     config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
     slow = [
@@ -226,9 +220,7 @@ def test_profile_traces_exactly_the_named_steps(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(
-    train, tmp_path: Path, capsys
-) -> None:
+def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path, capsys):
     words = [
         "tiny.fault=slow_hook",
         "tiny.fault_step=11",
@@ -257,7 +249,7 @@ def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(
     assert len(list_runs(tmp_path)) == 1
 
 
-def test_page_of_slow_hook_names_its_line_and_not_larger_packs() -> None:
+def test_page_of_slow_hook_names_its_line_and_not_larger_packs():
     facts = summary(Events(1.0, [Kernel("gemm", 0, 100_000)], [], []), 1, {})
     hook = {
         "name": "train_post_step",
@@ -275,10 +267,10 @@ def test_page_of_slow_hook_names_its_line_and_not_larger_packs() -> None:
     assert "larger packs" not in text
 
 
-def test_windows_of_gpu_and_host_are_apart() -> None:
+def test_windows_of_gpu_and_host_are_apart():
     """The host is ahead of the GPU: its marks come before the GPU has done the steps before the window."""
 
-    def event(name: str, start: float, end: float, device: str) -> Any:
+    def event(name, start, end, device):
         times = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
         return SimpleNamespace(
             name=name, time_range=times, device_type=device, is_user_annotation=name == MARK
@@ -329,7 +321,7 @@ def test_windows_of_gpu_and_host_are_apart() -> None:
     )
 
 
-def test_summary_separates_exposed_communication() -> None:
+def test_summary_separates_exposed_communication():
     kernels = [
         Kernel("gemm", 0, 4000),
         Kernel("ncclDevKernel_AllGather", 3000, 3000),
@@ -351,13 +343,13 @@ def test_summary_separates_exposed_communication() -> None:
     )
 
 
-def test_collectives_on_gloo_are_found(ranks2) -> None:
+def test_collectives_on_gloo_are_found(ranks2):
     assert all(
         name.startswith("gloo:") and length > 0 for name, length in ranks2.run(_profiled_collective)
     )
 
 
-def _profiled_collective() -> tuple[str, float]:
+def _profiled_collective():
     world = World.join("cpu")
     with torch.profiler.profile() as profiler:
         torch.distributed.all_reduce(torch.ones(1000))  # before the window
@@ -369,7 +361,7 @@ def _profiled_collective() -> tuple[str, float]:
     return seen.name, seen.length
 
 
-def test_own_loss_kernels_are_counted_as_loss() -> None:
+def test_own_loss_kernels_are_counted_as_loss():
     source = (ROOT / "mvp_engine" / "ops" / "logit_kernels.py").read_text()
     names = re.findall(r"@triton\.jit\ndef (\w+)\(", source)
     assert names

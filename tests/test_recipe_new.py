@@ -1,10 +1,6 @@
 """`mvp recipe`: a copy runs at once and shares nothing with its origin."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, TINY
@@ -28,7 +24,7 @@ QUICK = {
 }
 
 
-def composed(file: Path) -> Any:
+def composed(file):
     """The config, or the error: some configs need a path on the command line."""
     try:
         return compose(file).config
@@ -38,9 +34,7 @@ def composed(file: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", RECIPES)
-def test_recipe_new_all_configs_compose_under_the_new_name(
-    origin: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, capsys):
     assert main(["recipe", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
@@ -78,7 +72,7 @@ def test_recipe_new_all_configs_compose_under_the_new_name(
         assert f"recipes/{origin}/" not in file.read_text()
 
 
-def _texts(tree: Any) -> list[str]:
+def _texts(tree):
     if isinstance(tree, dict | list):
         return [
             text
@@ -88,22 +82,19 @@ def _texts(tree: Any) -> list[str]:
     return [tree] if isinstance(tree, str) else []
 
 
-def _flat(config: Any, without: set[str], strip: str) -> str:
+def _flat(config, without, strip):
     text = json.dumps(config.model_dump(exclude=without), sort_keys=True)
     return text.replace(strip, f"{config.project.dir}/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", QUICK)
-def test_recipe_new_copy_trains_from_any_folder(
-    origin: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "recipes").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monkeypatch):
+    (workspace / "recipes").mkdir()
     assert main(["recipe", "mine", "--from", origin]) == 0
     config, elsewhere = (
-        tmp_path / "recipes" / "mine" / "configs" / "train.yaml",
-        tmp_path / "elsewhere",
+        workspace / "recipes" / "mine" / "configs" / "train.yaml",
+        workspace / "elsewhere",
     )
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -115,14 +106,14 @@ def test_recipe_new_copy_trains_from_any_folder(
     assert run.info["name"] == "mine"
     assert not (elsewhere / "outputs" / "digits_data").exists()
     capsys.readouterr()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(workspace)
     assert main(["recipe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {*RECIPES, "mine"}
     assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
 
 
-def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> None:
+def test_recipe_new_training_stages_keep_their_name_endings(tmp_path):
     origin = tmp_path / "vl"
     (origin / "configs").mkdir(parents=True)
     (origin / "engine.py").write_text(
@@ -154,11 +145,8 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> N
     assert not (folder / "outputs").exists()
 
 
-def test_recipe_new_user_errors_are_explained(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
+def test_recipe_new_user_errors_are_explained(workspace, capsys):
+    (workspace / "taken").mkdir()
     for words, expected in (
         (["taken", "--from", "magic_transformer"], "taken exists already"),
         (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is not a valid recipe name"),
@@ -170,15 +158,13 @@ def test_recipe_new_user_errors_are_explained(
     ):
         assert main(["recipe", *words]) == EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
-    (tmp_path / "taken" / "engine.py").write_text("")
-    (tmp_path / "taken" / "train.yaml").write_text("a: [")
+    (workspace / "taken" / "engine.py").write_text("")
+    (workspace / "taken" / "train.yaml").write_text("a: [")
     assert main(["recipe", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+    assert [entry.name for entry in workspace.iterdir()] == ["taken"]
 
 
-def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(
-    tmp_path: Path, capsys
-) -> None:
+def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path, capsys):
     assert main(["recipe", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
     assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

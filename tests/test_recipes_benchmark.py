@@ -1,7 +1,5 @@
 """benchmarks/recipes.py: times and throughput of a log, and a process that takes too long."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -17,7 +15,7 @@ BENCH = import_file(ROOT / "benchmarks" / "recipes.py")
 session_members = import_file(ROOT / "benchmarks" / "watch.py").session_members
 
 
-def record(step: int, step_s: float):
+def record(step, step_s):
     perf = {"step_s": step_s, "tokens_per_s": 100 / step_s, "data_wait": 0.1, "memory_gib": 3.0}
     return {"split": "train", "step": step, "loss": 2.0, "perf": perf}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,17 +21,17 @@ from mvp_engine.runs import Run, list_runs
 from mvp_engine.tools.replay import config_of, nearest_checkpoint, rank_arguments, replay_step
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def replayed(capsys, folder: Path, *words: str, code: int = 0):
+def replayed(capsys, folder, *words, code=0):
     capsys.readouterr()
     assert main(["check", str(newest(folder).dir), "--json", *words]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def where(run: Run, step: int, sample: int) -> int:
+def where(run, step, sample):
     """The micro-batch of a sample in a step, counted from 1, by the record of the step."""
     lines = (run.dir / "skipped_steps.jsonl").read_text().splitlines()
     [record] = [one for line in lines if (one := json.loads(line))["step"] == step]
@@ -163,7 +162,7 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
     assert record["nonfinite_micro_batches"] == [entry["micro_batch"] - 1]
 
 
-def _replay_rank(arguments: list[str]) -> int:
+def _replay_rank(arguments):
     from mvp_engine.tools.replay import main as replay_main
 
     return replay_main(arguments)

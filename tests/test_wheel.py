@@ -1,15 +1,12 @@
 """The built wheel, used by a stranger: from an empty folder to a trained model that answers. And what the package
 resolves to next to other packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -55,7 +52,7 @@ def wheel(tmp_path_factory):
     return file
 
 
-def commands(run: str = "RUN") -> list[list[str]]:
+def commands(run="RUN"):
     """A recipe of one's own, then the four commands: look at the data, check, train, chat."""
     ask = ["chat", run, "-p", "Which digit is this?", "--max-new-tokens", "2"]
     return [
@@ -135,7 +132,7 @@ def test_package_resolves_next_to_the_newest(other, tmp_path):
         assert together[name] == alone[name]
 
 
-def resolve(folder: Path, *requirements: str) -> dict[str, str]:
+def resolve(folder, *requirements):
     """Versions by package, as uv chooses them for this Python on a GPU host."""
     file = folder / "requirements.in"
     file.write_text("\n".join(requirements))

@@ -1,12 +1,10 @@
 """Zigzag: every token on one context rank, at most two chunks of a sequence, tokens and attended pairs balanced."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
-from mvp_engine.distributed.zigzag import Chunk, zigzag
+from mvp_engine.distributed.sequence_parallel import Chunk, zigzag
 
 R = random.Random(0)
 MIXES = {
@@ -24,7 +22,7 @@ MIXES = {
 }
 
 
-def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]):
+def assert_partition(lengths, of_ranks):
     chunks = sorted(chunk for chunks in of_ranks for chunk in chunks)
     at = 0
     for chunk in chunks:
@@ -38,7 +36,7 @@ def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]):
         assert all(firsts.count(first) <= 2 for first in firsts)
 
 
-def largest_over_mean(values: list[int]) -> float:
+def largest_over_mean(values):
     return max(values) * len(values) / sum(values)
 
 

@@ -1,4 +1,4 @@
-"""Find the Engine subclass of a config: from a file path, a module name, or the recipe's `engine.py`.
+"""Find the Engine subclass of a config: from a file path, a module name, a recipe, or the `engine.py` near the config.
 
 A recipe is a folder with an `engine.py`, and configs in it or below it. The import of an engine takes seconds, most of
 them for torch. So its config class is looked for in its source first: if this imports the class from a module, such
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mvp_engine.config.compose import SHIPPED
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file, load_spec, spec_file
@@ -30,9 +31,10 @@ def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]
     """Import the engine class that `spec` names; returns it with an absolute spec.
 
     `spec` is `file.py:Class` (relative to the config file, or else to the working directory), `module:Class`, either
-    without `:Class` if the file defines one engine only, or None for the nearest `engine.py`. The absolute spec is
-    saved with the run, so that a resume from another folder finds the same class.
+    without `:Class` if the file defines one engine only, the name of a shipped recipe, or None for the nearest
+    `engine.py`. The absolute spec is saved with the run, so that a resume from another folder finds the same class.
     """
+    spec = _recipe_file(spec)
     class_name = None
     if spec is None:
         module = import_file(nearest_engine(config_file))
@@ -45,6 +47,12 @@ def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]
         raise UserError(f"{_name(module)} has no engine class {class_name!r}; it has: {known}")
     is_file = spec is None or spec.partition(":")[0].endswith(".py")
     return engine_class, f"{module.__file__ if is_file else module.__name__}:{class_name}"
+
+
+def _recipe_file(spec: str | None) -> str | None:
+    """The spec, with the file of the engine in place of the name of a shipped recipe."""
+    file = SHIPPED / (spec or "") / "engine.py"
+    return str(file) if spec and spec.isidentifier() and file.is_file() else spec
 
 
 def nearest_engine(config_file: Path) -> Path:
@@ -92,6 +100,7 @@ def _name(module: ModuleType) -> str:
 
 def find_config_class(spec: str | None, config_file: Path) -> tuple[type[Config], str]:
     """The config class of an engine, and the absolute spec of the engine."""
+    spec = _recipe_file(spec)
     location, _, name = spec.rpartition(":") if spec and ":" in spec else (spec or "", "", "")
     try:
         if location and not location.endswith(".py"):

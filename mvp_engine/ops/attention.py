@@ -9,17 +9,14 @@ in `mvp_engine.hf.model.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.ops import cudnn_attention, flash_attention, flex_attention
-from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
+from mvp_engine.ops.attn_spec import AttnSpec
 from mvp_engine.ops.flex_attention import flex_varlen_attention
 from mvp_engine.ops.precision import is_half_on_gpu
 
@@ -60,134 +57,6 @@ def _torch_varlen(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -
     from mvp_engine.ops.torch_varlen import torch_varlen_attention
 
     return torch_varlen_attention(q_HTd, k_KTd, v_KTd, spec)
-
-
-# Attention in which groups of queries have keys of their own: the suffixes of a sequence, which share its prefix.
-#
-# Legend: M keys of all groups' sources, R gathered keys of one group.
-#
-# An action expert attends to the prefix of its sequence and to its own suffix; several noise draws share it. Each
-# group is one call of `varlen_attention` with its own key lengths: on GPUs a varlen kernel, on CPUs an exact loop. Keys
-# that several queries share are gathered once per use; the backward sums the uses of each key in a fixed order, where
-# `index_add` would be atomic and thus not reproducible on GPUs.
-
-
-@dataclass(frozen=True, eq=False)
-class KeyRows:
-    """Which keys a group reads: rows of all keys, with repetitions."""
-
-    index: Tensor  # (R,) int64: the key in each place
-    # (M, U) int64: the places of each key; R where a key has fewer uses than the most used one
-    uses: Tensor
-
-    @classmethod
-    def of(cls, index_R: Tensor, num_keys: int) -> KeyRows:
-        """Build both tables on the host."""
-        order_R = index_R.argsort(stable=True)
-        counts_M = torch.bincount(index_R, minlength=num_keys)
-        most = int(counts_M.max()) if len(counts_M) else 0
-        uses_MU = torch.full((num_keys, max(1, most)), len(index_R))
-        starts_M = counts_M.cumsum(0) - counts_M
-        sorted_R = index_R[order_R]
-        uses_MU[sorted_R, torch.arange(len(index_R)) - starts_M[sorted_R]] = order_R
-        return cls(index_R, uses_MU)
-
-
-@dataclass(frozen=True, eq=False)
-class QueryGroup:
-    """Consecutive queries, cut into sequences, and the keys of each sequence.
-
-    The number of queries is read from tensor sizes: a number would be part of a compiled block, which the first pack
-    with fewer sequences would compile again.
-    """
-
-    cu_seqlens: Tensor  # int32, of the queries of this group alone
-    max_seqlen: int
-    is_even: bool = False  # all sequences have `max_seqlen` queries; one group may be uneven
-    causal: bool = False
-    keys: KeyRows | None = None  # None: the keys of the same tokens, which come first
-    cu_seqlens_k: Tensor | None = None  # int32, of the gathered keys
-    max_seqlen_k: int = 0
-
-    def to(self, device: torch.device) -> QueryGroup:
-        """A copy on a GPU, without a host sync."""
-        if device.type != "cuda":
-            return self
-        keys = self.keys
-        if keys is not None:
-            keys = KeyRows(_to(keys.index, device), _to(keys.uses, device))
-        moved = replace(
-            self,
-            cu_seqlens=_to(self.cu_seqlens, device),
-            keys=keys,
-            cu_seqlens_k=None if self.cu_seqlens_k is None else _to(self.cu_seqlens_k, device),
-        )
-        for boundaries in (moved.cu_seqlens, moved.cu_seqlens_k):
-            if boundaries is not None:  # see `attention.boundaries`
-                torch._dynamo.maybe_mark_dynamic(boundaries, 0)
-        return moved
-
-    @property
-    def even_queries(self) -> int:
-        """The number of queries, of an even group."""
-        return (self.cu_seqlens.shape[0] - 1) * self.max_seqlen
-
-    def spec(self, scale: float | None, dropout: float) -> AttnSpec:
-        keys = None
-        if self.keys is not None:
-            assert self.cu_seqlens_k is not None
-            nothing = self.cu_seqlens  # indices are for mask functions, and there is none
-            keys = KeySpec(self.cu_seqlens_k, self.max_seqlen_k, nothing, nothing)
-        return AttnSpec(
-            self.cu_seqlens, self.max_seqlen, scale, self.causal, dropout=dropout, keys=keys
-        )
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def grouped_query_attention(
-    q_HTd: Tensor,
-    k_KMd: Tensor,
-    v_KMd: Tensor,
-    groups: Sequence[QueryGroup],
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention of shape (H, T, d): the groups lie one after the other in the queries."""
-    outs = []
-    rest = q_HTd.shape[1] - sum(group.even_queries for group in groups if group.is_even)
-    sizes = [group.even_queries if group.is_even else rest for group in groups]
-    for group, q_HLd in zip(groups, q_HTd.split(sizes, 1), strict=True):
-        if group.keys is None:
-            k_KRd = k_KMd[:, : q_HLd.shape[1]]
-            v_KRd = v_KMd[:, : q_HLd.shape[1]]
-        else:
-            k_KRd = _GatherRows.apply(k_KMd, group.keys.index, group.keys.uses)
-            v_KRd = _GatherRows.apply(v_KMd, group.keys.index, group.keys.uses)
-        outs.append(varlen_attention(q_HLd, k_KRd, v_KRd, group.spec(scale, dropout)))
-    return torch.cat(outs, dim=1)
-
-
-class _GatherRows(torch.autograd.Function):
-    """`x[:, index]`, whose backward gathers as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x_KMd: Tensor, index_R: Tensor, uses_MU: Tensor) -> Tensor:
-        ctx.save_for_backward(uses_MU)
-        return x_KMd.index_select(1, index_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_KRd: Tensor) -> tuple[Tensor | None, ...]:
-        (uses_MU,) = ctx.saved_tensors
-        heads = grad_KRd.shape[0]
-        zero_K1d = grad_KRd.new_zeros(heads, 1, grad_KRd.shape[2])
-        padded = torch.cat([grad_KRd, zero_K1d], dim=1)
-        picked = padded.index_select(1, uses_MU.flatten())
-        # Sums of half-precision gradients in float32: a prefix has one use for each noise draw.
-        of_uses = picked.view(heads, *uses_MU.shape, -1).float()
-        return of_uses.sum(2).to(grad_KRd.dtype), None, None
 
 
 # Reference attention: plain PyTorch, one packed sequence at a time. Every kernel is tested against it.

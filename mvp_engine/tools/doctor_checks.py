@@ -512,10 +512,9 @@ TONE_HZ = 440
 
 def check_media(kind: str, folder: Path = FOLDER) -> Finding:
     """Decode a file of the package, and compare it with what it shows."""
-    from mvp_engine.kit.data.read.decode import decode
-    from mvp_engine.kit.data.read.limits import Limits
+    from mvp_engine.kit.data.read.decoders import decode
     from mvp_engine.kit.data.read.probe import probe
-    from mvp_engine.kit.data.read.row_types import BadRow, Part
+    from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
     fix = "reinstall the decoders: pip install --force-reinstall pillow av soundfile soxr"
     part = Part(kind, MEDIA[kind])

@@ -1,7 +1,5 @@
 """Run folders that an older version wrote: today's code resumes them with the losses that the older one computed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -44,7 +42,7 @@ def old(tmp_path):
     return tmp_path / "old"
 
 
-def check_losses(found: list[float], recipe: str):
+def check_losses(found, recipe):
     """Bit-equal to the older version, but for language models: their head sums over tokens with a label alone since.
 
     Kernels of another CPU or torch may round differently, too.

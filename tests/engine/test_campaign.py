@@ -1,7 +1,5 @@
 """A short fault campaign: `make fault-campaign` runs it at full length, with disks that are full, read-only or slow."""
 
-from __future__ import annotations
-
 import os
 
 import campaign
@@ -13,12 +11,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.campaign(only=True)
-def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2", "data.num_workers=2"])])
-    out = tmp_path / "table.md"
-    table = campaign.run(
-        tmp_path, 1, 1, 0, seed=1, out=out, recipes=lambda _: [(campaign.tiny(40), 1.0)]
-    )
+def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path):
+    jobs = [(2, ["parallel.shard=2", "data.num_workers=2"])]
+    short, out = campaign.tiny(40, jobs), tmp_path / "table.md"
+    options = {"recipes": lambda _: [(short, 1.0)], "text": campaign.tiny(jobs=jobs)}
+    table = campaign.run(tmp_path, 1, 1, 0, seed=1, out=out, **options)
     assert "kill -9, text" in out.read_text()
     for name, tally in table.items():
         assert (tally.lost, tally.hung, tally.unequal, tally.survivors) == (0, 0, 0, 0), (

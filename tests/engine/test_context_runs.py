@@ -1,9 +1,5 @@
 """Trainings with context parallel: the losses of one rank, exact resume, checkpoints that other layouts read."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import ROOT, read_metrics
@@ -18,7 +14,7 @@ WORDS = [
 ]  # so that a shorter run is the same run, cut
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder):
     """Weights and optimizer states of the last checkpoint of the only run in a folder."""
     [run] = list_runs(folder)
     reader = Reader(run.checkpoint_list()[-1])

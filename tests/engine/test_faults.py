@@ -1,26 +1,21 @@
 """What goes wrong in a training, and what the user gets to see."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from conftest import TINY, losses, read_metrics
+from conftest import TINY, losses, read_metrics, user_error
 from run_files import json_lines, log_of
 
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_BUG, EXIT_USER_ERROR
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def skipped(folder, rank=0):
     name = "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
     return json_lines(newest(folder).dir / name)
 
@@ -247,10 +242,9 @@ def test_loader_with_equal_data_on_all_ranks_is_refused(train, tmp_path):
 
     from mvp_engine.distributed import World
     from mvp_engine.engine.feed import Feed
-    from mvp_engine.errors import UserError
 
     two = World(0, 2, 0, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match="would train on the same samples"):
+    with user_error("would train on the same samples"):
         Feed(DataLoader([1, 2, 3], shuffle=True), 1, two)
     Feed(DataLoader([1, 2, 3], sampler=DistributedSampler([1, 2, 3], 2, 0)), 1, two)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +14,9 @@ import torch
 from conftest import TINY, spawn, wait_until
 from kill_resume import child_pids
 
-from mvp_engine.distributed import World, hang
-from mvp_engine.distributed.hang import HangWatch, describe
-from mvp_engine.worker.host import Place, WorkerHost
+from mvp_engine.distributed import World, world
+from mvp_engine.distributed.world import HangWatch, describe
+from mvp_engine.worker.launchers import Place, WorkerHost
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -40,7 +39,7 @@ class Clock:
         self.now = 0.0
         self.looks = 0  # of the watching thread, and one for each beat
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         self.looks += 1
         return self.now
 
@@ -54,7 +53,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(
-        hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
+        world, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
     )
     return made
 
@@ -89,7 +88,7 @@ class Store:
         self.set = self.values.__setitem__
         self.get = self.values.__getitem__
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return all(key in self.values for key in keys)
 
 
@@ -112,7 +111,7 @@ def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(r
     assert "2 ranks (0, 1)" in reports[1]
 
 
-def answer(step: int, *frames: str):
+def answer(step, *frames):
     return {
         "time": 0.0,
         "step": step,
@@ -140,7 +139,9 @@ def test_describe_names_the_rank_that_is_not_in_a_collective():
 
 def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
     assert "rank 1 did not answer" in describe({0: answer(7, *COLLECTIVE)}, 2, 60.0)
-    other = answer(7, "engine.py", "/x/torch/distributed/fsdp.py", "/x/torch/distributed/c10d.py")
+    other = answer(
+        7, "engine.py", "/x/torch/distributed/data_parallel.py", "/x/torch/distributed/c10d.py"
+    )
     assert "all ranks wait in collectives, which differ" in describe(
         {0: answer(7, *COLLECTIVE), 1: other}, 2, 60.0
     )
@@ -194,7 +195,7 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
 
 
 class Sleeper:
-    def update(self, hang_here: Callable[[], None]) -> str:
+    def update(self, hang_here):
         hang_here()
         return "done"
 

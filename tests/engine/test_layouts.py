@@ -1,16 +1,14 @@
 """One model on many layouts: the losses of one rank, and checkpoints that any layout reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import MAGIC, ROOT, TINY, losses, read_metrics
+from conftest import MAGIC, ROOT, TINY, losses, read_metrics, user_error
 
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.state import layout_text
-from mvp_engine.errors import EXIT_INTERRUPTED, UserError
+from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
@@ -153,7 +151,5 @@ def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words):
     config = Parallel(
         **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words}
     )
-    with pytest.raises(
-        UserError, match="do not multiply to the 4 processes of this job: use --nproc"
-    ):
+    with user_error("do not multiply to the 4 processes of this job: use --nproc"):
         Layout.of(four, config)

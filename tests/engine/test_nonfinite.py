@@ -1,10 +1,7 @@
 """Non-finite steps: what stays out of the metrics, what is saved, and whether the printed advice works."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +10,20 @@ from run_files import log_of
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.engine.guard import LossTrend
+from mvp_engine.engine.monitor import LossTrend
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder):
     return sorted(path.name for path in newest(folder).checkpoints.glob("*step_*") if path.is_dir())
 
 
-def printed_command(text: str) -> list[str]:
+def printed_command(text):
     """The words after `mvp` of the command that a message ends with."""
     return shlex.split(re.findall(r"(?:continue|example|with).*: mvp (train .*)", text)[-1])
 

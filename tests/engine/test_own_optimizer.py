@@ -1,9 +1,6 @@
 """A recipe with an optimizer of its own: `optim.ema`, keys without effect, the example of docs/optim.md, the check."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from mvp_engine.runs import list_runs
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None):
+def train_steps(made, steps, bad_step=None):
     def forward(ids):
         loss = torch.nn.functional.cross_entropy(made.model(ids), ids.flip(0), reduction="sum")
         return loss * (float("nan") if step == bad_step else 1.0), float(len(ids))
@@ -33,7 +30,7 @@ def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None):
     made.step_status()
 
 
-def averages(made: FSDPEngine) -> dict[str, torch.Tensor]:
+def averages(made):
     with made.averaged():
         return {name: param.detach().clone() for name, param in made.model.named_parameters()}
 
@@ -83,7 +80,7 @@ def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path):
         train_steps(own, 1)
 
 
-def tiny_engine() -> type[Engine]:
+def tiny_engine():
     from mvp_engine.config import compose
 
     return compose(TINY).engine_class
@@ -186,7 +183,7 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
             assert torch.equal(saved.read(name), again.read(name)), name
 
 
-def check_rank(config: str, folder: str, *words: str) -> int:
+def check_rank(config, folder, *words):
     from mvp_engine.tools.check.stages import main
 
     return main(
@@ -194,7 +191,7 @@ def check_rank(config: str, folder: str, *words: str) -> int:
     )
 
 
-def checked(example: Path, folder: Path, ranks=None, *words: str):
+def checked(example, folder, ranks=None, *words):
     from mvp_engine.tools.check.record import read_facts
 
     folder.mkdir()

@@ -1,8 +1,5 @@
 """Parts of a plain PyTorch script in a recipe: its seed, its order of rows, its loader."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,14 +62,14 @@ log: {backends: [jsonl]}
 """
 
 
-def recipe(folder: Path, loader: str = "Rows(None, 4)") -> Path:
+def recipe(folder, loader="Rows(None, 4)"):
     folder.mkdir(exist_ok=True)
     (folder / "engine.py").write_text(ENGINE.replace("LOADER", loader))
     (folder / "train.yaml").write_text(CONFIG)
     return folder / "train.yaml"
 
 
-def script_model() -> nn.Module:
+def script_model():
     """The model of a plain script that begins with `torch.manual_seed(7)`."""
     torch.manual_seed(7)
     return nn.Sequential(
@@ -145,7 +142,7 @@ def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(shuffle
 SAME = "data-parallel ranks 0 and 1 of 2 got the same micro-batches in the first 2 steps: Rows ignores its rank"
 
 
-def warnings_of(folder: Path) -> str:
+def warnings_of(folder):
     return log_of(folder)
 
 
@@ -188,7 +185,7 @@ def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks):
     assert (feed.same_data is not None) is (len(set(data_ranks)) == 4)
 
 
-def check_rank(config: str, folder: str) -> int:
+def check_rank(config, folder):
     from mvp_engine.tools.check.stages import main
 
     return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}"])

@@ -1,7 +1,5 @@
 """Corners of saving and going on, each of which was once wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -26,8 +24,7 @@ def tiny_engine():
     return compose(TINY).engine_class
 
 
-def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_finished_run_in_a_relative_folder_is_not_written_again(train, workspace):
     assert train(dir=Path("rel")) == 0
     [run] = list_runs(Path("rel"))
     files = run.checkpoint_list()[-1] / "meta.json", run.dir / "metrics.jsonl"
@@ -286,13 +283,13 @@ def test_resume_gives_every_rank_its_own_cursor(ranks2, tmp_path):
 
 
 class Stateful:
-    def __init__(self, rank: int):
+    def __init__(self, rank):
         self.rank, self.at = rank, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at, "rank": self.rank}
 
-    def load_state_dict(self, state: dict[str, int]):
+    def load_state_dict(self, state):
         assert state["rank"] == self.rank
         self.at = state["at"]
 
@@ -302,7 +299,7 @@ class Stateful:
             yield 2 * (self.at - 1) + self.rank
 
 
-def own_cursors() -> list[list[int]]:
+def own_cursors():
     from mvp_engine.distributed import World
 
     world = World.join("cpu")
@@ -337,7 +334,7 @@ def test_replicas_start_with_the_weights_of_rank_0(ranks2):
     assert ranks2.run(same_start) == [0.0, 0.0]
 
 
-def same_start() -> float:
+def same_start():
     from mvp_engine.distributed import World
 
     world = World.join("cpu")
@@ -352,7 +349,7 @@ def test_ddp_gradient_ready_twice_in_one_backward_raises(ranks2):
         assert "use_reentrant=False" in text
 
 
-def twice() -> str:
+def twice():
     from torch.utils.checkpoint import checkpoint
 
     from mvp_engine.distributed import DDPReducer, World

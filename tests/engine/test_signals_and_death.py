@@ -2,12 +2,9 @@
 
 `spawn` forks the processes from the tests' fork server; with `fresh_workers`, the ranks are torchrun's own children."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -31,7 +28,7 @@ LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process, text):
     seen = ""
     for line in process.stdout:
         seen += line
@@ -165,12 +162,12 @@ def test_killed_rank_is_named_and_the_job_exits_137(tmp_path):
     assert run.status() == "killed"
 
 
-def report_of_rank_0(folder: str) -> tuple[float, int]:
+def report_of_rank_0(folder):
     """Fail as a rank, rank 0 first and slowly; returns when this rank ended, and its exit code."""
     world = World.join("cpu")
     exits = []
 
-    def show(text: str, mode: str):
+    def show(text, mode):
         time.sleep(1.0)  # the other rank has failed by then
         Path(folder, "said.txt").write_text(str(time.monotonic()))
 
@@ -280,6 +277,6 @@ def test_kill_9_at_random_moments_resumes_bit_equal(tmp_path, nproc, campaign_si
     assert report["bit_equal"]
 
 
-def _environment(pid: int) -> dict[str, str]:
+def _environment(pid):
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,11 +1,7 @@
 """The slowest steps of a run: which hook, row or rank took the time. Most tests have a clock of their own."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +9,10 @@ from conftest import TINY
 
 from mvp_engine.cli import main
 from mvp_engine.data import SampleLoader
-from mvp_engine.data.worker_memory import KeepLastBatches
+from mvp_engine.data.loader import KeepLastBatches
 from mvp_engine.distributed import World
-from mvp_engine.engine.meter import Meter, StepTimes, _slow_rank
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
+from mvp_engine.engine.monitor import Meter, StepTimes, _slow_rank
+from mvp_engine.kit.data.pack.packs import WorkerWatchdog
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
 
@@ -28,11 +24,11 @@ class Clock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 0.001
         return self.now
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         self.now += seconds
 
 
@@ -44,7 +40,7 @@ def clock(monkeypatch):
     return own
 
 
-def slow_records(folder: Path) -> dict[int, dict[str, Any]]:
+def slow_records(folder):
     """The slow steps of the newest run."""
     return {one["step"]: one for one in RunFacts(list_runs(folder)[-1]).slow_steps}
 
@@ -155,13 +151,13 @@ def test_slow_rank_of_a_step_is_the_one_with_the_earliest_slow_phase():
 class Event:
     """A CUDA event at a time of the GPU in milliseconds."""
 
-    def __init__(self, at: float, is_past: bool = True):
+    def __init__(self, at, is_past=True):
         self.at, self.is_past = at, is_past
 
-    def query(self) -> bool:
+    def query(self):
         return self.is_past
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         return later.at - self.at
 
 
@@ -180,10 +176,10 @@ def test_split_of_a_step_on_a_gpu_is_that_of_its_events_once_it_has_passed_them(
 
 
 class Rows(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         time.sleep(5.0 if index in (2, 7) else 0.1)
         return index
 

@@ -138,7 +138,7 @@ def gemms(monkeypatch):
 
 @pytest.fixture
 def said(logged):
-    return logged(fp8_layers, "info", "warning")
+    return logged("info", "warning")
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -17,8 +17,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media import encoders, media_features
 from mvp_engine.hf.model import attention, input_hooks
-from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.model_engine.fsdp.dummy_sequences import LockstepBatch, append_dummies
+from mvp_engine.kit.data.encode.row_encoder import RopePositions
+from mvp_engine.model_engine.fsdp.lockstep import LockstepBatch, append_dummies
 from mvp_engine.ops import attention as attention_ops
 
 

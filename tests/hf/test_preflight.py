@@ -106,15 +106,15 @@ def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(on_ranks):
 
 def trials_with_a_failure_on_rank_1(layout: Layout) -> int:
     calls = []
-    original = preflight._difference
+    original = preflight.mean_difference
 
     def difference(a, b):
         calls.append(a)
         return 1.0 if len(calls) == 1 and layout.world.rank == 1 else original(a, b)
 
-    preflight._difference = difference
+    preflight.mean_difference = difference
     try:
         start(layout, "qwen3")
     finally:
-        preflight._difference = original
+        preflight.mean_difference = original
     return len(calls) // 2  # two calls per trial

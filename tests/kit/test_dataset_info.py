@@ -1,16 +1,13 @@
 """LLaMA-Factory's dataset_info.json as the path of a source."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
+from conftest import user_error
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.cli import main
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.rows import read_row
 
 TAGS = {
@@ -69,7 +66,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def rows(folder: Path, name: str):
+def rows(folder, name):
     kit = made(
         folder / f"dataset_info.json:{name}",
         qwen3_vl() if name == "mllm" else tokenizer("zephyr"),
@@ -123,7 +120,7 @@ def test_dataset_info_is_inspected_without_a_model(folder, capsys):
     ],
 )
 def test_dataset_info_unsupported_entry_is_a_user_error(folder, path, words):
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         made(folder / path, tokenizer("zephyr"))
 
 

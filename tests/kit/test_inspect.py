@@ -1,7 +1,5 @@
 """`mvp data inspect`: it shows what is trained on, with and without colours, and as JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -49,7 +47,7 @@ def folder(tmp_path_factory):
     return made
 
 
-def inspect(capsys, *words: str):
+def inspect(capsys, *words):
     assert main(["data", "inspect", *words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts) == sorted(KEYS)
@@ -61,7 +59,7 @@ def cache(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
-def printed(facts, width: int, colours: bool = False) -> str:
+def printed(facts, width, colours=False):
     out = io.StringIO()
     show(
         facts,

@@ -1,11 +1,8 @@
 """A training on the data kit, killed in the middle of an epoch, resumes at the same rows on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, losses, read_metrics
@@ -20,7 +17,7 @@ CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
 ROWS, BROKEN = 48, 10
 
 
-def packs(folder: Path) -> list[list[list[int]]]:
+def packs(folder):
     """The packs of each step in the global order, collected from all ranks; steps lost by a kill are left out."""
     [run] = list_runs(folder)
     notes = [

@@ -1,21 +1,18 @@
 """LoRA on stacked experts: gradients, folders and merged weights are those of peft's `target_parameters`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of, layout_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, log_probs, steps, token_log_probs, weights
 from run_files import log_of
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -25,7 +22,7 @@ LORA = Lora(rank=8, targets=["q_proj"], target_parameters=BOTH)
 IDS = torch.arange(3, 12)[None]
 
 
-def folder_of(name: str, path: Path) -> Path:
+def folder_of(name, path):
     torch.manual_seed(0)
     model = LanguageModel.from_config(config_of(name))
     with torch.no_grad():
@@ -35,7 +32,7 @@ def folder_of(name: str, path: Path) -> Path:
     return path / name
 
 
-def own_log_probs(model) -> Tensor:
+def own_log_probs(model):
     return token_log_probs(model.eval()(IDS).logits, IDS).detach()
 
 
@@ -95,7 +92,7 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path):
         )
 
 
-def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+def trained(base, folder, sizes):
     with layout_of(**sizes) as layout:
         engine = engine_of(Path(base), LORA, layout)
         steps(engine)
@@ -148,11 +145,11 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     ],
 )
 def test_expert_adapters_that_cannot_be_are_refused(tmp_path, lora, message):
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with user_error(message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
 
 
-def exported(base: str, folder: str):
+def exported(base, folder):
     world = World.join("cpu")
     engine = engine_of(Path(base), LORA, Layout.of(world, parallel(pipeline=2)))
     steps(engine)

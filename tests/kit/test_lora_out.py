@@ -1,14 +1,12 @@
 """LoRA adapters on disk: checkpoints with adapters only, peft folders and merged weights give the same logits."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import losses
+from conftest import losses, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,
@@ -28,7 +26,7 @@ from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.runs import list_runs
@@ -190,7 +188,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
         build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
         words = f"{name}.* trained in full, which a peft folder cannot hold"
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             MLLMModelKit.export_adapter(engine, adapter)
         engine.export_hf(tmp_path / f"{family} merged")
     # A part trained in full that has parameters in modules with submodules.
@@ -226,7 +224,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
         torch.nn.init.normal_(param)
     other.hf.save_pretrained(tmp_path / "other")
     words = r"other holds different weights\. Set model.path to the folder"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         engine_of(tmp_path / "other", lora).load_checkpoint(saved)
     words = ["model.type=language_model", f"model.path={here}", "lora.rank=2"]
     assert train(*words, config=LM) == EXIT_USER_ERROR
@@ -236,7 +234,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
 def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     """By `hf/mvp.json`, which older versions wrote, and by the names of its tensors."""
 
-    def note(is_dora: bool):
+    def note(is_dora):
         file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": is_dora}}))
 
     lora, saved = Lora(rank=2), tmp_path / "saved"
@@ -248,7 +246,7 @@ def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     words = ["merge", str(saved), str(tmp_path / "out")]
     said = "was trained with DoRA (lora.dora=true), which was removed"
     note(True)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with user_error(re.escape(said)):
         engine.load_checkpoint(saved)
     assert main(words) == EXIT_USER_ERROR
     assert said in capsys.readouterr().err
@@ -260,5 +258,5 @@ def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     engine.model.get_submodule(layer).lora_magnitude_vector = torch.nn.Linear(2, 2)
     engine.save_checkpoint(tmp_path / "magnitudes")
     words = r"trained with DoRA, .* it holds model\..*lora_magnitude_vector\.weight"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         engine_of(base, lora, train=False).load_checkpoint(tmp_path / "magnitudes")

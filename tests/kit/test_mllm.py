@@ -1,7 +1,5 @@
 """MLLMEngine: user errors are raised before the first step, and evaluation, export and report handle every row."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -12,7 +10,7 @@ import pytest
 import torch
 from run_files import json_lines
 from safetensors.torch import load_file
-from tiny_vlm import chat, vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import chat, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
@@ -39,7 +37,7 @@ REPORT = ["workflow=report", "resume=auto"]
 
 
 @pytest.fixture
-def config(vlm_folder):  # noqa: F811
+def config(vlm_folder):
     rows = with_images(vlm_folder, 8)
     write(vlm_folder / "images.jsonl", rows)
     write(vlm_folder / "held.jsonl", rows[:2])
@@ -47,11 +45,11 @@ def config(vlm_folder):  # noqa: F811
     return str(vlm_folder / "train.yaml")
 
 
-def train(config: str, *words: str) -> int:
+def train(config, *words):
     return main(["train", config, *words])
 
 
-def page(folder: Path) -> str:
+def page(folder):
     (file,) = folder.glob("outputs/*/report.html")
     return file.read_text()
 
@@ -119,7 +117,7 @@ def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_f
         assert "nothing can be written into" in capsys.readouterr().err
 
 
-def weights_of(folder: Path, export: str) -> Path:
+def weights_of(folder, export):
     return next(folder.glob(f"outputs/*/{export}/model.safetensors"))
 
 

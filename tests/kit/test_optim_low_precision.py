@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 import torch
 from test_optim import contents, net, read_state, same, settings, train
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import KitOptimizer
-from mvp_engine.kit.optim.blockwise import dequantize, quantize
-from mvp_engine.kit.optim.chunks import flat_offset
 from mvp_engine.kit.optim.optimizer import AdamWParam, chunked_adamw_, kernel_adamw_
-from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16
-from mvp_engine.kit.optim.state_tensor import StateSpec, StateTensor
-from mvp_engine.kit.optim.update import DeviceFlags, advance_steps_
+from mvp_engine.kit.optim.state_tensor import (
+    DeviceFlags,
+    StateSpec,
+    StateTensor,
+    advance_steps_,
+    dequantize,
+    flat_offset,
+    quantize,
+    random_bits,
+    round_to_bfloat16,
+)
 
 # ---- Stochastic rounding ------------------------------------------------------------------------------------------
 
@@ -41,7 +47,7 @@ def test_random_bits_of_positions_beyond_32_bits_wrap_around():
     assert torch.equal(far, random_bits(key, (2,), (5,), (2**34,)))
 
 
-def rounded(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+def rounded(value, dtype, bits):
     if dtype is torch.bfloat16:
         return round_to_bfloat16(value, bits).float()
     return dequantize(*quantize(value, dtype, bits))
@@ -149,12 +155,12 @@ def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none():
 Update = Callable[[list[AdamWParam], dict[str, Any], DeviceFlags], None]
 
 
-def by_kernel(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_kernel(params, group, flags):
     offsets = [flat_offset(item.param) for item in params]
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
 
 
-def by_kernel_in_slices(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_kernel_in_slices(params, group, flags):
     """As a StateStream does: rows of a parameter, each with its rows of the states."""
     for item in params:
         for rows in (slice(0, 2), slice(2, len(item.param))):
@@ -172,14 +178,12 @@ def by_kernel_in_slices(params: list[AdamWParam], group, flags: DeviceFlags):
             kernel_adamw_([sliced], [sliced.offset], group, flags)
 
 
-def by_plain_operations(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_plain_operations(params, group, flags):
     for item in params:
         chunked_adamw_(item, group, flags)
 
 
-def states_after_five_steps(
-    update: Update, state_dtype: str, device: str
-) -> list[dict[str, Tensor]]:
+def states_after_five_steps(update, state_dtype, device):
     """Weights and states of two parameters; the fourth of the five steps is skipped."""
     torch.manual_seed(0)
     params = [0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))]
@@ -205,7 +209,7 @@ def states_after_five_steps(
     return [{"weight": param, **optimizer.state[param]} for param in params]
 
 
-def compare_kernel_and_plain_operations(device: str):
+def compare_kernel_and_plain_operations(device):
     for state_dtype in ("bfloat16", "int8"):
         kernel = states_after_five_steps(by_kernel, state_dtype, device)
         if state_dtype == "int8":  # also has scales to slice

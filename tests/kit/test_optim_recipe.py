@@ -1,10 +1,7 @@
 """The recipe of docs/optim.md as printed there: resume, EMA evaluation and export. The check script of the skill."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ def recipe(tmp_path):
     return tmp_path / "count" / "train.yaml"
 
 
-def last_checkpoint(folder: Path) -> Reader:
+def last_checkpoint(folder):
     return Reader(list_runs(folder)[-1].checkpoint_list()[-1])
 
 

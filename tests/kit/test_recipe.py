@@ -1,12 +1,8 @@
 """The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from multiprocessing import active_children
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as hf
@@ -14,15 +10,13 @@ from conftest import ROOT
 from run_files import json_lines
 from templates.tiny import tokenizer
 from test_kit import chat, with_images, write
-from tiny_vlm import vlm_folder  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.encode import row_encoder
 
 
 @pytest.fixture
-def recipe(vlm_folder):  # noqa: F811
+def recipe(vlm_folder):
     page = (ROOT / "docs" / "data.md").read_text()
     for name, code in re.findall(
         r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
@@ -37,7 +31,7 @@ def recipe(vlm_folder):  # noqa: F811
     return vlm_folder
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder):
     (file,) = folder.glob("*/metrics.jsonl")
     return json_lines(file)
 
@@ -93,12 +87,9 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
-def test_row_encoder_template_without_stop_token_warns_once(tmp_path, monkeypatch):
-    source, warned = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-        [],
-    )
-    monkeypatch.setattr(row_encoder.LOGGER, "warning", warned.append)
+def test_row_encoder_template_without_stop_token_warns_once(tmp_path, logged):
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    warned = logged()
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {
         "sources": [{"path": f"{tmp_path}/a.jsonl"}],

@@ -4,14 +4,12 @@ The faults are in sequences of packs, among others: a NaN weight, an image of 1e
 outside of the vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 
 import pytest
 from run_files import json_lines
-from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -74,7 +72,7 @@ log: {backends: [jsonl, file]}
 
 
 @pytest.fixture
-def config(vlm_folder):  # noqa: F811
+def config(vlm_folder):
     write(vlm_folder / "images.jsonl", with_images(vlm_folder, 24))
     (vlm_folder / "engine.py").write_text(ENGINE)
     (vlm_folder / "train.yaml").write_text(CONFIG)

@@ -3,8 +3,6 @@
 `row_shapes.jsonl` has one row (or file) of each shape. The table below has what the model sees of it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -14,8 +12,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import qwen3_vl, write, write_image
 
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.tools.inspect_rows import encoded_row
 
@@ -103,7 +100,7 @@ def encoders():
     return {name: RowEncoder(model, max_tokens=4000, pairs=True) for name, model in models.items()}
 
 
-def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row, **options) -> list[str]:
+def seen(encoders, name, folder, row, **options):
     """What the model sees: roles and texts, those with loss between « and ». Raises BadRow."""
     is_text = name in ("lf_sharegpt_tools", "openai_tool_calls", "reasoning_content")
     encoder = encoders["text" if is_text else "vlm"]
@@ -122,7 +119,7 @@ def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row, **option
     return [_shown(sequence) for sequence in facts["sequences"]]
 
 
-def _shown(sequence) -> str:
+def _shown(sequence):
     text = ""
     for segment in sequence["text"]:
         if "media" in segment:

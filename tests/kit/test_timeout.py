@@ -1,7 +1,5 @@
 """Timeouts of decoders: a call that hangs in C code is abandoned, and its process can still exit."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
@@ -10,8 +8,8 @@ import time
 import pytest
 import torch
 
+from mvp_engine.kit.data.read.decoders import run_with_timeout
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 
 @pytest.mark.slow
@@ -19,7 +17,7 @@ def test_run_with_timeout_process_exits_while_a_decoder_hangs():
     code = """
 import ctypes
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.timeout import run_with_timeout
+from mvp_engine.kit.data.read.decoders import run_with_timeout
 try:
     run_with_timeout(0.1, lambda: ctypes.CDLL(None).sleep(200), "it")
 except BadRow as bad:
@@ -32,10 +30,10 @@ except BadRow as bad:
 
 
 class HangingDataset(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index):
         try:
             return run_with_timeout(0.2, lambda: ctypes.CDLL(None).sleep(300), "it")
         except BadRow as bad:

@@ -3,11 +3,8 @@
 The published templates of model families are tried where `../shared/templates` is next to the checkout.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -58,19 +55,19 @@ TOOL = {
 }
 
 
-def form_of(source: str, **options) -> ChatTemplate:
+def form_of(source, **options):
     return ChatTemplate(tokenizer("qwen3", chat_template=source), **options)
 
 
-def user(text: str = "Hi"):
+def user(text="Hi"):
     return {"role": "user", "content": text}
 
 
-def answer(text: str, reasoning: str | None = None, **more):
+def answer(text, reasoning=None, **more):
     return {"role": "assistant", "content": text, "reasoning_content": reasoning, **more}
 
 
-def calls(arguments, reasoning: str | None = None, count: int = 1):
+def calls(arguments, reasoning=None, count=1):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     return answer("", reasoning, tool_calls=[call] * count)
 
@@ -78,12 +75,12 @@ def calls(arguments, reasoning: str | None = None, count: int = 1):
 RESULT = {"role": "tool", "content": "12 degrees", "tool_call_id": "c", "name": "weather"}
 
 
-def learnt(form: ChatTemplate, *messages, **columns) -> list[str]:
+def learnt(form, *messages, **columns):
     rendered = form.render(read_row({"messages": list(messages), **columns}))
     return [rendered.text[start:end] for start, end in rendered.loss]
 
 
-def tool_row(arguments) -> list[dict[str, Any]]:
+def tool_row(arguments):
     return [user(), calls(arguments), RESULT, answer("Cold.")]
 
 
@@ -226,7 +223,7 @@ def test_inspect_counts_turns_without_their_reasoning(tmp_path, capsys):
 # ---- Published templates --------------------------------------------------------------------------------------------
 
 
-def published(name: str) -> ChatTemplate:
+def published(name):
     source = (PUBLISHED / f"{name}.jinja").read_text()
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,8 +3,6 @@
 A few types with different processors and encoders in each run of the tests, all of them in a campaign.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

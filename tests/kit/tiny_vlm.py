@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import transformers as hf
 from PIL import Image
 from templates.tiny import FOLDER, tokenizer
@@ -106,16 +104,8 @@ def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
 
 
 @cache
-def _saved_model(parent: Path) -> Path:
+def saved_model(parent: Path) -> Path:
+    """A folder with a tiny Qwen3-VL, made once."""
     hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(parent / "model")
     qwen3_vl().save_pretrained(parent / "model")
     return parent / "model"
-
-
-@pytest.fixture
-def vlm_folder(tmp_path, tmp_path_factory, monkeypatch):
-    """The current folder, with a tiny Qwen3-VL in `model`, and a cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(_saved_model(tmp_path_factory.getbasetemp()), tmp_path / "model")
-    return tmp_path

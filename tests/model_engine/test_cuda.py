@@ -1,28 +1,26 @@
 """On a GPU: no wait inside a step, skipping on the device, precision, bit-equal resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import MAGIC, TINY, losses, read_metrics
-from test_fsdp_engine import batches, engine, forward, reasons
+from test_fsdp_engine import batches, engine_on, forward, reasons
 from test_fsdp_engine import train as train_step
 from tiny_engines import LM, assert_equal, no_host_sync, weights
 
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.log import MetricStore
 
 pytestmark = pytest.mark.gpu
 
 
-def gpu() -> World:
-    return World(0, 1, 0, 1, torch.device("cuda", 0))
+def gpu():
+    return Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_step_on_gpu_has_no_host_sync(precision):
-    part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
+    part = engine_on(gpu(), precision=precision, clip_grad_norm=1.0)
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
 
@@ -42,7 +40,7 @@ def test_step_on_gpu_has_no_host_sync(precision):
 
 
 def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule():
-    part = engine(gpu())
+    part = engine_on(gpu())
     train_step(part, batches(3))
     part.step_status()
     before = weights(part.model)

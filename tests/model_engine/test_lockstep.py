@@ -15,15 +15,18 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mvp_engine.checkpoint.format import from_bytes, to_bytes
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.step_plan import StepPlan
-from mvp_engine.distributed import Layout
-from mvp_engine.model_engine.fsdp.dummy_sequences import _cut, append_dummies
-from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
+from mvp_engine.data.loader import StepPlan
+from mvp_engine.model_engine.fsdp.lockstep import (
+    LockstepScheduler,
+    _cut,
+    append_dummies,
+    media_kinds,
+)
 
 IMAGE, SOUND = "pixel_values", "input_features"
 
 
-def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
+def packed(length, *kinds, axes=0):
     """One sequence with one item of each kind."""
     media = {kind: Media(torch.ones(2, 3), torch.tensor([2]), torch.tensor([0])) for kind in kinds}
     positions = torch.arange(length).expand(axes, -1) if axes else torch.arange(length)
@@ -108,7 +111,7 @@ def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks
     assert all(int(dummy.num_loss_tokens) == 0 and not media_kinds(dummy) for dummy in dummies)
 
 
-def dummies_of(scheduled) -> list[list[str]]:
+def dummies_of(scheduled):
     dummies = getattr(scheduled.micro_batch, "dummies", [])
     return [sorted(media_kinds(dummy)) for dummy in dummies]
 
@@ -121,7 +124,7 @@ HELD = [
 ]
 
 
-def schedule(layout: Layout, planned: bool) -> list[tuple[bool, list[int], list[list[str]]]]:
+def schedule(layout, planned):
     scheduler = LockstepScheduler(layout)
     plan = StepPlan(tuple(tuple(media_kinds(one) for one in of_rank) for of_rank in HELD))
     found = []
@@ -145,7 +148,7 @@ def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(on_rank
         assert len(kinds) == 1, kinds
 
 
-def step_with_other_batches(layout: Layout):
+def step_with_other_batches(layout):
     """Rank 1 has two micro-batches, and the plan says one."""
     batches = [packed(4), packed(5)] if layout.world.rank else [packed(3)]
     LockstepScheduler(layout).step(batches, StepPlan(((frozenset(),), (frozenset(),))))
@@ -157,7 +160,7 @@ def test_scheduler_with_micro_batches_that_do_not_fit_the_plan_raises(on_ranks):
     assert "set ctx.plan = None there, on all ranks" in wrong
 
 
-def missing_image(layout: Layout, *kinds: str) -> tuple[list[list[str]], set[str]]:
+def missing_image(layout, *kinds):
     """Rank 1 planned an image that failed to decode. `kinds`: those of the one dummy with images."""
     scheduler = LockstepScheduler(layout)
     scheduler.dummies = {kind: packed(3, *kinds) for kind in kinds}
@@ -187,9 +190,9 @@ COLLECTIVES = (
 )
 
 
-def _host_collectives(config: str, words: list[str], steps: int) -> int:
+def _host_collectives(config, words, steps):
     """Calls on gloo's host group in a training of `steps` steps."""
-    from mvp_engine.engine.meter import Meter
+    from mvp_engine.engine.monitor import Meter
     from mvp_engine.launch import launch
 
     calls = Counter()

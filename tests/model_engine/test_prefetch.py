@@ -1,11 +1,9 @@
 """DevicePrefetcher: the order of host-to-device copies and uses."""
 
-from __future__ import annotations
-
 import torch
 
+from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher
 from mvp_engine.model_engine.fsdp.lockstep import Scheduled
-from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
 def test_prefetcher_copies_one_micro_batch_ahead_in_order():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
-from mvp_engine.ops.attention import AttnSpec, KeySpec, reference_attention, varlen_attention
-from mvp_engine.ops.attn_spec import round_up_to_bucket
+from mvp_engine.ops.attention import AttnSpec, reference_attention, varlen_attention
+from mvp_engine.ops.attn_spec import KeySpec, round_up_to_bucket
 
 CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
 

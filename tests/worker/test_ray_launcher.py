@@ -1,7 +1,5 @@
 """Worker groups in Ray actors: the bits of the other launchers, errors and deaths by name, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -10,12 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import run_process, spawn
+from conftest import run_process, spawn, user_error
 from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from ten_updates import train_by_groups
 from worker_cases import FailingLoss, TokenLoss, batch_of, pids, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.worker import WorkerDied, WorkerError, WorkerGroup
 
 ray = pytest.importorskip("ray")
@@ -24,7 +21,7 @@ from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of
 HERE = Path(__file__).parent
 
 
-def _on_sigterm(*_: object):
+def _on_sigterm(*_):
     """The handler of a training, which ray.init must not replace."""
 
 
@@ -140,9 +137,7 @@ def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
     running,
 ):
     begin = time.monotonic()
-    with pytest.raises(
-        UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"
-    ):
+    with user_error("the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
         WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
     assert time.monotonic() - begin < 60
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None

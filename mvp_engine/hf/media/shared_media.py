@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mvp_engine.data.batch import Media
-from mvp_engine.distributed.ulysses import UlyssesShard, all_to_all_rows
+from mvp_engine.distributed.sequence_parallel import UlyssesShard, all_to_all_rows
 from mvp_engine.errors import UserError
 from mvp_engine.hf.media.encoders import FRAME_MASK, frame_mask
 from mvp_engine.hf.media.media_features import copy_to_device

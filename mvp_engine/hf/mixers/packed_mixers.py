@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.kinds import kind_of, mixers_of
 from mvp_engine.hf.mixers.per_sequence import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf.mixers.kinds import kind_of
 from mvp_engine.hf.model.attention import PACK_ARGUMENTS, NoMask, Overlay, Window
 

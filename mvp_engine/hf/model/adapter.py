@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
+from mvp_engine.distributed.sequence_parallel import SequenceGroups
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.expert_balance import ExpertBalance
 from mvp_engine.hf.experts.moe_layers import apply_expert_parallel

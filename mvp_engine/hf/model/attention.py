@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.distributed.context import ContextShard
-from mvp_engine.distributed.key_exchange import KeyExchange, Keys
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, Keys, UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.ops import short_attention
 from mvp_engine.ops.attention import (
-    QueryGroup,
-    grouped_query_attention,
     varlen_attention,
 )
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec, MaskFunction
@@ -44,11 +40,13 @@ __all__ = [
     "UnsupportedAttention",
     "boundaries",
     "build_encoders_eagerly",
+    "check_options",
     "config_tree",
     "eager_attention",
     "encoder_attention",
     "packed_attention",
     "register",
+    "register_variant",
     "use",
     "use_own_masks",
     "without_mask",
@@ -75,7 +73,6 @@ _IGNORED = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
     "kv_cache",  # of text layers; an encoder runs with the prompts only
-    "query_groups",  # of text layers
 }
 
 
@@ -89,6 +86,18 @@ def register() -> str:
     AttentionInterface.register(ENCODER, encoder_attention)
     AttentionMaskInterface.register(ENCODER, sdpa_mask)
     return NAME
+
+
+def register_variant(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register another attention function for text layers of packed batches, with the masks of packed attention.
+
+    A model chooses it by `config._attn_implementation = name` in a text config, after `use`.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    PACKED.add(name)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, packed_mask)
 
 
 def use(config: Any) -> None:
@@ -194,27 +203,11 @@ def packed_attention(
     max_length_q: int | None = None,
     ulysses_shard: UlyssesShard | None = None,
     kv_cache: KVCache | None = None,
-    key_values: list[Tensor] | None = None,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    query_groups: Sequence[QueryGroup] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out.
-
-    Models with an action head: keys and values are appended to `key_values`; `prefix` are those of another layer, which
-    come first; `query_groups` say which queries attend to which keys.
-    """
+    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out."""
     layer = type(module).__name__
-    _check_options(layer, others)
-    if key_values is not None:
-        key_values += [key, value]
-    if query_groups is not None:
-        if sliding_window is not None or softcap is not None or s_aux is not None:
-            raise UnsupportedAttention(
-                f"{layer} has a sliding window, a soft cap or sinks, which an action head does not support"
-            )
-        options = {"scale": scaling, "dropout": dropout}
-        return _by_groups(query, key, value, prefix, query_groups, options), None
+    check_options(layer, others)
     if isinstance(attention_mask, Tensor):
         raise UnsupportedAttention(
             f"{layer} passes its own attention mask tensor, which packed attention does not support"
@@ -276,24 +269,6 @@ def packed_attention(
     return out_HTd.transpose(0, 1)[None].contiguous(), None
 
 
-def _by_groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix: tuple[Tensor, Tensor] | None,
-    groups: Sequence[QueryGroup],
-    options: dict[str, Any],
-) -> Tensor:
-    q_HTd = _as_autocast(query)[0]
-    k_KMd = _as_autocast(key)[0]
-    v_KMd = _as_autocast(value)[0]
-    if prefix is not None:
-        k_KMd = torch.cat([_as_autocast(prefix[0])[0], k_KMd], dim=1)
-        v_KMd = torch.cat([_as_autocast(prefix[1])[0], v_KMd], dim=1)
-    out_HTd = grouped_query_attention(q_HTd, k_KMd, v_KMd, groups, **options)
-    return out_HTd.transpose(0, 1)[None].contiguous()
-
-
 def encoder_attention(
     module: nn.Module,
     query: Tensor,
@@ -315,7 +290,7 @@ def encoder_attention(
     and not used: the ranks of a sequence parallel group share items, not their tokens.
     """
     layer = type(module).__name__
-    _check_options(layer, others)
+    check_options(layer, others)
     causal = _is_causal(module, is_causal, default=False)
     q_NHLd = _as_autocast(query)
     k_NKLd = _as_autocast(key)
@@ -359,7 +334,8 @@ def encoder_attention(
     return out_NHLd.transpose(1, 2), None
 
 
-def _check_options(layer: str, others: dict[str, Any]) -> None:
+def check_options(layer: str, others: dict[str, Any]) -> None:
+    """Raise for keyword arguments of a layer that would change what attention computes."""
     given = [name for name, value in others.items() if value is not None]
     unknown = [name for name in given if name not in _IGNORED]
     if unknown:
@@ -451,6 +427,7 @@ PACK_ARGUMENTS = (
 )
 
 NAME = "mvp_packed"  # of packed attention in transformers' attention and mask interfaces
+PACKED = {NAME}  # with the names of other attention functions that take these masks
 
 # Mask parts that packed attention applies anyway: causality, window, sequence boundaries.
 _PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
@@ -505,7 +482,7 @@ def without_mask(
     inputs = kwargs.get("inputs_embeds")
     if inputs is None:
         inputs = kwargs.get("input_ids")
-    is_packed = decoder.config._attn_implementation == NAME  # type: ignore[union-attr]
+    is_packed = decoder.config._attn_implementation in PACKED  # type: ignore[union-attr, operator]
     if not is_packed or inputs is None or kwargs.get("attention_mask") is not None:
         return None
     tokens = inputs.shape[1]

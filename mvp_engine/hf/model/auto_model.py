@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import RowError, UserError
 from mvp_engine.hf.media.shared_media import encoder_inputs
 from mvp_engine.hf.model import attention
@@ -162,8 +162,6 @@ def check_inputs(causal_lm: nn.Module) -> None:
     name = type(causal_lm).__name__
     config: Any = causal_lm.config
     if not hasattr(config.get_text_config(), "vocab_size"):
-        if hasattr(config, "max_action_dim"):
-            raise UserError(f"{name} predicts actions, not text: set model.type=action_model")
         raise UserError(f"{name} is no language model: its config has no vocabulary")
     if hasattr(config, "codec_config"):
         raise UserError(

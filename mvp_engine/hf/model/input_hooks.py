@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.distributed.fsdp import blocks
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.data_parallel import blocks
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.ops.precision import autocast_dtype
 

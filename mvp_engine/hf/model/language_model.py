@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from mvp_engine.ops.linear_cross_entropy import (
 )
 
 if TYPE_CHECKING:
-    from mvp_engine.distributed.ulysses import UlyssesShard
+    from mvp_engine.distributed.sequence_parallel import UlyssesShard
     from mvp_engine.hf.model.kv_cache import KVCache
 
 OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label
@@ -339,7 +340,8 @@ class ValueModel(PackedModel):
 
         config_class: Any = type(self.hf.config)
         if config_class not in CLASSIFIERS:
-            return super().export_target(dtype)
+            use = 'values = hidden @ heads["score.weight"].T\n'
+            return replace(super().export_target(dtype), use=use)
         skeleton = self._skeleton(CLASSIFIERS[config_class], num_labels=1)
         prefix = f"{skeleton.base_model_prefix}."
         names = {}

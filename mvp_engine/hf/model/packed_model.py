@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.distributed.context import SequenceGroups
-from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.media import encoders, media_features, shared_media
@@ -64,6 +63,7 @@ class PackedModel(nn.Module):
     model_type = ""  # the name it is registered under: model.type in a config
     provides: tuple[str, ...] = ("hidden_states",)  # names that forward accepts in `outputs`
     drops_dummies: tuple[str, ...] = ()  # outputs of other lengths, which never hold dummies
+    has_causal_text = True  # a token of the text layers attends to those before it
     adapted: tuple[str, ...] = ("hf.",)  # prefixes of layers that LoRA may adapt
     fresh: tuple[str, ...] = ()  # name patterns of parameters that pretrained folders may lack
     plan_facts = "mvp_engine.hf.model.flop_costs:PlanFacts"  # what mvp plan asks of the model
@@ -210,6 +210,10 @@ class PackedModel(nn.Module):
 
     def target_work(self, costs: FlopCosts, media: Media) -> Iterator[Work]:
         """The rows and attention pairs of media that the model predicts; none, if nothing reads them."""
+        yield from ()
+
+    def other_work(self, costs: FlopCosts, batch: PackedBatch) -> Iterator[Work]:
+        """The rows and attention pairs next to those of the text tokens and of media; most models have none."""
         yield from ()
 
     def text_share(self, batch: PackedBatch) -> float:

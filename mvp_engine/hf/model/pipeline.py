@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.attention import PACK_ARGUMENTS, NoMask

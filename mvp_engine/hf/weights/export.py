@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint.safetensors_io import write_safetensors
+from mvp_engine import plugins
+from mvp_engine.checkpoint.format import write_safetensors
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import leads_out, publish, remove, temporary_path
 from mvp_engine.hf.model.attention import config_tree
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 5 * 10**9
 
-# Copied from the source folder: tokenizer, processor, chat template, generation settings, statistics of actions.
+# Copied from the source folder: tokenizer, processor, chat template, generation settings; and what kits add.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates", "*preprocessor_config.json", "processor_config.json",
     "generation_config.json", "spiece*", "sentencepiece*", "spk_dict.pt",
-    "normalization.json", "act.py",
 )  # fmt: skip
 
 # Settings of the files above that mean nothing in another folder: code that the source folder brought along, which is
@@ -154,15 +154,8 @@ def _write_index(folder: Path, files: dict[str, list[EntryGroup]]) -> None:
 def _write_readme(target: Target, folder: Path) -> None:
     if target.extras:
         model = type(target.skeleton).__name__
-        use = (
-            'values = hidden @ heads["score.weight"].T\n' if "score.weight" in target.extras else ""
-        )
-        if "action_queries.weight" in target.extras:
-            use = (
-                "# act.py does the rest: Policy.from_pretrained(folder).act(images, state, task)\n"
-            )
         names = ", ".join(target.extras)
-        text = HEADS_README.format(model=model, heads=HEADS, names=names, use=use)
+        text = HEADS_README.format(model=model, heads=HEADS, names=names, use=target.use)
         (folder / "README.md").write_text(text)
 
 
@@ -182,7 +175,8 @@ def write_side_files(target: Target, folder: Path) -> None:
 
 
 def _copy_side_files(source: Path, folder: Path) -> None:
-    for pattern in SIDE_FILES:
+    of_kits = [file for folder_type in plugins.model_folders() for file in folder_type.side_files]
+    for pattern in (*SIDE_FILES, *of_kits):
         for found in source.glob(pattern):
             for file in (found, *found.rglob("*")):
                 if leads_out(file, source):
@@ -238,6 +232,7 @@ class Target:
     dtype: torch.dtype = torch.float32
     side_files: Path | None = None  # a folder with tokenizer, processor and the like
     carried: Entries | None = None  # entries of other parts of the folder, written as they are
+    use: str = ""  # a line of Python for the README that computes with the extras
 
 
 @dataclass

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.distributed.context import SequenceGroups
-from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model import input_hooks
 from mvp_engine.hf.model.auto_model import from_auto
