@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -41,18 +41,17 @@ class PackedMixers(BlockContext):
 
     current: Packing | None
 
-    def __init__(self, decoder: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        """`others`: modules that read `current`, too."""
+    def __init__(self, decoder: nn.Module, implementation: str) -> None:
+        """`implementation`: of attention in layers with an indexer, which run by sequence, too."""
         super().__init__("mixer_packing")
         self.modules = mixers_of(decoder)
-        inside = {part for module in (*self.modules.values(), *others) for part in module.modules()}
+        sparse = sparse_attention_of(decoder)
+        inside = {part for module in (*self.modules.values(), *sparse) for part in module.modules()}
         self.is_used = bool(inside)
         self._forwards = _Forwards(self)
         self.operations: set[str] = set()  # what the mixers compute by kernels, where installed
         self.by_sequence: set[str] = set()  # classes of mixers without such kernels
-        self.can_cache = not any(
-            True for _ in others
-        )  # generation can keep the states of all mixers
+        self.can_cache = not sparse  # generation can keep the states of all mixers
         for mixer in self.modules.values():
             kind = kind_of(type(mixer))
             assert kind is not None
@@ -65,6 +64,7 @@ class PackedMixers(BlockContext):
             else:
                 self.operations |= {*kind.operations}
                 mixer.forward = functools.partial(self._run, mixer, forward, forward)
+        run_sparse_attention_by_sequence(sparse, self, implementation)
         self.add_to_blocks(decoder, inside)
 
     def log_kernels(self, device: torch.device) -> None:
