@@ -39,7 +39,7 @@ def names_from(room: str, source: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_files_outside_of_a_room_import_only_names_of_its_door(room):
     table = import_module(f"mvp_engine.hf.{room}").DOOR
-    door = {(module, name) for module, names in table.items() for name in names}
+    door = {(module, name) for module, names in table.items() for name in names.split()}
     used: set[tuple[str, str]] = set()
     for file in FILES:
         if file.is_relative_to(PACKAGE / "hf" / room):

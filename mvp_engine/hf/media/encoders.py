@@ -102,13 +102,6 @@ def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) 
     return moved_args, {name: given[name] for name in kwargs}
 
 
-def _patches_and_grid(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The two inputs of an encoder's forward, whether given by position or by name."""
-    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    positional_grid = args[1] if len(args) > 1 else None
-    return patches, kwargs.get("grid_thw", positional_grid)
-
-
 def _pass_grid_plans(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
     """Forward pre-hook: adds what the encoder would otherwise derive from the grid on the GPU.
 
@@ -116,7 +109,8 @@ def _pass_grid_plans(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> H
     """
     from transformers.vision_utils import get_vision_cu_seqlens
 
-    patches, grid = _patches_and_grid(args, kwargs)
+    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    grid: Tensor | None = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     if grid is None or grid.is_cuda:
         return None
     plans = [_grid_plan(encoder, tuple(size), patches.device) for size in grid.tolist()]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 # What files outside of this room import, by module. A table, not imports: a start loads the modules that it needs.
 DOOR = {
-    "kernels": ["KERNELS", "describe", "load", "mixer_error", "reference_only"],
-    "kinds": ["mixers_of", "state_flops"],
-    "packed_mixers": ["PackedMixers"],
-    "per_sequence": ["MixerStates"],
+    "kernels": "KERNELS describe load mixer_error reference_only",
+    "kinds": "mixers_of state_flops",
+    "packed_mixers": "PackedMixers",
+    "per_sequence": "MixerStates",
 }
