@@ -105,12 +105,7 @@ def _can_batch(q_HTd: Tensor, spec: AttnSpec, q_lengths: list[int], k_lengths: l
 
 
 def _equal_sequences(
-    q_HTd: Tensor,
-    k_KTd: Tensor,
-    v_KTd: Tensor,
-    spec: AttnSpec,
-    q_lengths: list[int],
-    keys: int,
+    q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec, q_lengths: list[int], keys: int
 ) -> Tensor:
     queries = q_lengths[0]
     allowed_LM = _mask(spec, slice(0, queries), slice(0, keys), q_HTd.device)

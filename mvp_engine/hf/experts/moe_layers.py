@@ -377,12 +377,7 @@ def _own_slice(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
         whole = whole.to_local()
     own = whole.chunk(mesh.size(0))[mesh.get_local_rank("expert")].clone()
     sliced = DTensor.from_local(
-        own,
-        mesh,
-        [Shard(0), of_tensor],
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        own, mesh, [Shard(0), of_tensor], run_check=False, shape=param.shape, stride=param.stride()
     )
     return nn.Parameter(sliced, requires_grad=param.requires_grad)
 

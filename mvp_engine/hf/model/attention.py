@@ -27,9 +27,7 @@ from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.ops import short_attention
-from mvp_engine.ops.attention import (
-    varlen_attention,
-)
+from mvp_engine.ops.attention import varlen_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec, MaskFunction
 from mvp_engine.ops.precision import autocast_dtype
 

@@ -134,10 +134,7 @@ class LanguageModel(PackedModel):
         return out.last_hidden_state if self.has_backbone else out.logits
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The inputs of the output embedding."""
         hidden_TD = super().hidden(batch, shard, kv_cache)

@@ -243,10 +243,7 @@ class PackedModel(nn.Module):
             return model_class(config)
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
         limit = self.packed_length_limit
