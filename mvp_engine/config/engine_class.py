@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mvp_engine.config.compose import SHIPPED
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file, load_spec, spec_file
@@ -25,6 +24,27 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS_ABOVE = 2  # a config may lie in recipes/<name>/configs/<group>/
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
+    in_wheel = PACKAGE / f"_{name}"
+    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
+
+
+SHIPPED = shipped_folder("recipes")
+
+
+def shipped_config(name: Path) -> Path | None:
+    """The file of `recipe/config`, if the package has it."""
+    file = SHIPPED / name.parent / "configs" / f"{name.name}.yaml"
+    return file if len(name.parts) == 2 and file.is_file() else None
+
+
+def shipped_configs(recipe: str = "*") -> list[str]:
+    """The names of a recipe's configs, or of all; empty if there is no such recipe."""
+    files = SHIPPED.glob(f"{recipe}/configs/*.yaml")
+    return sorted(f"{file.parts[-3]}/{file.stem}" for file in files)
 
 
 def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]:

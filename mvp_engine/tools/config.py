@@ -16,14 +16,12 @@ from mvp_engine import plugins
 from mvp_engine.config.compose import (
     DEFAULTS,
     NO_VALUE,
-    SHIPPED,
     compose,
     load_yaml,
     read_draft,
-    shipped_configs,
     suggest_key,
 )
-from mvp_engine.config.engine_class import find_config_class
+from mvp_engine.config.engine_class import SHIPPED, find_config_class, shipped_configs
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys, trained_run

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mvp_engine import plugins
-from mvp_engine.config.compose import shipped_config
+from mvp_engine.config.engine_class import shipped_config
 from mvp_engine.errors import UserError, count
 
 WITH_LOSS = "bold green"

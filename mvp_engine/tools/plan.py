@@ -9,7 +9,8 @@ from typing import Any
 
 from mvp_engine import plugins
 from mvp_engine.config import compose
-from mvp_engine.config.compose import Composed, MissingKeys, override_key, shipped_configs
+from mvp_engine.config.compose import Composed, MissingKeys, override_key
+from mvp_engine.config.engine_class import shipped_configs
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import hub_model
