@@ -17,7 +17,8 @@ from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
-from mvp_engine.tools.inspect import inspect_kit, show
+from mvp_engine.tools.inspect import inspect_kit
+from mvp_engine.tools.inspect_page import show
 
 USER = [("user", "2+2?")]
 ROWS: dict[str, dict[str, Any]] = {
