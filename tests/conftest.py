@@ -139,6 +139,13 @@ def user_error(text):
     return pytest.raises(UserError, match=text)
 
 
+def mvp(words, *more):
+    """The exit code of `mvp` with these words, which are split as by a shell, and `more` as they are."""
+    from mvp_engine.cli import main
+
+    return main([*shlex.split(words), *map(str, more)])
+
+
 def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
@@ -200,11 +207,12 @@ def own_registry(monkeypatch):
 
 @pytest.fixture
 def train(tmp_path):
-    """Launch the tiny recipe in this process: train("loop.total_steps=3", dir=...) -> exit code."""
+    """Launch the tiny recipe in this process: train("loop.total_steps=3 seed=1", *more, dir=...) -> exit code."""
     from mvp_engine.launch import launch
 
-    def run(*overrides, config=TINY, dir=tmp_path):
-        return launch(str(config), [f"project.dir={dir}", *overrides])
+    def run(words="", *more, config=TINY, dir=tmp_path):
+        first = re.split(r" (?=\S+=)", words) if words else []  # values may have blanks
+        return launch(str(config), [f"project.dir={dir}", *first, *more])
 
     return run
 

@@ -48,18 +48,7 @@ def test_action_benchmark_batch_of_transformers_trains_all_samples():
 @pytest.mark.campaign(only=True)
 def test_action_benchmark_runs_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
-    words = [
-        "--tiny",
-        "--steps",
-        "4",
-        "--episodes",
-        "2",
-        "--workers",
-        "0",
-        "--ours",
-        "4:full:2",
-        "4:none:1",
-    ]
+    words = "--tiny --steps 4 --episodes 2 --workers 0 --ours 4:full:2 4:none:1".split()
     command = [sys.executable, str(SCRIPT), *words, "--theirs", "4", "--out", str(out)]
     subprocess.run(
         command, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=600

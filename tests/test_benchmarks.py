@@ -64,7 +64,7 @@ def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_
     monkeypatch, capsys
 ):
     share = import_file(ROOT / "benchmarks" / "context_share.py")
-    monkeypatch.setattr(sys, "argv", ["context_share.py", "--dry", "--context", "4"])
+    monkeypatch.setattr(sys, "argv", "context_share.py --dry --context 4".split())
     share.main()
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
     lengths, cpu = [300, 40, 7], share.torch.device("cpu")
@@ -176,12 +176,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
         "sft.shape=tiny_vl",
         f"sft.folder={tmp_path / 'files'}",
     ]
-    keys += [
-        "data.micro_batch_size=1",
-        "data.global_batch_size=2",
-        "data.num_workers=0",
-        "model.compile=null",
-    ]
+    keys += "data.micro_batch_size=1 data.global_batch_size=2 data.num_workers=0 model.compile=null".split()
     keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
@@ -302,20 +297,7 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):
 @pytest.mark.campaign(only=True)
 def test_generation_benchmark_compares_equal_tokens(tmp_path):
     bench = import_file(ROOT / "benchmarks" / "generation.py")
-    words = [
-        "--shape",
-        "tiny",
-        "--prompts",
-        "3",
-        "--new",
-        "4",
-        "--held",
-        "20",
-        "--packs",
-        "1",
-        "--steps",
-        "1",
-    ]
+    words = "--shape tiny --prompts 3 --new 4 --held 20 --packs 1 --steps 1".split()
     bench.main([*words, "--out", str(tmp_path / "out.json")])
     result = json.loads((tmp_path / "out.json").read_text())
     assert [row.get("same_tokens") for row in result["rows"]] == [1.0, 1.0, None]
@@ -368,16 +350,7 @@ def test_hardware_table_of_the_docs_is_that_of_its_data():
 @pytest.mark.campaign(only=True)
 def test_activation_offload_benchmark_finds_equal_results(tmp_path):
     out = tmp_path / "found.json"
-    words = [
-        "benchmarks/activation_offload.py",
-        "--tiny",
-        "--layers",
-        "3",
-        "--steps",
-        "1",
-        "--out",
-        str(out),
-    ]
+    words = f"benchmarks/activation_offload.py --tiny --layers 3 --steps 1 --out {out}".split()
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
     rows = {row["mode"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["offload"]["equal"]

@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import MAGIC, ROOT, TINY, run_process
+from conftest import MAGIC, ROOT, TINY, mvp, run_process
 from PIL import Image
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.check.engine import STEPS
 from mvp_engine.tools.check.record import read_facts
@@ -31,7 +30,7 @@ QUICK = [
 
 def checked(capsys, config, *words, code=0):
     capsys.readouterr()
-    assert main(["check", str(config), "--json", *words]) == code
+    assert mvp(f"check {config} --json", *words) == code
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (code == 0)
     assert bool(found["problems"]) == (code != 0)
@@ -117,7 +116,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsy
         "digits_data"
     ]
     assert not export.exists()
-    assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
+    assert mvp(f"check {DIGITS}", *digits, "model.freeze=[vision]") == 0
     text = capsys.readouterr().out
     for words in (
         "«0<|im_end|>»",
@@ -183,7 +182,7 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
     words += ["loop.eval_interval=null", "eval_generation=null"]
-    assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
+    assert mvp(f"check {DIGITS}", *words) == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert re.search(
         r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
@@ -207,7 +206,7 @@ def test_check_unknown_config_key_fails_the_config_stage(capsys):
     found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
     assert stages(found) == {"config": False}
     assert "Did you mean 'optim.lr'?" in found["problems"][0]
-    assert main(["check", str(TINY), "optim.lrr=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {TINY} optim.lrr=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert output.out.split() == ["FAILED", "config"]
     assert "Did you mean 'optim.lr'?" in output.err
@@ -230,12 +229,9 @@ def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
-    words = [
-        f"project.dir={tmp_path}",
-        "tiny.fault=nan_once",
-        "tiny.fault_step=1",
-        "tiny.fault_rank=1",
-    ]
+    words = (
+        f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_step=1 tiny.fault_rank=1".split()
+    )
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
     assert output.count("ok      config") == 1
@@ -263,7 +259,7 @@ def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeyp
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
     assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}
-    assert main(["check", str(DIGITS), *words, "mllm.max_bad_rows=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {DIGITS}", *words, "mllm.max_bad_rows=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert "bad_json  rows.jsonl:151: " in output.out
     assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)

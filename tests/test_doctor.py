@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MAGIC, ROOT, run_process
+from conftest import MAGIC, ROOT, mvp, run_process
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.ops import cudnn_attention, flash_attention
@@ -44,7 +43,7 @@ def quick(monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path, capsys):
-    code = main(["doctor", "--json", "--dir", str(tmp_path)])
+    code = mvp(f"doctor --json --dir {tmp_path}")
     facts = json.loads(capsys.readouterr().out)
     assert code == (0 if facts["ok"] else 2)
     by_name = {finding["name"]: finding for finding in facts["findings"]}
@@ -64,13 +63,13 @@ def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path, caps
 
 
 def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys):
-    assert main(["doctor", str(MAGIC), "optim.lrr=1"]) == 2
+    assert mvp(f"doctor {MAGIC} optim.lrr=1") == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
 def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path, capsys):
-    assert main(["doctor", str(QWEN3), *CHATS, f"model.path={tmp_path}"]) == 2
+    assert mvp(f"doctor {QWEN3}", *CHATS, f"model.path={tmp_path}") == 2
     output = capsys.readouterr().out
     for text in ("problem  disk", "config.json", "this machine cannot train"):
         assert text in output

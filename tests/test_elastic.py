@@ -12,12 +12,9 @@ from test_nodes import resolve  # noqa: F401 - a fixture
 from mvp_engine.errors import JOB_ID
 from mvp_engine.runs import launcher_id, list_runs
 
-WORDS = [
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
-    "checkpoint.interval=5",
-    "data.micro_batch_size=2",
-]
+WORDS = (
+    "log.interval=1 log.backends=[file,jsonl] checkpoint.interval=5 data.micro_batch_size=2".split()
+)
 
 
 def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
@@ -41,11 +38,11 @@ def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatc
     """Its ranks may be those of another launcher; a job of another id is a new run."""
     monkeypatch.setenv(JOB_ID, "first")
     assert launcher_id() == "first"
-    assert train("loop.total_steps=3", "optim.schedule=constant", dir=tmp_path) == 0
-    assert train("loop.total_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=3 optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 1
     monkeypatch.setenv(JOB_ID, "second")
-    assert train("loop.total_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 2
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, mvp
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
@@ -37,17 +37,8 @@ CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 @pytest.mark.slow
 def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
-    words = [
-        CONFIG,
-        "--out",
-        str(tmp_path / "out"),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path / 'runs'}",
-    ]
-    assert main(["profile", *words, "data.micro_batch_size=16"]) == 0
+    words = f"--steps 2 --first 2 project.dir={tmp_path}/runs data.micro_batch_size=16"
+    assert mvp(f"profile {CONFIG} --out {tmp_path}/out {words}") == 0
     printed = capsys.readouterr().out
     facts = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert (facts["steps"], 0 <= facts["idle"] < 1) == (2, True)
@@ -71,7 +62,7 @@ def test_profile_user_errors_are_explained(tmp_path, capsys):
     assert main([*words, "--steps", "0"]) == 2
     assert main([*words, "resume=auto"]) == 2
     assert "leave resume out" in capsys.readouterr().err
-    assert main(["profile", "reverse_rl/grpo", "--out", str(tmp_path), "workers.where=spawn"]) == 2
+    assert mvp(f"profile reverse_rl/grpo --out {tmp_path} workers.where=spawn") == 2
     assert "set workers.where=local" in capsys.readouterr().err
     (tmp_path / "taken").write_text("a file")
     assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step runs
@@ -163,16 +154,7 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path):
     config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    words = [
-        str(config),
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path}",
-    ]
+    words = f"{config} --out {tmp_path} --steps 2 --first 2 project.dir={tmp_path}".split()
     assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
     facts = json.loads((tmp_path / "profile.json").read_text())
     assert (
@@ -191,12 +173,7 @@ SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
 def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
     """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
     config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    slow = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=5",
-        "tiny.slow_seconds=0.3",
-        f"project.dir={tmp_path}",
-    ]
+    slow = f"tiny.fault=slow_hook tiny.fault_step=5 tiny.slow_seconds=0.3 project.dir={tmp_path}".split()
     for first, steps, is_in in ((5, 1, True), (3, 2, False), (6, 1, False), (4, 2, True)):
         words = [
             "profile",
@@ -221,20 +198,15 @@ def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path, capsys):
-    words = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=11",
-        "tiny.slow_seconds=0.4",
-        "tiny.slow_row=17",
-    ]
+    words = "tiny.fault=slow_hook tiny.fault_step=11 tiny.slow_seconds=0.4 tiny.slow_row=17".split()
     assert train(*words, "loop.total_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
     run = list_runs(tmp_path)[-1]
     records = {one["step"]: one for one in RunFacts(run).slowest}
     [step] = [step for step, one in records.items() if one.get("row") == 17]
     capsys.readouterr()
-    assert main(["profile", str(run.dir), "--step", "11", "--out", str(tmp_path / "hook")]) == 0
+    assert mvp(f"profile {run.dir} --step 11 --out {tmp_path}/hook") == 0
     assert SLOW_HOOK in capsys.readouterr().out
-    assert main(["profile", str(run.dir), "--step", str(step), "--out", str(tmp_path / "row")]) == 0
+    assert mvp(f"profile {run.dir} --step {step} --out {tmp_path}/row") == 0
     text = capsys.readouterr().out
     assert "time.sleep(self.slow_row[1])  # the slow row" in text
     assert "The slowest row, 17, took" in text
@@ -244,7 +216,7 @@ def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, t
         for one in json.loads((tmp_path / "row" / "trace.json").read_text())["traceEvents"]
     ]
     assert any(name.endswith(": train_post_step") for name in names)  # Python frames
-    assert main(["profile", str(run.dir), "--step", "30", "--out", str(tmp_path / "late")]) == 2
+    assert mvp(f"profile {run.dir} --step 30 --out {tmp_path}/late") == 2
     assert "ended before step 30: name an earlier one" in capsys.readouterr().err
     assert len(list_runs(tmp_path)) == 1
 

@@ -11,13 +11,7 @@ import zipfile
 import pytest
 from conftest import ROOT
 
-SIZES = [
-    "digits.drawings=1",
-    "digits.count=60",
-    "data.num_workers=0",
-    "loop.total_steps=2",
-    "log.backends=[jsonl]",
-]
+SIZES = "digits.drawings=1 digits.count=60 data.num_workers=0 loop.total_steps=2 log.backends=[jsonl]".split()
 SIZES += ["eval_generation.max_new_tokens=2"]
 NEW = ["recipe", "mine", "--from", "digits_vlm"]
 CONFIG = "mine/configs/train.yaml"
@@ -136,7 +130,7 @@ def resolve(folder, *requirements):
     """Versions by package, as uv chooses them for this Python on a GPU host."""
     file = folder / "requirements.in"
     file.write_text("\n".join(requirements))
-    options = ["--no-header", "--no-annotate", "--quiet", "--python-platform=x86_64-manylinux_2_34"]
+    options = "--no-header --no-annotate --quiet --python-platform=x86_64-manylinux_2_34".split()
     options += ["--python", sys.executable]
     done = subprocess.run(
         ["uv", "pip", "compile", file, *options], check=True, capture_output=True, text=True

@@ -27,12 +27,9 @@ OVERRIDES = {
         *LORA,
     ],
 }
-COMMON = [
-    "loop.total_steps=9",
-    "optim.schedule=constant",
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
-]
+COMMON = (
+    "loop.total_steps=9 optim.schedule=constant log.interval=1 log.backends=[file,jsonl]".split()
+)
 
 
 @pytest.fixture

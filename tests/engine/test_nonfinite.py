@@ -72,7 +72,7 @@ def test_nan_weight_is_the_reason_and_names_the_micro_batch(train, bad_step, tmp
 
 def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_path):
     bad_step(range(4, 7), loss=float("nan"))
-    assert train("checkpoint.interval=4", "checkpoint.keep_n=null", dir=tmp_path) == 0
+    assert train("checkpoint.interval=4 checkpoint.keep_n=null", dir=tmp_path) == 0
     assert checkpoints(tmp_path) == ["step_00000007", "step_00000008", "step_00000012"]
 
 
@@ -86,7 +86,7 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, int
     if interval == 1:  # good steps first
         assert train("loop.total_steps=3", *words, dir=tmp_path) == 0
         words.append("resume=auto")
-    assert train("optim.lr=1e18", "loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
+    assert train("optim.lr=1e18 loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "the weights diverged, and optim.lr is too high" in text
     left = newest(tmp_path).checkpoint_list()
@@ -114,7 +114,7 @@ def test_loss_trend_ends_with_a_loss_near_the_average():
 
 
 def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path, capsys):
-    assert train("tiny.fault=sigterm", "loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
+    assert train("tiny.fault=sigterm loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
     assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
     assert [r["step"] for r in read_metrics(tmp_path)] == [
         1,
@@ -136,16 +136,13 @@ def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_p
     assert (newest(tmp_path).dir / "config.yaml").read_text() == config
     assert main([*printed_command(text), "loop.total_steps=16"]) == 0
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
-    assert (
-        train("resume=auto", "loop.total_steps=null", "loop.epochs=1", dir=tmp_path)
-        == EXIT_USER_ERROR
-    )
+    assert train("resume=auto loop.total_steps=null loop.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
     assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 
 def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path):
     """44 samples in steps of 8: the sixth has 4."""
-    assert train("loop.total_steps=7", "log.interval=1", dir=tmp_path) == 0
+    assert train("loop.total_steps=7 log.interval=1", dir=tmp_path) == 0
     perf = [record["perf"] for record in newest(tmp_path).records("train")]
     samples = [round(one["samples_per_s"] * one["step_s"], 3) for one in perf]
     assert samples == [8, 8, 8, 8, 8, 4, 8]

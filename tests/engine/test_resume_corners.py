@@ -37,13 +37,7 @@ def test_finished_run_in_a_relative_folder_is_not_written_again(train, workspace
 
 @pytest.mark.parametrize("loader", ["sample", "iterable"])  # of known and of unknown length
 def test_last_step_is_logged_and_evaluated_once(train, tmp_path, loader):
-    words = [
-        "loop.total_steps=null",
-        "loop.epochs=1",
-        "log.interval=4",
-        "checkpoint.interval=3",
-        "loop.eval_interval=4",
-    ]
+    words = "loop.total_steps=null loop.epochs=1 log.interval=4 checkpoint.interval=3 loop.eval_interval=4".split()
     words += [f"tiny.loader={loader}", "optim.schedule=constant"]
     for _ in range(2):
         assert train(*words, "resume=auto", dir=tmp_path) == 0
@@ -85,7 +79,7 @@ def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path, monkeypatc
         write(*args)
 
     monkeypatch.setattr(storage, "write", first_fails)
-    assert train("loop.total_steps=6", "checkpoint.interval=6", dir=tmp_path) == 0
+    assert train("loop.total_steps=6 checkpoint.interval=6", dir=tmp_path) == 0
     assert [p.name for p in list_runs(tmp_path)[0].checkpoint_list()] == ["step_00000006"]
 
 
@@ -99,14 +93,9 @@ def test_checkpoint_written_during_training_holds_the_state_of_its_step(
         time.sleep(0.3)
         write(*args)
 
-    assert train("loop.total_steps=4", "optim.schedule=constant", dir=tmp_path / "short") == 0
+    assert train("loop.total_steps=4 optim.schedule=constant", dir=tmp_path / "short") == 0
     monkeypatch.setattr(storage, "write", slow)
-    words = [
-        "checkpoint.interval=4",
-        "checkpoint.keep_n=null",
-        "loop.total_steps=7",
-        "optim.schedule=constant",
-    ]
+    words = "checkpoint.interval=4 checkpoint.keep_n=null loop.total_steps=7 optim.schedule=constant".split()
     assert train(*words, dir=tmp_path / "long") == 0
     found = []
     for folder in ("short", "long"):
@@ -123,17 +112,12 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_pa
         write(folder, *args)
 
     monkeypatch.setattr(storage, "write", look)
-    assert train("checkpoint.interval=4", "checkpoint.keep_n=1", dir=tmp_path) == 0
+    assert train("checkpoint.interval=4 checkpoint.keep_n=1", dir=tmp_path) == 0
     assert seen == [[], ["step_00000004"], ["step_00000008"]]
 
 
 def test_best_checkpoint_is_kept_on_resume(train, tmp_path):
-    words = [
-        "loop.eval_interval=2",
-        "optim.schedule=constant",
-        "log.backends=[jsonl]",
-        "checkpoint.keep_n=1",
-    ]
+    words = "loop.eval_interval=2 optim.schedule=constant log.backends=[jsonl] checkpoint.keep_n=1".split()
     assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     best = (run.checkpoints / "best").resolve().name
@@ -189,7 +173,7 @@ def test_resume_auto_ignores_launches_without_a_step(train, tmp_path):
     assert train("loop.total_steps=6", dir=tmp_path) == 0
     assert train("tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
     assert train("workflow=shout", dir=tmp_path) == 0
-    assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    assert train("workflow=evaluate resume=auto", dir=tmp_path) == 0
     assert train("resume=auto", dir=tmp_path) == 0
     assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [1, 2, 4, 6, 8, 10, 12]
 
@@ -201,13 +185,13 @@ def test_failed_resume_leaves_the_run_as_it_was_and_no_copy(train, tmp_path):
     assert (run.info["status"], run.info["step"]) == ("finished", 2)
     for source in ("auto", run.checkpoint_list()[-1]):
         for word in ("tiny.loader=none", "model.freeze=[nothing]"):
-            assert train(f"resume={source}", word, dir=tmp_path) == EXIT_USER_ERROR
+            assert train(f"resume={source} {word}", dir=tmp_path) == EXIT_USER_ERROR
             assert (run.info, sorted(run.dir.iterdir())) == before
             assert len(list_runs(tmp_path)) == 1
 
 
 def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(train, tmp_path):
-    assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
+    assert train("checkpoint.interval=4 log.interval=2", dir=tmp_path) == 0
     first = list_runs(tmp_path)[-1]
     branch = [
         f"resume={first.checkpoints / 'step_00000004'}",
@@ -218,7 +202,7 @@ def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(trai
     assert train(*branch, dir=tmp_path) == EXIT_BUG
     second = list_runs(tmp_path)[-1]
     second.note(status="running")  # as kill -9 leaves it
-    assert train("resume=auto", "log.interval=2", dir=tmp_path) == 0
+    assert train("resume=auto log.interval=2", dir=tmp_path) == 0
     assert [(r["step"], r["loss"]) for r in second.records("train")] == [
         (r["step"], r["loss"]) for r in first.records("train")
     ]
@@ -227,7 +211,7 @@ def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(trai
 
 def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path):
     (tmp_path / "mine").mkdir()
-    assert train("project.run_id=mine", "resume=auto", dir=tmp_path) == 0
+    assert train("project.run_id=mine resume=auto", dir=tmp_path) == 0
 
 
 def test_own_loader_generator_and_momentum_schedule_resume_bit_equal(
@@ -314,13 +298,7 @@ def own_cursors():
 
 
 def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path):
-    words = [
-        "tiny.loader=uneven",
-        "loop.total_steps=null",
-        "loop.epochs=2",
-        "loop.eval_interval=3",
-        "log.interval=1",
-    ]
+    words = "tiny.loader=uneven loop.total_steps=null loop.epochs=2 loop.eval_interval=3 log.interval=1".split()
     assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [
         0,
         0,
@@ -375,12 +353,9 @@ def twice():
 
 @pytest.mark.campaign(only=True)
 def test_magic_transformer_trained_sorts(train, tmp_path, capsys):
-    words = [
-        "task.digits=4",
-        "loop.total_steps=200",
-        "loop.eval_interval=200",
-        "task.eval_problems=200",
-    ]
+    words = (
+        "task.digits=4 loop.total_steps=200 loop.eval_interval=200 task.eval_problems=200".split()
+    )
     words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]
     assert train(*words, config=MAGIC, dir=tmp_path) == 0
     assert read_metrics(tmp_path, "eval")[-1]["exact_match"] > 0.95

@@ -24,7 +24,7 @@ from mvp_engine.runs import list_runs
 pytestmark = pytest.mark.slow
 IN_CAMPAIGN = pytest.mark.campaign(only=True)
 TWO_RANKS = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2"]
-LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
+LAUNCH = f"-m mvp_engine.launch --config {TINY}".split()
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
@@ -220,7 +220,7 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
     """Killed at three moments of the ranks' start, side by side."""
     waiting = {}
     for seconds, nproc in ((0.3, 1), (1.5, 1), (3.5, 2)):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
         folder = f"project.dir={tmp_path / str(seconds)}"
         waiting[spawn(*torchrun, *LAUNCH, *LONG, folder, fresh_workers=True)] = seconds
     began = {}
@@ -245,19 +245,8 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
 
 @IN_CAMPAIGN
 def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path):
-    words = [
-        "tiny.fault=crash_once",
-        "tiny.fault_step=7",
-        "checkpoint.interval=2",
-        "log.interval=1",
-    ]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
-    ]
+    words = "tiny.fault=crash_once tiny.fault_step=7 checkpoint.interval=2 log.interval=1".split()
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
     words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
     code, output = run_process(*torchrun, *LAUNCH, *words)
     assert code == 0, output

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT, run_process
+from conftest import ROOT, mvp, run_process
 from tiny_vlm import chat, with_images, write
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
@@ -154,7 +153,7 @@ def use_gpu(monkeypatch):
 
 
 def train(config, *words):
-    assert main(["train", config, *words]) == 0
+    assert mvp(f"train {config}", *words) == 0
 
 
 def run_of(folder):
@@ -197,23 +196,18 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     values = run_of(tmp_path / "outputs").info["auto"]["values"]
     assert [values[key] for key in KEYS] == [4096, 16384, "none"]
     capsys.readouterr()
-    assert main(["plan", config, "--gpu", "T4"]) == 0
+    assert mvp(f"plan {config} --gpu T4") == 0
     assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
-    assert main(["data", "inspect", config]) == 0
+    assert mvp(f"data inspect {config}") == 0
     capsys.readouterr()
-    assert main(["check", config, "--json", *words]) == 0
+    assert mvp(f"check {config} --json", *words) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["auto"] == {**values, "reason": facts["auto"]["reason"]}
     words = "tokens, activation checkpointing none: the default without a GPU"
     assert words in facts["stages"][0]["says"]
 
 
-FEW_ROWS = [
-    "mllm.global_batch_tokens=auto",
-    "loop.total_steps=null",
-    "log.interval=auto",
-    "checkpoint.interval=auto",
-]
+FEW_ROWS = "mllm.global_batch_tokens=auto loop.total_steps=null log.interval=auto checkpoint.interval=auto".split()
 
 
 @pytest.mark.slow
@@ -294,7 +288,7 @@ def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals
     ],
 )
 def test_auto_that_cannot_be_chosen_is_refused(config, words, message, capsys):
-    assert main(["train", config, *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {config}", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -344,11 +338,11 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
         "mllm.row_tokens=512",
         "model.activation_checkpointing=none",
     ]  # nothing is left to lower
-    assert main(["train", config, "project.dir=none", *smallest]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=none", *smallest) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.
     middle = run.checkpoint_list()[0]
-    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=resumed resume={middle}") == EXIT_USER_ERROR
     assert "CUDA out of memory" in capsys.readouterr().err
 
 

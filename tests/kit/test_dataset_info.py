@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from conftest import user_error
+from conftest import mvp, user_error
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
-from mvp_engine.cli import main
 from mvp_engine.kit.data.read.rows import read_row
 
 TAGS = {
@@ -99,7 +98,7 @@ def test_dataset_info_folder_of_texts_is_read_as_text(folder):
 
 
 def test_dataset_info_is_inspected_without_a_model(folder, capsys):
-    assert main(["data", "inspect", f"{folder}/dataset_info.json:renamed", "--json"]) == 0
+    assert mvp(f"data inspect {folder}/dataset_info.json:renamed --json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["sources"][0] | {"rows": 2, "good": 1} == facts["sources"][0]
     assert facts["bad"]["by_reason"] == {"label_false": 1}
@@ -127,7 +126,7 @@ def test_dataset_info_unsupported_entry_is_a_user_error(folder, path, words):
 def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_them(
     folder, tmp_path, capsys
 ):
-    assert main(["data", "inspect", str(folder)]) == 2
+    assert mvp(f"data inspect {folder}") == 2
     assert "is LLaMA-Factory's: write" in (error := capsys.readouterr().err)
     assert "dataset_info.json:NAME with one of the datasets in it: alpaca, renamed" in error
     info = {
@@ -136,6 +135,6 @@ def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     write(tmp_path / "b.jsonl", [{"q": "q", "r": "a", "s": "s", "good": True}])
-    assert main(["data", "inspect", str(tmp_path), "--json"]) == 0
+    assert mvp(f"data inspect {tmp_path} --json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["sources"][0]["name"], facts["sources"][0]["good"]) == ("one", 1)

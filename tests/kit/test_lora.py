@@ -171,7 +171,7 @@ def test_lora_layouts_train_to_the_same_weights(ranks2, base, sizes, settings):
 
 
 def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path):
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
+    words = f"model.type=language_model model.path={base} lora.rank=2 lora.dropout=0.3".split()
     words += [
         "optim.schedule=constant",
         "lora.train=['*.norm.weight']",

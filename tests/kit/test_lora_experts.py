@@ -117,12 +117,7 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks
 
 def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
-    words = [
-        "model.type=language_model",
-        f"model.path={base}",
-        "lora.rank=2",
-        "log.backends=[file]",
-    ]
+    words = f"model.type=language_model model.path={base} lora.rank=2 log.backends=[file]".split()
     assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
     log = log_of(tmp_path / "run")
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "

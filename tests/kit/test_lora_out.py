@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import losses, user_error
+from conftest import losses, mvp, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,
@@ -56,7 +56,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     from transformers import AutoModelForCausalLM
 
     run, straight = tmp_path / "run", tmp_path / "straight"
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "optim.lr=0.02"]
+    words = f"model.type=language_model model.path={base} lora.rank=2 optim.lr=0.02".split()
     words += ["optim.schedule=constant", "log.backends=[file,jsonl]", *more]
     assert train(*words, config=LM, dir=straight) == 0
     two = [f"project.dir={run}", "parallel.shard=2", "loop.total_steps=3"]
@@ -79,7 +79,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
 
     folder = str(list_runs(run)[-1].dir)
     for out, option in (("merged", []), ("adapter", ["--adapter"])):
-        assert main(["merge", folder, str(tmp_path / out), *option]) == 0
+        assert mvp(f"merge {folder} {tmp_path}/{out}", *option) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
     engine = engine_of(base, Lora(rank=2, rslora=bool(more)), train=False)
@@ -121,7 +121,7 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base, 
     engine.export_hf(tmp_path / "merged")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.save_checkpoint(tmp_path / "saved")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "again")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/again") == 0
     merged, again = exported(tmp_path / "merged"), exported(tmp_path / "again")
     stream = dict(engine.get_per_tensor_param())
     assert all(torch.equal(stream[name], value) for name, value in merged.items())

@@ -97,7 +97,7 @@ def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path, marker, pl
     tensors[place] = pickled({"step": 3, "bad": Payload(marker)})
     write_checkpoint(tmp_path / "made", **tensors)
     checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
-    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert train("resume=auto loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
 

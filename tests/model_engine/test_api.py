@@ -56,7 +56,7 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
-    assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
+    assert train("model.type=language_model model.backend=mcore", config=LM) == 2
     known = "language_model on fsdp, language_model on megatron, module on fsdp"
     assert known in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_process, user_error
+from conftest import ROOT, mvp, run_process, user_error
 from families import overrides_of
 from folders import entries, same, without_checksums
 from test_api import adam, constant
@@ -94,7 +94,7 @@ def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path, mon
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.save_checkpoint(tmp_path / "saved")
     if then == "merge":
-        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+        assert mvp(f"merge {tmp_path}/saved {tmp_path}/out") == 0
     assert_loads(tmp_path / "saved", engine.model.state_dict())
 
 
@@ -126,7 +126,7 @@ def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tm
     engine.save_checkpoint(saved)
     meta = json.loads((saved / "meta.json").read_text())
     assert (meta["world_size"], meta["torch"]) == (1, torch.__version__)
-    assert main(["merge", str(saved), str(out)]) == 0
+    assert mvp(f"merge {saved} {out}") == 0
     merged = engine_of(LanguageModelEngine.build_model(ModelSource(str(out))), optimizer=None)
     assert same(merged.model.state_dict(), engine.model.state_dict())
     words = [f"resume={saved}", "lm.family=qwen3"]
@@ -181,7 +181,7 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
     without_checksums(saved)
 
     def refused(*words):
-        assert main(["merge", str(saved), str(out), *words]) == EXIT_USER_ERROR
+        assert mvp(f"merge {saved} {out}", *words) == EXIT_USER_ERROR
         assert not out.exists()
         return capsys.readouterr().err
 

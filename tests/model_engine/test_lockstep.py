@@ -218,7 +218,7 @@ def _host_collectives(config, words, steps):
 
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.global_batch_size=4"]
+SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_size=4".split()
 
 
 @pytest.mark.slow

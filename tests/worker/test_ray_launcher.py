@@ -50,7 +50,7 @@ def test_ray_group_updates_and_names_the_rank_of_an_error():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(tmp_path, ranks):
     out = tmp_path / "torchrun.json"
-    words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    words = f"-m torch.distributed.run --nproc-per-node={ranks} --standalone".split()
     code, output = run_process(*words, str(HERE / "ten_updates.py"), str(out), fresh=True)
     assert code == 0, output
     expected = json.loads(out.read_text())
