@@ -1,5 +1,7 @@
 """benchmarks/actions.py: both sides train what they say, and the script runs on a CPU."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -48,7 +50,18 @@ def test_action_benchmark_batch_of_transformers_trains_all_samples():
 @pytest.mark.campaign(only=True)
 def test_action_benchmark_runs_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
-    words = "--tiny --steps 4 --episodes 2 --workers 0 --ours 4:full:2 4:none:1".split()
+    words = [
+        "--tiny",
+        "--steps",
+        "4",
+        "--episodes",
+        "2",
+        "--workers",
+        "0",
+        "--ours",
+        "4:full:2",
+        "4:none:1",
+    ]
     command = [sys.executable, str(SCRIPT), *words, "--theirs", "4", "--out", str(out)]
     subprocess.run(
         command, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=600

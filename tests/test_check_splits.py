@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import torch
 from conftest import ROOT, losses, mvp
+from run_files import printed_json
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -21,7 +21,7 @@ RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 def checked(capsys, *words, config=RECIPE):
     capsys.readouterr()
     code = mvp(f"check {config} --json project.dir=unused", *words)
-    found = json.loads(capsys.readouterr().out)
+    found = printed_json(capsys)
     found["warnings"] = [
         text for text in found["warnings"] if "wait for data" not in text
     ]  # on a busy machine

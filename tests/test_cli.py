@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import MAGIC, ROOT, TINY, mvp
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -50,10 +51,7 @@ def test_saved_config_of_a_run_trains_with_equal_losses(two_runs):
 
 def test_config_schema_prints_json(capsys):
     assert mvp(f"config {MAGIC} --schema") == 0
-    assert (
-        json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"]
-        == 12
-    )
+    assert printed_json(capsys)["$defs"]["Task"]["properties"]["digits"]["default"] == 12
 
 
 def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
@@ -67,7 +65,7 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
     assert "first: finished at step 6" in text
     assert "best" in text
     assert mvp(f"runs latest --dir {two_runs} --json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json(capsys)
     assert facts["id"] == "second"
     assert facts["train"]["step"] == 6
 
@@ -83,7 +81,7 @@ def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path, capsys
     assert train("project.run_id=first resume=auto") == 0
     capsys.readouterr()
     assert mvp(f"runs latest --dir {tmp_path} --json") == 0
-    assert json.loads(capsys.readouterr().out)["error"] is None
+    assert printed_json(capsys)["error"] is None
 
 
 def test_runs_show_reads_the_last_record_of_each_split(tmp_path, capsys):
@@ -92,7 +90,7 @@ def test_runs_show_reads_the_last_record_of_each_split(tmp_path, capsys):
     lines.insert(1, json.dumps({"step": 1, "split": "eval", "loss": 7.0}))
     (run.dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "split": "train", "lo')
     assert mvp(f"runs latest --dir {tmp_path} --json") == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = printed_json(capsys)
     assert (shown["step"], shown["train"]["loss"], shown["eval"]["loss"]) == (2, 0.5, 7.0)
 
 
@@ -100,7 +98,7 @@ def test_runs_diff_prints_config_keys_and_metrics(two_runs, capsys):
     assert mvp(f"runs first second --dir {two_runs}") == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
     assert mvp(f"runs first second --dir {two_runs} --json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = printed_json(capsys)
     assert answer["config"]["optim.lr"] == [0.02, 0.1]
     assert "train.loss" in answer["figures"]
 
@@ -191,7 +189,7 @@ def test_output_after_a_broken_pipe_is_discarded(tmp_path, python):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_profile_with_a_broken_pipe_writes_its_files(tmp_path):
     words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
     code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")

@@ -1,12 +1,12 @@
 """Elastic jobs: `--nnodes 1:2` continues with one node after the other was lost."""
 
-import json
 import os
 import signal
 import time
 
 import pytest
-from conftest import TINY, read_metrics, spawn, user_error, wait_until
+from conftest import CAMPAIGN, TINY, read_metrics, spawn, user_error, wait_until
+from run_files import read_json
 from test_nodes import resolve  # noqa: F401 - a fixture
 
 from mvp_engine.errors import JOB_ID
@@ -47,7 +47,7 @@ def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, port):
     """The other node continues within a minute, with the losses and the samples of an undisturbed training."""
     steps = "loop.total_steps=60"
@@ -70,7 +70,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
         )
     metrics = tmp_path / "elastic"
     wait_until(lambda: len(_lines(metrics)) > 12, 120)
-    assert json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"] == 2
+    assert read_json(list_runs(metrics)[0].dir / "run.json")["setup"]["ranks"] == 2
     os.kill(nodes[1].pid, signal.SIGKILL)
     killed = time.monotonic()
     wait_until(
@@ -89,8 +89,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
     )
     # Samples have different weights, which the log counts as tokens: equal counts are equal samples.
     assert [record["totals"] for record in found] == [record["totals"] for record in expected]
-    ranks = json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"]
-    assert ranks == 1
+    assert read_json(list_runs(metrics)[0].dir / "run.json")["setup"]["ranks"] == 1
 
 
 def _lines(folder):

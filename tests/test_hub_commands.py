@@ -12,6 +12,7 @@ import yaml
 from conftest import ROOT, mvp
 from fake_hub import FakeHub, use_hub
 from PIL import Image
+from run_files import read_json
 
 sys.path.append(str(Path(__file__).parent / "kit"))
 from tiny_vlm import chat, model_config, qwen3_vl
@@ -152,7 +153,7 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub, r
     config = yaml.safe_load((first.dir / "config.yaml").read_text())
     assert config["model"]["path"] == f"org/vlm@{commit}"
     assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
-    base = json.loads((first.checkpoint_list()[-1] / "hf" / "mvp.json").read_text())["base"]
+    base = read_json(first.checkpoint_list()[-1] / "hf" / "mvp.json")["base"]
     assert base["path"] == f"org/vlm@{commit}"  # no path of this machine
     files = hub.repos["org/vlm"].commits[commit]
     hub.add("org/vlm", {**files, "config.json": b"{}"})
@@ -251,7 +252,9 @@ def test_push_uploads_model_and_card_that_chat_reads_back(hub, run, monkeypatch)
     assert "| torch | 1.2.3 |" in card  # of the training, not of this machine
 
     def answer(model):
-        return json.loads(run(f"chat {model} -p 'What colour?' --max-new-tokens 2 --json"))["answer"]
+        return json.loads(run(f"chat {model} -p 'What colour?' --max-new-tokens 2 --json"))[
+            "answer"
+        ]
 
     answers = {answer(newest.dir), answer("me/reader")}
     run(f"push {newest.id} me/adapter --adapter --public")

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import MAGIC, TINY, losses, mvp, spawn, user_error
+from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
 
 from mvp_engine.cli import main
@@ -251,7 +251,7 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path, port):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, port):
     folders = [tmp_path / str(rank) for rank in (0, 1)]
     for folder in folders:
@@ -262,7 +262,7 @@ def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, po
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path, port):
     words = [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
     nodes = [start(*node_options(rank, port), *words, fresh_workers=True) for rank in (0, 1)]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import ROOT, TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -103,7 +104,7 @@ def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monke
     capsys.readouterr()
     monkeypatch.chdir(workspace)
     assert mvp("recipe --json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed_json(capsys)
     assert set(found) == {*RECIPES, "mine"}
     assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
 

@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
 
 SIZES = "digits.drawings=1 digits.count=60 data.num_workers=0 loop.total_steps=2 log.backends=[jsonl]".split()
 SIZES += ["eval_generation.max_new_tokens=2"]
@@ -76,7 +76,7 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel, tmp_p
     assert f"{tmp_path}/site/mvp_engine/_docs/loss.md" in skill
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel, tmp_path):
     """In an environment of its own, with the versions of constraints.txt."""
     subprocess.run(["uv", "venv", "--quiet", tmp_path / "venv"], check=True)
@@ -116,7 +116,7 @@ def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel
     assert done.stdout.strip()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
 def test_package_resolves_next_to_the_newest(other, tmp_path):
     """The newest release that pip would choose alone is also chosen with this package, and its transformers is ours."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_metrics, user_error
+from run_files import read_json
 from torch import nn
 
 from mvp_engine.checkpoint import CheckpointManager, safetensors_io, state
@@ -280,7 +281,7 @@ def test_best_symlink_follows_the_metric(train, tmp_path):
     evaluations = read_metrics(tmp_path, "eval")
     assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 9]
     best = min(evaluations, key=lambda e: e["loss"])
-    meta = json.loads((run.checkpoints / "best" / "meta.json").read_text())
+    meta = read_json(run.checkpoints / "best" / "meta.json")
     assert meta["best"] == {"metric": "loss", "value": best["loss"], "step": best["step"]}
     assert meta["step"] == best["step"]
 

@@ -4,13 +4,14 @@ import os
 
 import campaign
 import pytest
+from conftest import CAMPAIGN
 
 from mvp_engine.process.watchdog import RankWatchdog
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path):
     jobs = [(2, ["parallel.shard=2", "data.num_workers=2"])]
     short, out = campaign.tiny(40, jobs), tmp_path / "table.md"

@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import MAGIC, ROOT, TINY, losses, read_metrics, run_process
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, losses, read_metrics, run_process
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
-IN_CAMPAIGN = pytest.mark.campaign(only=True)
 QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
 
 
@@ -50,7 +49,7 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "micro", [pytest.param(8, marks=IN_CAMPAIGN), 3, pytest.param(1, marks=IN_CAMPAIGN)]
+    "micro", [pytest.param(8, marks=CAMPAIGN), 3, pytest.param(1, marks=CAMPAIGN)]
 )
 def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path, micro):
     words = "loop.epochs=2 log.interval=1 loop.eval_interval=4 loop.total_steps=null log.backends=[jsonl]".split()
@@ -74,8 +73,7 @@ def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
     words = f"loop.total_steps=1 loop.eval_interval=1 loop.eval_batches={batches} log.backends=[jsonl]".split()
     assert train(*words, dir=tmp_path / "1") == 0
     for pool in (ranks2, ranks4):
-        folder = f"project.dir={tmp_path / str(pool.size)}"
-        assert set(pool.launch(TINY, *words, folder)) == {0}
+        assert set(pool.launch(TINY, *words, f"project.dir={tmp_path / str(pool.size)}")) == {0}
     (one,), (two,), (four,) = (read_metrics(tmp_path / ranks, "eval") for ranks in "124")
     assert [two["loss"], four["loss"]] == pytest.approx([one["loss"]] * 2, rel=1e-6)
     assert train(*words, "loop.eval_batches=null", dir=tmp_path / "all") == 0
@@ -130,9 +128,9 @@ RESUME_WORDS = "tiny.dropout=0.3 tiny.noise=0.1 loop.eval_interval=5 log.interva
         ("tiny.loader=sample", [2, 4]),
         ("tiny.loader=sample", [6, 8]),
         ("tiny.loader=torch", [6, 8]),
-        pytest.param("tiny.loader=torch", [2, 4], marks=IN_CAMPAIGN),
+        pytest.param("tiny.loader=torch", [2, 4], marks=CAMPAIGN),
         ("tiny.loader=iterable", [6, 8]),
-        pytest.param("tiny.loader=iterable", [2, 4], marks=IN_CAMPAIGN),
+        pytest.param("tiny.loader=iterable", [2, 4], marks=CAMPAIGN),
         ("data.num_workers=2", [4]),
     ],
 )
@@ -145,9 +143,11 @@ def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, tmp_path, loade
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.global_batch_size=8"],
+        pytest.param(["data.global_batch_size=8"], marks=pytest.mark.slow),
         ["data.global_batch_size=1"],  # the second rank has no samples
-        ["data.global_batch_size=3", "parallel.shard=2"],  # one rank runs a dummy in every step
+        pytest.param(  # one rank runs a dummy in every step
+            ["data.global_batch_size=3", "parallel.shard=2"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path, words):

@@ -72,17 +72,15 @@ def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path, capsys):
     assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
-def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, monkeypatch):
+def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, tiny_hooks):
     """It may measure rows for minutes; in a step, a signal would wait for that."""
-    engine_class = compose(TINY).engine_class
     made = {}
-    prepare = engine_class.prepare_dataloader
 
     def watched(self, split):
         made[split] = (self.step, self.signals.early)
-        return prepare(self, split)
+        return plain.prepare_dataloader(self, split)
 
-    monkeypatch.setattr(engine_class, "prepare_dataloader", watched)
+    plain = tiny_hooks(prepare_dataloader=watched)
     assert train("loop.eval_interval=4 log.interval=1") == 0
     assert made == {"train": (0, True), "eval": (0, True)}
 
@@ -97,15 +95,12 @@ def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path, rank):
     assert all(r["loss"] is not None and r["skipped"] == 1 for r in after)
 
 
-def test_batch_of_zero_weight_is_skipped(train, tmp_path, monkeypatch):
-    engine_class = compose(TINY).engine_class
-    forward = engine_class.forward_step
-
+def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
     def no_weight(self, ctx, micro_batch):
-        loss, weight = forward(self, ctx, micro_batch)
+        loss, weight = plain.forward_step(self, ctx, micro_batch)
         return (loss * 0, weight * 0) if ctx.step == 3 and ctx.split == "train" else (loss, weight)
 
-    monkeypatch.setattr(engine_class, "forward_step", no_weight)
+    plain = tiny_hooks(forward_step=no_weight)
     assert train("log.interval=1", dir=tmp_path) == 0
     assert "weight 0" in skipped(tmp_path)[0]["reason"]
     assert all(loss is not None for loss in losses(tmp_path)[3:])
@@ -191,9 +186,8 @@ def test_error_outside_of_forward_and_backward_has_no_hint_to_find_its_row(
     assert not list(tmp_path.rglob("skipped_steps*"))
 
 
-def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path, monkeypatch, capsys):
-    engine_class = compose(TINY).engine_class
-    monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
+def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path, tiny_hooks, capsys):
+    tiny_hooks(forward_step=lambda self, ctx, batch: torch.ones(()))
     assert train(dir=tmp_path) == EXIT_BUG
     assert "forward_step must return (loss_sum, weight)" in capsys.readouterr().err
 
@@ -242,7 +236,7 @@ def test_loader_with_equal_data_on_all_ranks_is_refused(train, tmp_path):
 
 
 def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_keeping(
-    train, tmp_path, monkeypatch
+    train, tmp_path, tiny_hooks
 ):
     def fail(self, split):
         (self.run.dir / "bad_rows.jsonl").write_text(
@@ -250,7 +244,7 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
         )
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(compose(TINY).engine_class, "prepare_dataloader", fail)
+    tiny_hooks(prepare_dataloader=fail)
     assert train("seed=2", dir=tmp_path) == EXIT_BUG
     assert not list(tmp_path.iterdir())
     assert train("seed=1", dir=tmp_path) == EXIT_BUG
@@ -290,7 +284,7 @@ def test_resume_auto_without_a_run_prints_a_message(train, tmp_path, capsys):
 
 
 def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
-    train, tmp_path, monkeypatch, capsys
+    train, tmp_path, tiny_hooks, capsys
 ):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     from torch import nn
@@ -298,7 +292,7 @@ def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
     wider = nn.Sequential(
         nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1)
     )
-    monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)
+    tiny_hooks(prepare_model=lambda self: wider)
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert (
         "model.0.weight has the shape (16, 4) there and (8, 4) in this model"

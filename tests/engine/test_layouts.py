@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MAGIC, ROOT, TINY, losses, read_metrics, user_error
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, losses, read_metrics, user_error
 
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Parallel
@@ -22,10 +22,7 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
         *(("tiny", *sizes) for sizes in SHARDED),
         ("magic", 2, 2, 1),
         ("magic", *SHARDED[0]),
-        *(
-            pytest.param("magic", *sizes, marks=pytest.mark.campaign(only=True))
-            for sizes in SHARDED[1:]
-        ),
+        *(pytest.param("magic", *sizes, marks=CAMPAIGN) for sizes in SHARDED[1:]),
     ],
 )
 def test_sharded_layouts_give_the_losses_of_one_rank(

@@ -5,11 +5,10 @@ import shlex
 
 import pytest
 import torch
-from conftest import TINY, losses, read_metrics
+from conftest import losses, read_metrics
 from run_files import log_of
 
 from mvp_engine.cli import main
-from mvp_engine.config import compose
 from mvp_engine.engine.guard import LossTrend
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
@@ -29,14 +28,12 @@ def printed_command(text):
 
 
 @pytest.fixture
-def bad_step(monkeypatch):
+def bad_step(tiny_hooks):
     """bad_step(steps, loss, weight): in these steps, the loss is multiplied by `loss` and the weight by `weight`."""
-    engine_class = compose(TINY).engine_class
-    forward = engine_class.forward_step
 
     def plant(steps, loss=1.0, weight=1.0, grad=False):
         def planted(self, ctx, micro_batch):
-            loss_sum, weight_sum = forward(self, ctx, micro_batch)
+            loss_sum, weight_sum = plain.forward_step(self, ctx, micro_batch)
             if ctx.split != "train" or ctx.step not in steps:
                 return loss_sum, weight_sum
             ctx.log("huge", torch.tensor(1e20))
@@ -45,7 +42,7 @@ def bad_step(monkeypatch):
                 loss_sum = loss_sum + (first - first.detach()).abs().sqrt().sum()
             return loss_sum * loss, weight_sum * weight
 
-        monkeypatch.setattr(engine_class, "forward_step", planted)
+        plain = tiny_hooks(forward_step=planted)
 
     return plant
 
@@ -96,8 +93,7 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, int
     latest = newest(tmp_path).checkpoints / "latest"
     assert latest.resolve() == left[-1].resolve() if left else not latest.is_symlink()
     assert main(printed_command(text)) == 0
-    run = newest(tmp_path)
-    assert run.checkpoint_list()[-1].name == "step_00000020"
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000020"
     records = read_metrics(tmp_path)
     assert all(record["loss"] < 100 and record["skipped"] == 0 for record in records)
 
@@ -144,5 +140,4 @@ def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path)
     """44 samples in steps of 8: the sixth has 4."""
     assert train("loop.total_steps=7 log.interval=1", dir=tmp_path) == 0
     perf = [record["perf"] for record in newest(tmp_path).records("train")]
-    samples = [round(one["samples_per_s"] * one["step_s"], 3) for one in perf]
-    assert samples == [8, 8, 8, 8, 8, 4, 8]
+    assert [round(one["samples_per_s"] * one["step_s"], 3) for one in perf] == [8, 8, 8, 8, 8, 4, 8]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, TINY, mvp, read_metrics
+from conftest import ROOT, mvp, read_metrics
 from run_files import log_of
 from safetensors.torch import load_file
 from test_optim import IDS, net, settings
@@ -77,12 +77,6 @@ def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path):
     assert all(torch.equal(value, averages(own)[name]) for name, value in averages(again).items())
     with own.averaged(), pytest.raises(RuntimeError, match="the EMA weights are swapped in"):
         train_steps(own, 1)
-
-
-def tiny_engine():
-    from mvp_engine.config import compose
-
-    return compose(TINY).engine_class
 
 
 def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path, monkeypatch):

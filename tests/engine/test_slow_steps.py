@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from conftest import TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.data import SampleLoader
 from mvp_engine.data.worker_memory import KeepLastBatches
@@ -67,12 +68,11 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     assert " in train_post_step\n" in text.partition("slow steps")[2]
     assert "in the wait for data: row 17 took 3" in text
     assert f"mvp profile {run.dir} --step" in text
-    page = (run.dir / "report.html").read_text()
-    assert page.count("in the wait for data: row 17") == 1
+    assert (run.dir / "report.html").read_text().count("in the wait for data: row 17") == 1
     assert mvp(f"runs {run.id} --dir {tmp_path}") == 0
     assert "in the wait for data: row 17" in capsys.readouterr().out
     assert mvp(f"runs {run.id} --dir {tmp_path} --json") == 0
-    assert {one["step"] for one in json.loads(capsys.readouterr().out)["slow_steps"]} == {12, step}
+    assert {one["step"] for one in printed_json(capsys)["slow_steps"]} == {12, step}
 
     # A resumed run keeps them.
     assert train(*words, "loop.total_steps=30", "resume=auto") == 0

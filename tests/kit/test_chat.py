@@ -8,6 +8,7 @@ import torch
 from conftest import mvp
 from lora_models import engine_of
 from PIL import Image
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.hf import LanguageModel
@@ -165,7 +166,7 @@ def test_chat_command_prints_text_or_json(folder, image, capsys):
     printed = capsys.readouterr().out
     assert printed == theirs(folder, with_image(image, "What colour?")) + "\n"
     assert main([*words, "-p", "What colour?", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = printed_json(capsys)
     assert record["answer"] + "\n" == printed
     assert 1 <= record["tokens"] <= NEW
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 from conftest import mvp
 from rich.console import Console
+from run_files import printed_json
 from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 
 def inspect(capsys, *words):
     assert mvp("data inspect", *words, "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = printed_json(capsys)
     assert sorted(facts) == sorted(KEYS)
     return facts
 

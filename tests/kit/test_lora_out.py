@@ -1,12 +1,11 @@
 """LoRA adapters on disk: checkpoints with adapters only, peft folders and merged weights give the same logits."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import losses, mvp, user_error
+from conftest import CAMPAIGN, losses, mvp, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,
@@ -19,7 +18,7 @@ from lora_models import (
     token_log_probs,
     weights,
 )
-from run_files import log_of
+from run_files import log_of, read_json, write_json
 from tiny_models import build_model, samples
 
 from mvp_engine.checkpoint.format import Reader
@@ -46,9 +45,7 @@ def vision_base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["lora.rslora=true"], marks=pytest.mark.campaign(only=True))]
-)
+@pytest.mark.parametrize("more", [[], pytest.param(["lora.rslora=true"], marks=CAMPAIGN)])
 def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     train, ranks2, base, tmp_path, more
 ):
@@ -187,8 +184,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
     ):
         build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
-        words = f"{name}.* trained in full, which a peft folder cannot hold"
-        with user_error(words):
+        with user_error(f"{name}.* trained in full, which a peft folder cannot hold"):
             MLLMModelKit.export_adapter(engine, adapter)
         engine.export_hf(tmp_path / f"{family} merged")
     # A part trained in full that has parameters in modules with submodules.
@@ -200,7 +196,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
     vision = {name: value for name, value in weights(engine).items() if ".vision_tower." in name}
     for name, value in vision.items():
         assert torch.equal(loaded[name.removeprefix("hf.")], value), name
-    kept = json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"]
+    kept = read_json(adapter / "adapter_config.json")["modules_to_save"]
     assert "model.vision_tower.embeddings" in kept
     assert not any(name.startswith("model.vision_tower.embeddings.") for name in kept)
 
@@ -235,14 +231,14 @@ def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     """By `hf/mvp.json`, which older versions wrote, and by the names of its tensors."""
 
     def note(is_dora):
-        file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": is_dora}}))
+        write_json(file, info | {"lora": info["lora"] | {"dora": is_dora}})
 
     lora, saved = Lora(rank=2), tmp_path / "saved"
     engine = engine_of(base, lora)
     engine.save_checkpoint(saved)
     without_checksums(saved)
     file = saved / "hf" / "mvp.json"
-    info = json.loads(file.read_text())
+    info = read_json(file)
     words = ["merge", str(saved), str(tmp_path / "out")]
     said = "was trained with DoRA (lora.dora=true), which was removed"
     note(True)

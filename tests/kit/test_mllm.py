@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import mvp
-from run_files import json_lines
+from run_files import json_lines, printed_json
 from safetensors.torch import load_file
 from tiny_vlm import chat, with_images, write
 
@@ -86,7 +86,9 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
     assert [json.loads(line)["right"] for line in lines] == [True, False]
 
 
-@pytest.mark.parametrize("stream", [None, "images", "held"])
+@pytest.mark.parametrize(
+    "stream", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("images", "held"))]
+)
 def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_path, stream):
     words = ["log.backends=[jsonl,plot]", "loop.total_steps=2"]
     words += [f"mllm.sources.{stream}.stream=true"] if stream else []
@@ -310,6 +312,7 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
             assert "IndexError: no answer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
     words = "loop.eval_interval=null lora.rank=2 lora.targets=[llm] optim.lr=0.5".split()
     words.append("loop.total_steps=2")
@@ -320,7 +323,7 @@ def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
         capsys.readouterr()
         options = "--device cpu --max-new-tokens 6 --json --image 1_0.png"
         assert mvp(f"chat {target}", *shlex.split(options), "-p", "How many?") == 0
-        return str(json.loads(capsys.readouterr().out)["answer"])
+        return str(printed_json(capsys)["answer"])
 
     untrained = answer("model")
     of_checkpoint = answer(run.name)  # merged for the chat

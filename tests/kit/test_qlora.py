@@ -1,13 +1,12 @@
 """QLoRA: adapters on a base in NF4 train like adapters on the dequantized base, on every layout and on disk."""
 
-import json
-
 import pytest
 import torch
 from conftest import mvp, user_error
 from families import config_of, parallel
 from folders import entries
 from lora_models import BATCH, adam, engine_of, exported, log_probs, steps, token_log_probs, weights
+from run_files import read_json
 from test_api import constant
 
 from mvp_engine.checkpoint.format import Reader
@@ -270,6 +269,6 @@ def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     with user_error(r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"):
         engine_of(narrow, Lora(), train=False, quantize=NF4)
     engine_of(base, Lora(rank=4), quantize=NF4).save_checkpoint(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "hf" / "mvp.json").read_text())["quantize"] == NF4
+    assert read_json(tmp_path / "saved" / "hf" / "mvp.json")["quantize"] == NF4
     with user_error(r"trained with model.quantize=\{llm: nf4\}, and this model has other base"):
         engine_of(base, Lora(rank=4)).load_checkpoint(tmp_path / "saved")

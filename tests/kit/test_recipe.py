@@ -1,13 +1,12 @@
 """The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
-import json
 import re
 from multiprocessing import active_children
 
 import pytest
 import transformers as hf
-from conftest import ROOT, mvp
-from run_files import json_lines
+from conftest import CAMPAIGN, ROOT, mvp
+from run_files import json_lines, printed_json
 from templates.tiny import tokenizer
 from test_kit import chat, with_images, write
 
@@ -51,8 +50,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
     assert mvp("data inspect chat/configs/train.yaml --json") == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["steps"] == len(lines)
+    assert printed_json(capsys)["plan"]["steps"] == len(lines)
     (run,) = recipe.glob("outputs/*")
     assert mvp(f"merge {run} merged") == 0
     processor = hf.AutoProcessor.from_pretrained("merged")
@@ -60,7 +58,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     config = recipe / "chat" / "configs" / "train.yaml"
     text = (

@@ -4,12 +4,11 @@ The faults are in sequences of packs, among others: a NaN weight, an image of 1e
 outside of the vocabulary.
 """
 
-import json
 import shlex
 
 import pytest
-from conftest import mvp
-from run_files import json_lines
+from conftest import CAMPAIGN, mvp
+from run_files import json_lines, printed_json
 from tiny_vlm import with_images, write
 
 from mvp_engine.cli import main
@@ -90,7 +89,7 @@ def test_replay_of_a_packed_vlm_names_the_rows(config, tmp_path, capsys):
     for record in records:
         capsys.readouterr()
         assert mvp(f"check {run.id} --json --step", str(record["step"])) == 0
-        for entry in json.loads(capsys.readouterr().out)["rows"]:
+        for entry in printed_json(capsys)["rows"]:
             assert entry["step"] == record["step"]
             [name] = entry["rows"]
             found[name] = entry
@@ -110,7 +109,7 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config, ca
     assert "Traceback" not in text
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
     config, tmp_path, capsys
 ):

@@ -177,8 +177,7 @@ def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(interval, sa
 
 
 def test_sparkline_of_a_falling_loss_falls():
-    line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
-    assert line == "█▇▆▅▄▃▂▁"
+    assert sparkline([math.exp(-i / 10) for i in range(80)], 8) == "█▇▆▅▄▃▂▁"
     assert sparkline([], 8) == ""
     assert sparkline([1.0], 8) == "▁"
 

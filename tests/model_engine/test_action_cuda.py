@@ -9,6 +9,7 @@ import torch
 from test_action_engine import PLAIN, micro_batches
 from test_action_model import tiny_regressor, typed, vlm_row
 from tiny_pi0 import pi0_rows, tiny_pi0
+from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -24,7 +25,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def losses_and_norm(head, layout, **how):
+def losses_and_norm(head: str, layout: Layout, **how: Any) -> tuple[Tensor, float]:
     # Co-training packs of pi0 need FlexAttention, whose heads have at least 16 values.
     model = (
         tiny_regressor() if head == "regressor" else tiny_pi0(head_dim=32 if head == "co" else 8)
@@ -38,7 +39,7 @@ def losses_and_norm(head, layout, **how):
     names = ["action_losses", "loss"] if head == "co" else ["action_losses"]
     found = []
 
-    def loss(batch):
+    def loss(batch: PackedBatch) -> tuple[Tensor, int]:
         outputs = engine.model(batch, names)
         found.append(outputs["action_losses"].detach().flatten(1).sum(1).cpu())
         if "loss" in outputs:
@@ -52,7 +53,9 @@ def losses_and_norm(head, layout, **how):
 
 @pytest.mark.parametrize("head", ["pi0", "co", "regressor"])
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(head, how, monkeypatch):
+def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(
+    head: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flex_calls = []
     block_mask_of = flex_attention.block_mask_of
     monkeypatch.setattr(
@@ -68,7 +71,7 @@ def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(head, how
     assert bool(flex_calls) == (head == "co")
 
 
-def test_pi0_on_a_gpu_compiles_nothing_after_its_first_packs():
+def test_pi0_on_a_gpu_compiles_nothing_after_its_first_packs() -> None:
     """Packs have other numbers of tokens, then of sequences; every layer of a kind shares its graphs."""
     model = tiny_pi0()
     engine = ActionModelEngine(
@@ -77,7 +80,7 @@ def test_pi0_on_a_gpu_compiles_nothing_after_its_first_packs():
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
     rows = pi0_rows(model, draws=1)
 
-    def loss(batch):
+    def loss(batch: PackedBatch) -> tuple[Tensor, int]:
         return engine.model(batch, ["action_losses"])["action_losses"].sum(), batch.num_sequences
 
     for members in ([0, 1], [1, 2], [2, 0], [0, 1, 2, 0, 1], [1, 1, 1], [2, 1]):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics, user_error
+from conftest import ROOT, read_metrics
 from families import parallel
 from kill_resume import ForkedJob, compare
 from test_action_model import same_gradients, tiny_regressor, typed, vlm_row, with_actions
@@ -18,6 +19,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import ActionModelEngine, Settings
 from mvp_engine.runs import list_runs
@@ -27,7 +29,7 @@ PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 Found = tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def micro_batches(model, head):
+def micro_batches(model: Any, head: str) -> list[PackedBatch]:
     """Two, for one rank each. Of the co-training ones, one has actions alone and one has text without images."""
     if head == "regressor":
         rows = with_actions(samples(model, "qwen3_vl"))
@@ -48,7 +50,7 @@ def micro_batches(model, head):
     return [PackedBatch.concat([typed(rows[1]), typed(rows[2])]), no_image]
 
 
-def found(head, layout, **how):
+def found(head: str, layout: Layout, **how: Any) -> Found:
     """Losses of each micro-batch of this rank; gradients; and the parameters after a step with weight decay."""
     model = tiny_regressor() if head == "regressor" else tiny_pi0()
     batches = micro_batches(model, head)[layout.data_rank :: layout.data_size]
@@ -56,7 +58,7 @@ def found(head, layout, **how):
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, weight_decay=0.5))
     losses = []
 
-    def loss(batch):
+    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         names = ["action_losses", "loss"] if head == "co" else ["action_losses"]
         out = engine.model(batch, names)
         assert len(out["action_losses"]) == batch.num_sequences  # without dummies
@@ -74,11 +76,11 @@ def found(head, layout, **how):
 
 
 @functools.cache
-def expected(head):
+def expected(head: str) -> Found:
     return found(head, PLAIN)
 
 
-def same(results, wanted, rank, ranks):
+def same(results: Found, wanted: Found, rank: int, ranks: int) -> None:
     losses, grads, params = results
     assert all(close(one, two) for one, two in zip(losses, wanted[0][rank::ranks], strict=True))
     assert grads.keys() == wanted[1].keys()
@@ -102,24 +104,24 @@ LONG_WAYS = [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in
 
 
 @pytest.mark.parametrize("how", [WAYS[0], *LONG_WAYS], ids=str)
-def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how):
+def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, Any]) -> None:
     same(found("pi0", PLAIN, **how), expected("pi0"), 0, 1)
 
 
 @pytest.mark.parametrize(
     "how", [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in WAYS], ids=str
 )
-def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how):
+def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how: dict[str, Any]) -> None:
     same(found("regressor", PLAIN, **how), expected("regressor"), 0, 1)
 
 
-def test_pi0_step_leaves_the_eight_unused_tensors_unchanged():
+def test_pi0_step_leaves_the_eight_unused_tensors_unchanged() -> None:
     _, grads, params = expected("pi0")
     assert len(params) - len(grads) == 8
     same(expected("pi0"), expected("pi0"), 0, 1)
 
 
-def on_ranks(heads, sizes, ways):
+def on_ranks(heads: list[str], sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     results = [found(head, layout, **how) for head in heads for how in ways]
@@ -148,7 +150,9 @@ LONG = [{}, *WAYS, BOTH]
     ],
     ids=str,
 )
-def test_action_model_on_two_ranks_equals_one_rank(ranks2, sizes, heads, ways):
+def test_action_model_on_two_ranks_equals_one_rank(
+    ranks2, sizes: dict[str, int], heads: list[str], ways: list[dict[str, Any]]
+) -> None:
     wanted = [expected(head) for head in heads for _ in ways]
     for rank, results in enumerate(ranks2.run(on_ranks, heads, sizes, ways, timeout=900.0)):
         for one, other in zip(results, wanted, strict=True):
@@ -156,7 +160,7 @@ def test_action_model_on_two_ranks_equals_one_rank(ranks2, sizes, heads, ways):
 
 
 @pytest.mark.parametrize("key", ["tensor", "ulysses", "context", "pipeline"])
-def test_action_model_unsupported_layout_is_a_user_error(key):
+def test_action_model_unsupported_layout_is_a_user_error(key: str) -> None:
     from mvp_engine.hf.actions.action_adapter import ActionAdapter
 
     adapter = ActionAdapter(tiny_pi0())
@@ -164,11 +168,13 @@ def test_action_model_unsupported_layout_is_a_user_error(key):
         "tensor": lambda: adapter.apply_tensor_parallel(None),  # type: ignore[arg-type]
         "pipeline": lambda: adapter.cut_stage(None, None),  # type: ignore[arg-type]
     }
-    with user_error(f"parallel.{key} > 1 does not support model.type=action_model"):
+    with pytest.raises(
+        UserError, match=f"parallel.{key} > 1 does not support model.type=action_model"
+    ):
         calls.get(key, lambda: _sequence_parallel(adapter, key))()
 
 
-def _sequence_parallel(adapter, key):
+def _sequence_parallel(adapter: Any, key: str) -> None:
     class Groups:
         keys = f"parallel.{key}"
 
@@ -178,7 +184,7 @@ def _sequence_parallel(adapter, key):
 # ---- Trainings ----------------------------------------------------------------------------------------------------
 
 
-def trained(folder, *words, ranks=None):
+def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]]:
     given = [f"project.dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
@@ -197,8 +203,8 @@ def trained(folder, *words, ranks=None):
 )
 @pytest.mark.campaign
 def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
-    tmp_path, ranks2, words, campaign_size
-):
+    tmp_path: Path, ranks2, words: list[str], campaign_size: Any
+) -> None:
     """Replicas are short in `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
     alone = trained(tmp_path / "alone", *words)
     for size in (2, 1)[: campaign_size(1, 2)]:  # shards; replicas
@@ -213,8 +219,8 @@ def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
 
 @pytest.mark.slow
 def test_action_training_exports_what_transformers_loads_with_equal_velocities(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     """A folder in, a training, an export: no key is missing or unexpected; 1e-5."""
     from test_action_model import transformers_pi0
     from tiny_pi0 import reference
@@ -239,7 +245,7 @@ def test_action_training_exports_what_transformers_loads_with_equal_velocities(
         assert not close(start(row, ["velocity"])["velocity"][0], velocity)  # it learnt
 
 
-def test_action_training_resumed_is_bit_equal(tmp_path):
+def test_action_training_resumed_is_bit_equal(tmp_path: Path) -> None:
     words = ["checkpoint.interval=2", "checkpoint.keep_n=null"]
     straight = trained(tmp_path / "straight", *words)
     middle = list_runs(tmp_path / "straight")[-1].checkpoint_list()[0]
@@ -248,7 +254,7 @@ def test_action_training_resumed_is_bit_equal(tmp_path):
 
 
 @pytest.mark.campaign(only=True)
-def test_action_training_killed_and_resumed_is_bit_equal(tmp_path):
+def test_action_training_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
     kills = 5
     words = [f"loop.total_steps={12 * kills}", "loop.eval_interval=null", "checkpoint.interval=2"]
     words += ["log.backends=[file,jsonl]"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import user_error
 from folders import alone
 from safetensors.torch import load_file, save_file
 from test_action_model import transformers_pi0
@@ -15,6 +16,7 @@ from tiny_pi0 import pi0_rows, reference, tiny_pi0
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
 from mvp_engine.hf import ActionModel
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -38,7 +40,7 @@ LEROBOT = {
 }
 
 
-def renamed(name):
+def renamed(name: str) -> str:
     """The name of a tensor of transformers' pi0 in folders of lerobot."""
     heads = {
         "model.dit.embed_tokens.weight": "gemma_expert",
@@ -58,7 +60,7 @@ def renamed(name):
     return name.removeprefix("embed_action_time.")
 
 
-def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_path):
+def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_path: Path) -> None:
     from transformers import PI0Config
 
     file = tmp_path / "config.json"
@@ -72,8 +74,9 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
         ({"action_expert_variant": "gemma_2b"}, "variant=gemma_2b"),
     ):
         file.write_text(json.dumps(LEROBOT | change))
-        with user_error(
-            f"a lerobot policy with .*{said}, which transformers does not have: only",
+        with pytest.raises(
+            UserError,
+            match=f"a lerobot policy with .*{said}, which transformers does not have: only",
         ):
             read_config(tmp_path, {})
 
@@ -82,7 +85,9 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
 @pytest.mark.parametrize(
     ("dtype", "prefix"), [(torch.float32, ""), (torch.float32, "model."), (torch.bfloat16, "")]
 )
-def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(tmp_path, dtype, prefix):
+def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(
+    tmp_path: Path, dtype: torch.dtype, prefix: str
+) -> None:
     plain = transformers_pi0(tiny_pi0()).to(dtype)
     plain.save_pretrained(tmp_path / "folder")
     entries = {
@@ -104,7 +109,7 @@ def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(tmp_pa
     assert {value.dtype for value in written.values()} == {dtype}
 
 
-def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path):
+def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path: Path) -> None:
     from transformers import PI0ForConditionalGeneration
 
     start = tiny_pi0()
@@ -130,6 +135,6 @@ def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path):
         assert close(engine.model(row, ["velocity"])["velocity"][0], reference(loaded, row)[0])
 
 
-def actions_sum(engine, batch):
+def actions_sum(engine: Any, batch: PackedBatch) -> Tensor:
     total: Tensor = engine.model(batch, ["action_losses"])["action_losses"].sum()
     return total

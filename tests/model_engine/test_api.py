@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, user_error
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, refusal
 from test_packed_layouts import batch, gradients
-from tiny_engines import ALONE, CAMPAIGN, LM, assert_close, engine_of, message_of
+from tiny_engines import ALONE, LM, assert_close, engine_of, message_of
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.hf.model import tp_plan

@@ -5,11 +5,10 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import ROOT, user_error
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     assert_close,
     assert_equal,
     engine_of,
