@@ -42,7 +42,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, engine_class
-from mvp_engine.model_engine.fsdp import activation_offload, base_engine
+from mvp_engine.model_engine.fsdp import base_engine, parallelize
 from mvp_engine.ops.host_memory import GIB, pinned_zeros
 
 COLUMNS = {"step ms": "step_ms", "tokens/s": "tokens_per_s", "peak GiB": "peak_gib", "host GiB": "host_gib"}
@@ -86,7 +86,7 @@ def measure(mode: str, config: dict[str, Any], args: argparse.Namespace) -> dict
     step_s = statistics.median(times[2:])
     row: dict[str, Any] = {"same": same, "step_ms": 1e3 * step_s, "tokens_per_s": ids.numel() / step_s}
     row |= {"first_s": times[0], "second_s": times[1], "loss": same[0] / float(numbers.weight)}
-    row["host_gib"] = activation_offload.host_bytes(model) / GIB
+    row["host_gib"] = parallelize.host_bytes(model) / GIB
     if on_gpu:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return row
@@ -153,7 +153,7 @@ def main() -> None:
     config["num_hidden_layers"] = args.layers
     if args.tiny:
         args.tokens, args.row = 128, 64
-        activation_offload.SMALL = 1024
+        parallelize.SMALL = 1024
     result: dict[str, Any] = {"command": "python benchmarks/activation_offload.py " + " ".join(sys.argv[1:])}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     result |= {"shape": args.shape, "layers": args.layers, "tokens": args.tokens, "row": args.row, **versions}

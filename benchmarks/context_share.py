@@ -29,8 +29,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, offsets_of, ranges_of
-from mvp_engine.distributed.zigzag import Chunk, zigzag
+from mvp_engine.distributed.sequence_parallel import (
+    Chunk,
+    KeyExchange,
+    Keys,
+    causal_keys,
+    offsets_of,
+    ranges_of,
+    zigzag,
+)
 from mvp_engine.hf.model.attention import context_spec
 from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention

@@ -28,7 +28,7 @@ from PIL import Image
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 from mvp_engine.process.signals import StopSignals
 
 SIZES = ((56, 56), (84, 56), (112, 84))
@@ -42,8 +42,8 @@ class SlowImages:
         self.file = file
         self.seconds = seconds
         self._out = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        self._open = decode_image.open_image
-        decode_image.open_image = self
+        self._open = decoders.open_image
+        decoders.open_image = self
 
     def __call__(self, value: Any, *args: Any) -> Any:
         if not isinstance(value, Image.Image):

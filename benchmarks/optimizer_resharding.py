@@ -153,7 +153,7 @@ class _OurSide:
 
     def value(self, state: dict[str, Any], key: str) -> Tensor:
         from mvp_engine.distributed.dtensor import local_tensor
-        from mvp_engine.kit.optim.blockwise import dequantize
+        from mvp_engine.kit.optim.state_tensor import dequantize
 
         if key in state:
             return local_tensor(state[key])

@@ -150,7 +150,7 @@ def inside(file: str, started: str, words: list[str]) -> None:
     stages.note("config", begin, 0.0, 0)
     begin = time.time()
     with ExitStack() as stack:
-        stack.enter_context(importlib.import_module("mvp_engine.process.garbage").without_collections())
+        stack.enter_context(importlib.import_module("mvp_engine.process.signals").without_collections())
         context = importlib.import_module("mvp_engine.tools.launcher")
         stack.enter_context(context.created_meanwhile(config.device))
         launch = importlib.import_module("mvp_engine.launch")

@@ -1,20 +1,438 @@
-"""`mvp`: the command line. `tools/argument_parser.py` says what the words mean, and which function a command calls.
+"""`mvp`: the command line. `cli.py` says what the words mean, and which function a command calls.
 
 Heavy imports stay inside the commands, so that `mvp --help` imports neither torch nor pydantic.
+
+The words of `mvp`: its commands and options, as text, and the parser that is made from it.
+
+A command begins with its name and its function, which gets the options as keywords. Then follow a line for its help,
+one line per argument, and examples. An argument is written as its help text shows it:
+
+    CONFIG, NAME?, names=RUN*   a positional one, that may be missing, that may come several times in `names`
+    --limit N=3, --dir>root D   an option with a default; an option that is called `root` in the function
+    --stop TEXT..., --json      an option that may come several times; an option without a value
+
+N, S and PORT are integers, X, T, P and GB floats, values with | between them choices.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine import __version__, plugins
+from mvp_engine.errors import EXIT_USER_ERROR, UserError, did_you_mean
 from mvp_engine.process.signals import EXIT_AT_ONCE
-from mvp_engine.tools.argument_parser import build_parser, moved_command
+from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.tools.nodes import nodes_of
+
+TEXT = "Fine-tune and pre-train models on text, images, video and audio."
+GROUPS = {
+    "data": "inspect training data, or prepare it",
+    "launch": "scripts that start a training on a cluster",
+}
+# What several commands have: @config in the text below.
+SHARED = {
+    "@config": "a YAML file, or the config of a shipped recipe, such as sft/lora",
+    "  @runs": "  --dir>root DIR=outputs  folder of the runs, project.dir",
+    "@run": "a run's folder or id, or latest",
+    "  @overrides": "  overrides=key=value*  overrides of config keys",
+    "  @json": "  --json>as_json  print JSON, for programs",
+    "  @nproc": "  --nproc N  processes (ranks) on this machine (default: 1; under srun, one per GPU)",
+    "  @nodes": """\
+  --nnodes N[:M]          machines that train together; srun sets this and the next three by itself (default: 1).
+                          1:2: elastic, it continues with one of two when the other is lost
+  --node-rank N           which of them this is, from 0
+  --master-addr HOST      host name of node 0
+  --master-port PORT      a free port of node 0 (default: 29500)""",
+}
+OVERVIEW = """\
+fine-tune a model on your own rows, in four commands:
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp chat latest --image photo.jpg -p "What is in this photo?"
+
+mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
+75 stopped and saved."""
+COMMANDS = """
+mvp train -> tools.launcher:train
+train the model of a config, or resume its run
+  CONFIG                  @config
+  @overrides
+  @nproc
+  @nodes
+examples:
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
+  mvp train my/configs/train.yaml resume=auto       # continue the newest run
+
+mvp config --explain KEY prints what a key means, mvp config CONFIG all keys with their values, and
+mvp recipe the recipes. A run writes its files to outputs/.
+
+mvp evaluate -> tools.launcher:evaluate
+evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
+  CONFIG                  @config; or @run
+  @overrides
+  @runs
+  @nproc
+  @nodes
+examples:
+  mvp evaluate latest                               # the newest run; or a run's folder or id
+  mvp evaluate my/configs/train.yaml
+  mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200
+
+mvp check -> tools.launcher:check
+dry-run a config: data, model, a few steps, one evaluation batch; or find the rows and the parameter that made a
+step of a run non-finite, or fail; leaves no files
+  CONFIG                  @config; or @run
+  @overrides
+  --step N                the step of the run (default: the last that was skipped or failed; of a streak, its first)
+  @runs
+  @json
+  @nproc
+  @nodes
+examples:
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
+  mvp check latest                                  # the run's last skipped or failed step
+
+It exits with 0 if the config is ready to train, with 2 if something must be fixed.
+
+mvp profile -> tools.launcher:profile
+profile steps of a config, or of a run: where their time and memory go, as a page and a trace
+  CONFIG                  @config
+  @overrides
+  --out DIR=profile       output folder
+  --steps N=3             number of traced steps
+  --first N=6             first traced step; the ones before it warm up
+  --step N                trace step N of a run, repeated from the nearest checkpoint: CONFIG is then its folder or
+                          id, or latest
+  @nproc
+  @nodes
+examples:
+  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
+  mvp profile outputs/my-run --step 740             # the line that made this step slow
+
+mvp launch slurm -> tools.launcher:print_script
+print an sbatch script, which saves and queues itself again when its time is over
+  CONFIG                  @config
+  @overrides
+  --nodes N=1             number of nodes
+  --gpus N=8              GPUs per node
+  --cpus N                CPU cores per node
+  --time TIME=24:00:00    as for sbatch
+  --grace S=600           seconds before the end of the time at which the training saves
+  --sbatch>options OPTION...  another option of sbatch, such as --sbatch=--partition=gpu; may be repeated
+example:
+  mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh
+
+mvp chat -> cli:chat
+chat with a trained model: a run, a Hugging Face folder or a LoRA adapter
+  target=RUN|FOLDER|ADAPTER  @run; the folder of a model or an adapter; or a Hub id
+  --image FILE...         attached to the first message; may be given several times
+  --video FILE...         attached to the first message; may be given several times
+  --audio FILE...         attached to the first message; may be given several times
+  -p --prompt TEXT        answer this message and exit (default: read messages from the terminal)
+  --system TEXT           the system message
+  --max-new-tokens N=512  most tokens of an answer
+  --temperature T=0       0: greedy decoding
+  --top-k N               sample from the N most likely tokens (default: all)
+  --top-p P=1             sample from the most likely tokens that have this probability together
+  --seed N=0              seed of the sampling
+  --stop TEXT...          an answer ends before this text; may be given several times
+  @answers
+  --device NAME           cpu or cuda (default: a GPU if present)
+  @runs
+  @json
+examples:
+  mvp chat latest                                   # the newest run; a conversation in the terminal
+  mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
+  mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json
+
+mvp data inspect -> tools.inspect_page:print_inspection
+show rows as the model sees them, the tokens with loss, lengths, packing and bad rows
+  target=FILE|CONFIG      a data file of any format, hf://org/dataset, or a recipe's YAML file
+  @overrides
+  --model MODEL           folder or Hub id (org/name) with the processor or tokenizer
+  --split SPLIT=train     split of a config's sources
+  --row ROW               show only this row, in full: its index from 0, or FILE:LINE
+  --limit N=3             number of rows to show
+  --tokens>pack_tokens N=8192  tokens per pack, where a data file is inspected
+  --decode                decode all media, which finds corrupt files
+  --strict                exit with 2 if a row is bad or dropped, as a check before a training
+  @json
+examples:
+  mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
+  mvp data inspect hf://org/dataset:train --strict
+  mvp data inspect my/configs/train.yaml --row photos.jsonl:17
+
+mvp plan -> cli:plan
+predict memory and time on GPUs that need not be present; simulate ranks; exit code 2 if it does not fit
+  what=CONFIG|MODEL       a YAML file, a shipped config such as sft/lora, a model folder or a Hub id
+  @overrides
+  --gpu NAME              such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)
+  --gpus N                number of GPUs (default: as many as the parallel layout needs)
+  --tokens N              assume full packs of N tokens instead of reading data (default for a MODEL: 8192)
+  --media-share X=0.75    share of image or audio tokens in assumed packs
+  --simulate              run a step of some ranks without values: collectives, hangs, the communication that a step
+                          waits for
+  --ranks N,N             more ranks to simulate: numbers with commas, or all (default: one of each kind)
+  --gpus-per-node N=8     GPUs that NVLink or PCIe connects
+  --network X=50          network between nodes, in GB/s per GPU and direction (400 Gb/s are 50)
+  @json
+examples:
+  mvp plan Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
+  mvp plan sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
+  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100 --simulate
+  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192 --ranks 7,33
+
+It needs no GPU. Exit code 2: ranks would hang, or the training does not fit; then the last lines are the cheapest
+changes that make it fit.
+
+mvp models -> tools.models:print_models
+list the model types of transformers: what each supports, or why not
+  NAME?                   one model type, such as qwen3 (model_type in its config.json): prints the reasons
+  @json
+
+mvp doctor -> cli:doctor
+check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix
+  CONFIG?                 also check the disk and the kernels for this YAML file or shipped config
+  @overrides
+  --dir>folder DIR        folder of the runs (default: outputs, or project.dir of CONFIG)
+  --nproc N               processes (ranks) on this machine (default: one per GPU)
+  @nodes
+  @json
+examples:
+  mvp doctor
+  mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk
+
+mvp config -> tools.config:config_command
+print a config with all its values as YAML, its JSON Schema, or what a key means
+  CONFIG?                 @config
+  @overrides
+  --explain KEY           type, default and meaning of a key or a section, such as optim.lr; with CONFIG also of its
+                          recipe's keys
+  --schema                print the JSON Schema of CONFIG
+  --reference             print a Markdown page of all keys, with CONFIG those of its recipe
+examples:
+  mvp config sft/lora
+  mvp config my/configs/train.yaml optim.lr=1e-4
+  mvp config --explain optim.lr
+  mvp config --explain mllm.limits
+  mvp config --explain learning_rate                # names of other trainers are answered with ours
+
+mvp recipe -> tools.recipe:recipe_command
+list the recipes, create one as a copy of another, or install the skills for coding agents
+  NAME?                   a new recipe: letters, digits and underscores (default: list all recipes)
+  --from>origin RECIPE    the recipe to copy, by name or folder; the copy runs at once
+  --skills                copy the skills to .agents/skills, and link them in .claude/skills
+  --dir>folder DIR        parent folder of a new recipe (default: recipes/ if it exists, else .); with --skills the
+                          project's folder (default: .); ~ for all projects
+  --force                 replace skills of the same names
+  @json
+examples:
+  mvp recipe                                        # all recipes, each with a sentence on it
+  mvp recipe mine --from sft
+  mvp recipe --skills --dir ~                       # skills for coding agents, in all projects
+
+mvp runs -> tools.runs:runs_command
+list all runs, show one, compare two, or plot a metric of some
+  names=RUN*              @run. None: list all runs, oldest first; one: its status, metrics and checkpoints; two:
+                          what differs in their configs and last metrics
+  --plot METRIC           plot a metric of the runs, such as loss
+  --out PNG               file of the plot (default: METRIC.png in the first run's folder)
+  @runs
+  @json
+examples:
+  mvp runs                                          # all runs
+  mvp runs latest --json
+  mvp runs my-run other-run                         # what differs
+  mvp runs my-run other-run --plot loss --out compare.png
+
+mvp merge -> tools.merge:merge_command
+convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU
+  CHECKPOINT              a checkpoint, or a run (its newest one): a folder, an id or latest
+  OUT                     the folder to write
+  --dtype float32|bfloat16|float16  dtype of the weights (default: that of the pretrained folder)
+  --max-file-gb GB=5      largest size of one weight file
+  --engine FILE           file or module that registers a custom model type, if it moved since training
+  --adapter               LoRA: write only the adapter, in peft's format
+  --base MODEL            LoRA: folder or Hub id of the base model, if it moved
+  --ema                   write the EMA weights (optim.ema), not the last ones
+examples:
+  mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
+  mvp merge outputs/my-run adapter --adapter
+
+mvp push -> tools.push:push
+upload a run's model to the Hugging Face Hub, with a model card; private by default
+  target=RUN              @run
+  name=ORG/NAME           repository on the Hub, created if it does not exist
+  --public                a public repository
+  --adapter               LoRA: upload only the adapter, in peft's format
+  --license NAME          license in the model card (default: that of the base model)
+  --dry-run               print files and card, upload nothing
+  @runs
+  @json
+examples:
+  mvp push latest me/my-model --dry-run
+  mvp push outputs/my-run me/my-adapter --adapter
+"""
+
+# Earlier spellings of commands, and what they are now.
+MOVED = {
+    "config show": "mvp config CONFIG",
+    "config schema": "mvp config CONFIG --schema",
+    "config explain": "mvp config --explain KEY",
+    "config reference": "mvp config --reference",
+    "recipe list": "mvp recipe",
+    "recipe new": "mvp recipe NAME --from RECIPE",
+    "runs list": "mvp runs",
+    "runs show": "mvp runs RUN",
+    "runs plot": "mvp runs RUN --plot METRIC",
+    "runs diff": "mvp runs RUN RUN",
+    "skills": "mvp recipe --skills",
+    "replay": "mvp check RUN",
+    "estimate": "mvp plan CONFIG",
+}
+
+
+def moved_command(words: list[str]) -> str | None:
+    """What to say about an earlier spelling of a command; None for all others."""
+    for old in (" ".join(words[:2]), words[0]):
+        if old in MOVED:
+            return f"`mvp {old}` is now `{MOVED[old]}`"
+    return None
+
+
+# ---- The parser -------------------------------------------------------------------------------------
+
+TYPES = {"N": int, "S": int, "PORT": int, "X": float, "T": float, "P": float, "GB": float}
+
+
+DATA_COMMAND = "tools.inspect:run_data_command"  # of plug-ins
+
+
+class Command(NamedTuple):
+    """A command as `COMMANDS` describes it."""
+
+    name: str  # with its group: data inspect
+    run: str
+    help: str
+    arguments: list[str]
+    epilog: str
+
+
+def read_commands() -> Iterator[Command]:
+    of_kits = [command.usage for command in plugins.load_all("data_command").values()]
+    answers = [option.usage.strip("\n") for option in plugins.load_all("chat_option").values()]
+    text = "\n\n".join(text.strip("\n") for text in (COMMANDS, *of_kits))
+    text = text.replace("  @answers\n", "".join(f"{lines}\n" for lines in answers))
+    for name, shared in SHARED.items():
+        text = text.replace(name, shared)
+    for block in re.split(r"\n\n(?=mvp [a-z ]+ -> )", text.strip("\n")):
+        head, _, rest = block.partition("\n")
+        name, _, run = head.removeprefix("mvp ").partition(" -> ")
+        body, epilog = re.split(r"(?=^examples?:)|\Z", rest, maxsplit=1, flags=re.M)
+        help_text, *arguments = re.split(r"\n  (?=\S)", body.rstrip("\n"))
+        words = [" ".join(text.split()) for text in (help_text, *arguments)]
+        yield Command(name, run, words[0], arguments, epilog)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = HintingParser(prog="mvp", description=TEXT, epilog=OVERVIEW)
+    parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+    groups = {"": commands}
+    for command in read_commands():
+        group, _, name = command.name.rpartition(" ")
+        if group not in groups:
+            added = commands.add_parser(group, help=GROUPS[group], description=GROUPS[group])
+            groups[group] = added.add_subparsers(required=True, metavar="COMMAND")
+        added = groups[group].add_parser(
+            name, help=command.help, description=command.help, epilog=command.epilog
+        )
+        added.set_defaults(run=command.run, parser=added)  # it reports unknown options
+        if command.run == DATA_COMMAND:
+            added.set_defaults(name=name)
+        for argument in command.arguments:
+            _add_argument(added, argument)
+    return parser
+
+
+def _add_argument(command: argparse.ArgumentParser, text: str) -> None:
+    spec, _, rest = text.partition("  ")
+    words = spec.split()
+    settings: dict[str, Any] = {"help": " ".join(rest.split())}
+    if not spec.startswith("-"):
+        name, equals, metavar = spec.rstrip("?*").partition("=")
+        if spec[-1] in "?*":
+            settings |= {"nargs": spec[-1], "default": [] if spec[-1] == "*" else None}
+        command.add_argument(name if equals else name.lower(), metavar=metavar or name, **settings)
+        return
+    flags = [word for word in words if word.startswith("-")]
+    flags[-1], _, name = flags[-1].partition(">")
+    if name:
+        settings["dest"] = name
+    if len(words) == len(flags):
+        command.add_argument(*flags, action="store_true", **settings)
+        return
+    metavar, _, default = words[-1].partition("=")
+    kind = TYPES.get(metavar, str)
+    settings["type"] = kind
+    if default:
+        settings["default"] = kind(default)
+        settings["help"] += f" (default: {default})"
+    if "|" in metavar:
+        settings["choices"] = metavar.split("|")
+    elif metavar.endswith("..."):
+        settings |= {"action": "append", "default": [], "metavar": metavar[:-3]}
+    else:
+        settings["metavar"] = metavar
+    command.add_argument(*flags, **settings)
+
+
+RENAMED = {"estimate": "plan"}  # commands of earlier versions
+
+
+class HintingParser(argparse.ArgumentParser):
+    """argparse, with examples in its help, and what was probably meant in its error messages."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):
+            self.print_help(sys.stderr)
+            self.exit(EXIT_USER_ERROR)
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            name = RENAMED.get(wrong[1], wrong[1])
+            message += did_you_mean(name, re.findall(r"[\w-]+", wrong[2]))
+        wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
+        if wrong:
+            message += f".{self._option_hint(wrong[1])}"
+        super().error(message)
+
+    def _option_hint(self, word: str) -> str:
+        """The option that was probably meant, or the config key: people write `--learning_rate 1e-5`."""
+        options = list(self._option_string_actions)
+        similar = difflib.get_close_matches(word, options, 1, cutoff=0.8)
+        if similar or all(action.dest != "overrides" for action in self._actions):
+            return did_you_mean(word, similar or options)
+        if word == "--config":
+            return " Write the file without --config."
+        from mvp_engine.config.compose import suggest_key
+        from mvp_engine.kit.settings import MLLMConfig
+
+        key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)
+        fix = "" if key.startswith("Known keys") else f" {key}"
+        return f" Config keys are written as key=value, without dashes.{fix}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,9 +23,9 @@ import torch
 
 from mvp_engine.config import Composed, Config, compose
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.engine import Engine
-from mvp_engine.engine.resume import Start, choose_start
+from mvp_engine.engine.state import Start, choose_start
 from mvp_engine.errors import (
     ERROR_FILE,
     EXIT_BUG,
@@ -39,8 +39,8 @@ from mvp_engine.errors import (
     UserError,
 )
 from mvp_engine.log import EarlyMessages, backend_factory
-from mvp_engine.process.pipes import ignore_broken_pipes
-from mvp_engine.report.summary import end_of_run
+from mvp_engine.process.watchdog import ignore_broken_pipes
+from mvp_engine.report.page import end_of_run
 from mvp_engine.runs import Run, launcher_id
 
 

@@ -135,7 +135,7 @@ def config_keys() -> int:
 
 def commands() -> int:
     """Commands of `mvp`, those below a group such as `mvp runs` counted each."""
-    from mvp_engine.tools.argument_parser import build_parser
+    from mvp_engine.cli import build_parser
 
     def leaves(parser: argparse.ArgumentParser) -> int:
         groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

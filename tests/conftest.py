@@ -39,7 +39,7 @@ LONGEST_FILES = [
     "kit/test_mllm.py",
     "test_docs.py",
     "model_engine/test_omni_ranks.py",
-    "model_engine/test_action_engine.py",
+    "kit/actions/test_action_engine.py",
     "kit/test_auto.py",
     "recipes/test_qwen_audio.py",
     "model_engine/test_expert_parallel.py",
@@ -213,9 +213,9 @@ def tiny_hooks(monkeypatch):
 @pytest.fixture
 def own_registry(monkeypatch):
     """What a test registers is forgotten afterwards."""
-    from mvp_engine.model_engine import registry
+    from mvp_engine.model_engine import base
 
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
 
 
 @pytest.fixture

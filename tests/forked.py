@@ -23,9 +23,9 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from mvp_engine.process import garbage, watchdog
+from mvp_engine.process import signals, watchdog
 
-SETTLE = garbage.settle
+SETTLE = signals.settle
 PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -50,8 +50,8 @@ def save_time():
     process has imported stays frozen: after `gc.unfreeze` a collection looks at all of it, in 0.3 to 0.6 s.
     """
     os.fsync = lambda _: None
-    garbage.settle = _do_nothing
-    garbage.gc = SimpleNamespace(**{**vars(gc), "freeze": _do_nothing, "unfreeze": _do_nothing})
+    signals.settle = _do_nothing
+    signals.gc = SimpleNamespace(**{**vars(gc), "freeze": _do_nothing, "unfreeze": _do_nothing})
 
 
 def _do_nothing(): ...

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 
 HARDWARE = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
@@ -324,9 +324,7 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     tmp_path, monkeypatch, campaign_size
 ):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(
-        decode_image, "open_image", decode_image.open_image
-    )  # the script replaces it
+    monkeypatch.setattr(decoders, "open_image", decoders.open_image)  # the script replaces it
     bench = import_file(ROOT / "benchmarks" / "measure_rows.py")
     bench.TRAINED_PACKS = campaign_size(1, 20)
     count = campaign_size(400, 50_000)

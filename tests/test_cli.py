@@ -182,7 +182,7 @@ def read_one_line(command):
 @pytest.mark.parametrize("python", ["", "-u"])
 def test_output_after_a_broken_pipe_is_discarded(tmp_path, python):
     lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
-    code = f"import sys\nfrom mvp_engine.process.pipes import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
+    code = f"import sys\nfrom mvp_engine.process.watchdog import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
     (tmp_path / "prints.py").write_text(code)
     assert read_one_line(f"{python} {tmp_path}/prints.py 2>&1")[::2] == (0, "")
     assert (tmp_path / "done").exists()

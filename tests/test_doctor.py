@@ -16,8 +16,7 @@ from run_files import printed_json, read_json
 from mvp_engine.config import compose
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.ops import cudnn_attention, flash_attention
-from mvp_engine.ops.attention import AttnSpec
-from mvp_engine.ops.reference_attention import reference_attention
+from mvp_engine.ops.attention import AttnSpec, reference_attention
 from mvp_engine.tools import doctor, doctor_checks
 from mvp_engine.tools.doctor import Finding, Package, Request
 from mvp_engine.tools.nodes import Nodes

@@ -8,14 +8,14 @@ import weakref
 import forked
 import pytest
 
-from mvp_engine.process import garbage
-from mvp_engine.process.garbage import settled, without_collections
+from mvp_engine.process import signals
+from mvp_engine.process.signals import settled, without_collections
 
 
 @pytest.fixture(autouse=True)
 def as_in_a_launch(monkeypatch):
-    monkeypatch.setattr(garbage, "settle", forked.SETTLE)
-    monkeypatch.setattr(garbage, "gc", gc)
+    monkeypatch.setattr(signals, "settle", forked.SETTLE)
+    monkeypatch.setattr(signals, "gc", gc)
     yield
     gc.freeze()  # as before: what the tests have imported
 
@@ -51,6 +51,6 @@ def test_without_collections_collects_again_afterwards():
 def test_frozen_cycle_is_freed_when_the_interpreter_ends():
     """Libraries with a check for leaks, such as Triton's bindings, would report it."""
     made = "class Cycle:\n  def __del__(self): print('freed')\none = Cycle()\none.me = one\ngc.freeze()\ndel one\n"
-    for imported, printed in (("", ""), ("import mvp_engine.process.garbage\n", "freed\n")):
+    for imported, printed in (("", ""), ("import mvp_engine.process.signals\n", "freed\n")):
         command = [sys.executable, "-c", f"import gc\n{imported}{made}"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == printed

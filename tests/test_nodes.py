@@ -12,12 +12,11 @@ import pytest
 from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
 
-from mvp_engine.cli import main
+from mvp_engine.cli import build_parser, main
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import launcher
-from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.nodes import Nodes, first_host, nodes_of, use_interface_to
 
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "log.interval=1"]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mvp_engine.distributed.zigzag import Chunk, zigzag
+from mvp_engine.distributed.sequence_parallel import Chunk, zigzag
 
 R = random.Random(0)
 MIXES = {

@@ -29,7 +29,7 @@ def receive(port: Any, hashes: Any) -> None:
     """The worker of a server, until a request without a body."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from mvp_engine.worker.buckets import checksum
+    from mvp_engine.worker.worker import checksum
 
     weights: dict[str, torch.Tensor] = {}
 

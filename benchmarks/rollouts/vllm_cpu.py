@@ -40,7 +40,7 @@ from mvp_engine.kit.rl.vllm_plugin import BACKEND
 from mvp_engine.kit.rl.vllm_rollout import VLLMRollout
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 from mvp_engine.worker.group import WorkerGroup
-from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import WorkerSpec
 
 LIMIT = 2e-5
 END = 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.kit.data.encode.rope_positions import RopePositions
+from mvp_engine.kit.data.encode.row_encoder import RopePositions
 
 LONGEST, KNOWN = 4096, 4096
 PER_STEP = {"mix": 32, "mix 64k": 64, "full": 8, "few words": 8, "images": 40, "small images": 8}

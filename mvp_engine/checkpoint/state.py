@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.format import Entry, Reader, from_bytes, to_bytes
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import empty_sharded_like, is_writer, local_tensor
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import remove, temporary_path
 

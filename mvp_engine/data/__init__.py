@@ -1,8 +1,14 @@
 """Batches, loaders and random generators: what a training step is fed with. Nothing here knows of models."""
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.loader import SampleLoader, accumulation_steps
-from mvp_engine.data.rng import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.data.loader import (
+    SampleLoader,
+    accumulation_steps,
+    derived_seed,
+    rng_state,
+    seed_everything,
+    set_rng_state,
+)
 
 __all__ = [
     "IGNORE",

@@ -4,33 +4,287 @@ The order comes from (seed, epoch) alone; each optimizer step takes the next `gl
 rank takes its stride of those, in micro-batches of at most `micro_batch_size`. So the whole resume state is "epoch e, n
 samples done", right for any number of ranks. A sample's own randomness comes from (seed, epoch, index): workers, ranks
 and resumes cannot change an augmentation.
+
+StepPlan: what every data-parallel rank holds in one optimizer step, known without communication.
+
+A loader that derives the global order of an epoch from its seed knows this for all ranks. The FSDP backend then
+schedules dummy forwards without a host all-gather in every step.
+
+Memory of DataLoader workers: malloc settings, small tensors without shared memory, and shared memory that the worker
+frees instead of the reader. And their time: the row of each batch that took longest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
 import math
+import random
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from mvp_engine.data.rng import (
-    derived_seed,
-    keep_rng_state,
-    rng_state,
-    seed_everything,
-    set_rng_state,
-)
-from mvp_engine.data.step_plan import MediaKinds, StepPlan
-from mvp_engine.data.worker_memory import ROW_TIMER, KeepLastBatches, SlowRow, start_worker
 from mvp_engine.errors import UserError
 from mvp_engine.process.watchdog import end_with_this_process
+
+
+def derived_seed(*parts: object) -> int:
+    """A 32-bit seed (numpy's limit) from anything printable; the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+def seed_everything(seed: int, cuda: bool = True) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if cuda and torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def keep_rng_state() -> Iterator[None]:
+    """torch's DataLoader draws a seed from the global generator when it starts: keep that off the training's stream."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """All generators of this process, as values that `torch.load(weights_only=True)` reads back."""
+    version, keys, gauss = random.getstate()
+    _, words, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {
+        "python": [version, list(keys), gauss],
+        "numpy": [
+            torch.from_numpy(words.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    words, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", words.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+MediaKinds = frozenset[str]  # keys of PackedBatch.media, such as "pixel_values"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """For each data-parallel rank, the media kinds of its micro-batches.
+
+    A rank may turn out to hold fewer kinds than planned (a row that failed to decode is left out), never more. Without
+    `media_known` the plan says only how many micro-batches there are; their kinds are then empty.
+    """
+
+    ranks: tuple[tuple[MediaKinds, ...], ...]
+    media_known: bool = True
+    num_samples: int | None = None  # of all ranks
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The micro-batches of the rank that has most; 0 at the end of an epoch."""
+        return max(map(len, self.ranks), default=0)
+
+
+T = TypeVar("T")
+
+
+def implements(loader: object, protocol: type[T]) -> TypeGuard[T]:
+    """Does a loader have all attributes of a protocol?
+
+    `isinstance` would not see, from Python 3.12 on, what a wrapper passes on by `__getattr__`.
+    """
+    names = {*vars(protocol), *protocol.__annotations__}
+    return all(hasattr(loader, name) for name in names if not name.startswith("_"))
+
+
+class StatefulLoader(Protocol):
+    """Keeps a cursor of its own. The loop replays the epoch of any other loader when it resumes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class MovesBetweenRanks(Protocol):
+    """A stateful loader whose positions on some ranks can be continued on another number of them."""
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """`states`: of all ranks that saved; ranks that share their data have the same one."""
+
+
+class KnowsLength(Protocol):
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+
+class KnowsEpochs(Protocol):
+    epochs_differ: bool  # in length; of a loader with a global cursor
+
+    def steps_in_epoch(self, epoch: int) -> int: ...
+
+
+class LimitsBatches(Protocol):
+    def limit_batches(self, micro_batches: int) -> None:
+        """Read only the first so many micro-batches of an epoch, counted over all ranks."""
+
+
+class KnowsSamples(Protocol):
+    def sample_ids(self, first: int, last: int) -> list[Any]:
+        """The samples of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""
+
+
+class KnowsPlan(Protocol):
+    accumulation: int  # micro-batches of a rank in one step
+
+    def step_plan(self, step: int) -> StepPlan | None:
+        """What all ranks hold in a step, counted from the cursor, if the loader knows."""
+
+
+# Options of glibc's mallopt.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
+SMALL_BYTES = 2**20  # of a tensor that is copied through the pipe of a worker
+
+
+def start_worker(end_with_rank: Callable[[], None], _: int) -> None:
+    """What a worker does first. `end_with_rank`: see `end_with_this_process`."""
+    end_with_rank()
+    keep_freed_memory()
+    ForkingPickler.register(Tensor, _reduce)
+
+
+def keep_freed_memory() -> None:
+    """Configure malloc in a worker to keep what it frees: it needs the same sizes again soon.
+
+    Otherwise the kernel clears the same pages for every batch. Does nothing where libc is not glibc.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc allows
+        mallopt(M_TRIM_THRESHOLD, 512 << 20)
+        mallopt(M_ARENA_MAX, 1)
+
+
+def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+    """Pickle a small tensor by value.
+
+    Shared memory costs the reader half a millisecond for each tensor, in which it asks the worker for a file.
+    """
+    is_dense = (
+        tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+    )
+    is_small = is_dense and tensor.is_contiguous() and tensor.nbytes <= SMALL_BYTES
+    if not is_small or tensor.requires_grad:
+        return reduce_tensor(tensor)
+    data = bytearray(tensor.flatten().view(torch.uint8).numpy())
+    return _rebuild, (data, tensor.dtype, tensor.shape)
+
+
+def _rebuild(data: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+class SlowRow(NamedTuple):
+    """The row of a batch that took longest to load."""
+
+    row: Any  # a sample's index, where it is in its file, or collate_fn
+    row_seconds: float
+    batch_seconds: float  # of all rows together
+    worker: int | None  # None: the training process
+
+
+class RowTimer(threading.local):
+    """Times the rows that this thread loads, one after another, until their batch is complete."""
+
+    def __init__(self) -> None:
+        self._row: Any = None  # the one that is being loaded
+        self._began = 0.0
+        self._seconds = 0.0  # of the rows before it
+        self._slowest: tuple[Any, float] = (None, -1.0)
+
+    def begin(self, row: Any) -> None:
+        """The row before it, if any, is loaded."""
+        now = time.perf_counter()
+        if self._row is not None:
+            seconds = now - self._began
+            self._seconds += seconds
+            if seconds > self._slowest[1]:
+                self._slowest = self._row, seconds
+        self._row = row
+        self._began = now
+
+    def end(self) -> SlowRow:
+        """The batch is complete: its slowest row."""
+        self.begin(None)
+        row, seconds = self._slowest
+        info = get_worker_info()
+        found = SlowRow(row, seconds, self._seconds, info.id if info else None)
+        self._seconds = 0.0
+        self._slowest = (None, -1.0)
+        return found
+
+
+ROW_TIMER = RowTimer()
+
+
+class LoadedBatch(NamedTuple):
+    """What a DataLoader yields: a batch, and which row it took longest to load."""
+
+    batch: Any
+    slow_row: SlowRow
+
+
+class KeepLastBatches:
+    """Calls a function that makes a batch; in a worker it keeps references to the last results.
+
+    The reader maps a result in shared memory. If it held the last reference it would free that memory, which takes
+    25 ms for 130 MB with the GIL held. So the worker frees it instead.
+    """
+
+    LAST = 3  # two batches that torch prefetches from a worker, and one that is being copied to the GPU
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.results: deque[Any] = deque(maxlen=self.LAST)
+
+    def __call__(self, value: Any) -> LoadedBatch:
+        ROW_TIMER.begin("collate_fn")
+        result = self.function(value)
+        if get_worker_info():
+            self.results.append(result)
+        return LoadedBatch(result, ROW_TIMER.end())
+
 
 MOST_PINNED = 8  # micro-batches: those of images have 150 MB
 

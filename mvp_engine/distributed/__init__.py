@@ -1,6 +1,6 @@
 """Processes and what they say to each other. Nothing here knows of models, data or configs."""
 
-from mvp_engine.distributed.ddp import DDPReducer
+from mvp_engine.distributed.data_parallel import DDPReducer
 from mvp_engine.distributed.layout import Layout
 from mvp_engine.distributed.world import World
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Parallel
-from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.distributed.world import World
 from mvp_engine.errors import UserError, count
 

@@ -1,6 +1,6 @@
 """The engine: the loop, its hooks and its workflows."""
 
-from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.engine import Engine
+from mvp_engine.engine.hooks import StepContext
 
 __all__ = ["Engine", "StepContext"]

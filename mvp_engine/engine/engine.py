@@ -22,16 +22,20 @@ from torch.optim import Optimizer
 from mvp_engine.checkpoint import CheckpointManager
 from mvp_engine.config.schema import Config, Parallel, recorded_reads
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
-from mvp_engine.data.protocols import LimitsBatches, implements
+from mvp_engine.data.loader import LimitsBatches, implements
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.hang import HangWatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.distributed.world import HangWatch
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
-from mvp_engine.engine.guard import SkipGuard
-from mvp_engine.engine.hooks import EngineHooks
-from mvp_engine.engine.meter import Meter
-from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
-from mvp_engine.engine.state import collect_state, record_setup, restore_state, with_intervals
+from mvp_engine.engine.hooks import EngineHooks, StepContext
+from mvp_engine.engine.monitor import Meter, SkipGuard
+from mvp_engine.engine.state import (
+    collect_state,
+    record_config,
+    record_setup,
+    refuse_beyond_the_end,
+    restore_state,
+    with_intervals,
+)
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.hf.weights.hub import pin_config
 from mvp_engine.log import LogHub, MetricStore
@@ -45,8 +49,7 @@ from mvp_engine.model_engine import (
     precision_on,
 )
 from mvp_engine.model_engine.optim import ignored_keys
-from mvp_engine.process.garbage import settled
-from mvp_engine.process.signals import StopSignals
+from mvp_engine.process.signals import StopSignals, settled
 from mvp_engine.runs import Run, checkpoint_step
 
 

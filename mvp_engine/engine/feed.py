@@ -20,16 +20,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mvp_engine.config.schema import Loop
 from mvp_engine.data import rng_state, set_rng_state
-from mvp_engine.data.protocols import (
+from mvp_engine.data.loader import (
     KnowsEpochs,
     KnowsLength,
     KnowsPlan,
     KnowsSamples,
     MovesBetweenRanks,
     StatefulLoader,
+    StepPlan,
     implements,
 )
-from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError, count
 

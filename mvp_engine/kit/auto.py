@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from mvp_engine import plugins
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import TryAgain, UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.measured_sources import SAMPLED_ROWS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.kit.settings import TokenLoss
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.protocols import KnowsSamples, implements
+from mvp_engine.data.loader import KnowsSamples, implements
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import RowError, UserError
 

@@ -6,18 +6,17 @@ from mvp_engine.model_engine.base import (
     Settings,
     StepNumbers,
     StepStatus,
+    engine_class,
     precision_on,
+    register,
 )
-from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.model_engine.registry import engine_class, register
-from mvp_engine.model_engine.types import (
-    ActionModelEngine,
+from mvp_engine.model_engine.fsdp.engine import (
+    FSDPEngine,
     LanguageModelEngine,
     ValueModelEngine,
 )
 
 __all__ = [
-    "ActionModelEngine",
     "FSDPEngine",
     "LanguageModelEngine",
     "ModelEngine",

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.pipeline import StageLink
+from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.expert_balance import ExpertBalance
 from mvp_engine.hf.lora.quantize import quantize_layers

@@ -1,8 +1,13 @@
-"""ModelEngine: one model on one parallel layout. This file is the whole API; `registry.py` finds implementations.
+"""ModelEngine: one model on one parallel layout. This file is the whole API, and the registry of implementations.
 
 A *backend* is a way to run a model on hardware (`fsdp`): it implements every abstract method. A *model type* is what
 the model outputs (`language_model`, `value_model`): it is a backend's class with a `build_model`. Trainers and workers
 depend on neither; they call `engine_class(model_type, backend)` and use what is declared here.
+
+An exponential moving average (EMA) of the weights, whatever the optimizer.
+
+An optimizer may keep it itself, as one more state of each parameter, and then has a context `averaged()`: that of the
+optimizer kit does. For any other optimizer the model engine keeps it. Both are saved under the same names.
 """
 
 from __future__ import annotations
@@ -10,10 +15,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,14 +26,120 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mvp_engine.checkpoint.format import publish_leftover
-from mvp_engine.checkpoint.state import SavedState, save
+from mvp_engine import plugins
+from mvp_engine.checkpoint.format import Reader, publish_leftover
+from mvp_engine.checkpoint.state import SavedState, ema_name, save
 from mvp_engine.config.schema import CHECKPOINTING_MODES, Config, Experts
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
-from mvp_engine.model_engine.ema import WeightEMA
+from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.distributed.world import raise_on_all_ranks
+from mvp_engine.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    pass
+
+
+class WeightEMA:
+    """The EMA of parameters, updated with each optimizer step that is not skipped."""
+
+    def __init__(self, params: Iterable[Tensor], decay: float, device: torch.device) -> None:
+        self.params = list(params)
+        self.decay = decay
+        self.averages: dict[Tensor, Tensor] = {}  # by parameter, in float32 and in its layout
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)  # that were not skipped
+        self._is_swapped_in = False
+
+    def before_step(self) -> None:
+        """The average of a parameter starts at its value before the first step."""
+        if self._is_swapped_in:
+            raise RuntimeError(
+                "the EMA weights are swapped in: leave averaged() before the next step"
+            )
+        for param in self.params:
+            if param not in self.averages:
+                self.averages[param] = param.detach().to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def after_step(self, found_inf: Tensor | None) -> None:
+        self.steps += 1 if found_inf is None else 1 - found_inf
+        for param, average in self.averages.items():
+            local = local_tensor(average)
+            update_ema_(local_tensor(param), local, self.steps, self.decay, found_inf)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the model has the EMA weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        swap_ema_(self.averages)
+        self._is_swapped_in = not self._is_swapped_in
+
+
+def update_ema_(
+    weight: Tensor, ema: Tensor, step: Tensor, decay: float, found_inf: Tensor | None
+) -> None:
+    """Move the EMA towards the weights of this rank, unless the step is skipped.
+
+    The decay of the first steps is smaller, so that the initial weights leave the average: after ten steps with a
+    decay of 0.999 they would still be 99 % of it; with the smaller decay they are less than 0.01 %.
+    """
+    early_decay = (1 + step) / (10 + step)
+    share = 1 - early_decay.clamp(max=decay)
+    if found_inf is not None:
+        share = share * (1 - found_inf)
+    difference = weight - ema
+    ema.add_(difference.mul_(share))
+
+
+@torch.no_grad()
+def swap_ema_(averages: Mapping[Tensor, Tensor]) -> None:
+    """Swap the values of each parameter and its EMA, in place."""
+    for param, average in averages.items():
+        weight = local_tensor(param)
+        ema = local_tensor(average)
+        previous = weight.clone()
+        weight.copy_(ema)
+        ema.copy_(previous)
+
+
+def eval_weights(
+    model_engine: ModelEngine, decay: float | None, checkpoint: Path | None
+) -> AbstractContextManager[None]:
+    """A context in which the model has the weights to evaluate and to export: with a `decay`, the EMA weights.
+
+    In training they are swapped in for the context. A model engine without an optimizer loads them from the checkpoint
+    at the first call, and keeps them.
+    """
+    if decay is None:
+        return nullcontext()
+    if hasattr(model_engine, "optimizer"):
+        return model_engine.averaged()
+    if not model_engine.has_ema_weights and checkpoint is not None:
+        _load_ema_weights(model_engine, checkpoint)
+        model_engine.has_ema_weights = True
+    return nullcontext()
+
+
+def _load_ema_weights(model_engine: ModelEngine, checkpoint: Path) -> None:
+    with raise_on_all_ranks(model_engine.world.host_group):
+        reader = Reader(checkpoint)
+        averages: dict[str, Tensor] = {}
+        for name, param in model_engine.model.named_parameters():
+            if ema_name(name) in reader.entries:  # frozen parameters have none
+                averages[ema_name(name)] = param.detach()
+        if not averages:
+            raise UserError(
+                f"checkpoint {checkpoint} has no EMA weights: it was trained without optim.ema"
+            )
+        reader.fill(averages)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
@@ -345,3 +456,75 @@ class ModelEngine(abc.ABC):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Among the ranks that work on the same data: is this the one to collect outputs from?"""
         return self.layout.is_mp_src_rank
+
+
+_REGISTRY: dict[tuple[str, str], type[ModelEngine]] = {}
+
+
+def register(model_type: str, backend: str) -> Callable[[type[ModelEngine]], type[ModelEngine]]:
+    """A class decorator: registers the model engine for a model type on a backend."""
+
+    def add(engine: type[ModelEngine]) -> type[ModelEngine]:
+        key = f"({model_type}, {backend})"
+        if not (isinstance(engine, type) and issubclass(engine, ModelEngine)):
+            raise TypeError(f"{key}: {engine!r} is no class that derives from ModelEngine")
+        if missing := sorted(engine.__abstractmethods__):
+            raise TypeError(f"{key}: {engine.__qualname__} lacks {', '.join(missing)}")
+        known = _REGISTRY.setdefault((model_type, backend), engine)
+        if _identity(known) != _identity(engine):
+            raise ValueError(f"{key} is {known.__qualname__} already")
+        _REGISTRY[model_type, backend] = engine  # the same class, if its file was loaded again
+        return engine
+
+    return add
+
+
+def _identity(engine: type[ModelEngine]) -> tuple[str, str]:
+    return engine.__module__, engine.__qualname__
+
+
+def is_registered(model_type: str, backend: str = "fsdp") -> bool:
+    return (model_type, backend) in _REGISTRY or _plugin(model_type, backend) in _plugins()
+
+
+def model_types() -> set[str]:
+    """Model types with an engine on any backend."""
+    return {model_type for model_type, _ in _names()}
+
+
+def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
+    """The model engine that is registered, or an error that lists those that are."""
+    key = model_type, backend
+    if key not in _REGISTRY:
+        engine = plugins.load("model_engine", _plugin(*key))
+        if engine is None:
+            raise _unknown(*key)
+        register(*key)(engine)
+    return _REGISTRY[key]
+
+
+def _unknown(model_type: str, backend: str) -> UserError:
+    names = _names()
+    known = ", ".join(f"{t} on {b}" for t, b in sorted(names))
+    backends = {b for t, b in names if t == model_type}
+    hint = (
+        did_you_mean(backend, backends)
+        if backends
+        else did_you_mean(model_type, {t for t, _ in names})
+    )
+    return UserError(
+        f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
+    )
+
+
+def _names() -> set[tuple[str, str]]:
+    of_plugins = [name.partition(".") for name in _plugins()]
+    return {*_REGISTRY, *((model_type, backend) for model_type, _, backend in of_plugins)}
+
+
+def _plugins() -> dict[str, str]:
+    return plugins.names("model_engine")
+
+
+def _plugin(model_type: str, backend: str) -> str:
+    return f"{model_type}.{backend}"

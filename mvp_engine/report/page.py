@@ -7,23 +7,175 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import re
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import chain, cycle, repeat
+from itertools import accumulate, chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from mvp_engine.errors import count
-from mvp_engine.files import atomic_write_text
-from mvp_engine.log.format import is_learning_rate
-from mvp_engine.report.facts import Record, RunFacts, percent
-from mvp_engine.report.plot import COLOURS, DARK, GRID, INK, Curve, draw_curves, lay_out, new_figure
+from mvp_engine.files import atomic_path, atomic_write_text
+from mvp_engine.log.format import duration, is_learning_rate, is_share, number
+from mvp_engine.report.facts import Record, RunFacts, metric_text, percent
 from mvp_engine.runs import Run
+
+INK = "#1f2933"
+GRID = "#d9dee3"
+# Colours of curves, and their counterparts on a dark page.
+DARK = {
+    "#2563eb": "#60a5fa",
+    "#dc2626": "#f87171",
+    "#059669": "#34d399",
+    "#d97706": "#fbbf24",
+    "#7c3aed": "#a78bfa",
+    "#0891b2": "#22d3ee",
+    "#db2777": "#f472b6",
+    "#65a30d": "#a3e635",
+    "#78716c": "#a8a29e",
+}
+COLOURS = list(DARK)
+LOG_SCALE_SPAN = 8  # losses and norms with a largest value this many times the smallest
+MIN_SMOOTHED = 20  # points; a curve with fewer is drawn as it is
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one split over steps."""
+
+    label: str  # empty: not in the legend
+    colour: str
+    steps: list[int]
+    values: list[float]
+    is_eval: bool
+
+    @classmethod
+    def read(
+        cls, records: Iterable[Record], split: str, metric: str, label: str, colour: str
+    ) -> Curve:
+        steps = list[int]()
+        values = list[float]()
+        for record in records:
+            value = record.get(metric, record.get("perf", {}).get(metric))
+            if record["split"] == split and value is not None:
+                steps.append(record["step"])
+                values.append(value)
+        return cls(label, colour, steps, values, split != "train")
+
+
+def plot_overview(run: Run, out: Path) -> None:
+    """Loss, learning rate and gradient norm of a run, and its losses by source, as a PNG file."""
+    records = list(run.records())
+    names = list(dict.fromkeys(name for record in records for name in record))
+    sources = [name for name in names if name.startswith("loss_")]
+    rates = [name for name in names if is_learning_rate(name)]
+
+    def curve(split: str, metric: str, label: str, colour: str = COLOURS[0]) -> Curve:
+        return Curve.read(records, split, metric, label, colour)
+
+    by_source = []
+    for name, colour in zip(sources, cycle(COLOURS), strict=False):
+        label = name.removeprefix("loss_")
+        by_source += [curve("train", name, label, colour), curve("eval", name, "", colour)]
+    panels = {
+        "loss": [curve("train", "loss", "train"), curve("eval", "loss", "eval", COLOURS[1])],
+        "loss by source (lines: train, points: eval)": by_source,
+        "learning rate": [
+            curve("train", name, name, c) for name, c in zip(rates, cycle(COLOURS), strict=False)
+        ],
+        "gradient norm": [curve("train", "grad_norm", "")],
+    }
+    titles = list(panels)
+    figure = new_figure(10, 6.5)
+    top = titles[:2] if sources else ["loss", "loss"]
+    mosaic = figure.subplot_mosaic([top, titles[2:]], height_ratios=[3, 2])
+    for title, axes in mosaic.items():
+        draw_curves(axes, panels[title], title)
+    figure.suptitle(run.id, color=INK, fontsize=11)
+    save_png(figure, out)
+
+
+def new_figure(width: float, height: float) -> Any:
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def lay_out(figure: Any) -> None:
+    """Place the axes once before a file is drawn: a smaller axis may get longer tick labels, which need room."""
+    figure.get_layout_engine().execute(figure)
+
+
+def save_png(figure: Any, out: Path) -> None:
+    lay_out(figure)
+    with atomic_path(out) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = "") -> None:
+    """Draw the curves that have values. `metric`, by default the title, decides how the axis is scaled."""
+    drawn = [curve for curve in curves if curve.values]
+    for curve in drawn:
+        is_long = len(curve.values) >= MIN_SMOOTHED and not curve.is_eval
+        is_rate = (metric or title) == "learning rate"
+        values = curve.values
+        if is_long and not is_rate:
+            axes.plot(curve.steps, values, color=curve.colour, linewidth=0.8, alpha=0.3)
+            values = smoothed(values)
+        markers = "o-" if curve.is_eval or len(values) == 1 else "-"
+        label = curve.label or "_"  # matplotlib leaves labels with an underscore out
+        style: Any = {"color": curve.colour, "linewidth": 1.6, "markersize": 4}
+        axes.plot(curve.steps, values, markers, label=label, **style)
+    _scale(axes, metric or title, [value for curve in drawn for value in curve.values])
+    axes.set_title(title, color=INK, fontsize=10, loc="left")
+    axes.set_xlabel("step", color=INK, fontsize=9)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(INK)
+    labels = [curve.label for curve in drawn if curve.label]
+    if len(labels) > 1:
+        width = axes.get_window_extent().width / axes.figure.dpi
+        column = 0.7 + 0.085 * max(map(len, labels))  # inches: a line and a text of 9 points
+        # Below the axes, where no curve is.
+        place: Any = {"loc": "upper left", "bbox_to_anchor": (0, -0.16)}
+        columns = max(1, int(width / column))
+        axes.legend(frameon=False, ncols=columns, fontsize=9, labelcolor=INK, **place)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean over a twentieth of the points around each: an average of the past would lag behind a fall."""
+    reach = max(1, len(values) // 40)
+    sums = [0.0, *accumulate(values)]
+    windows = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[first]) / (end - first) for first, end in windows]
+
+
+def _scale(axes: Any, metric: str, values: list[float]) -> None:
+    """Percent for shares; a log scale, with plain numbers, for losses and norms that span much; else linear."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if is_share(metric):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    elif metric == "learning rate":
+        axes.yaxis.set_major_formatter("{x:g}")
+    is_loss = "loss" in metric or "norm" in metric
+    if is_loss and values and min(values) > 0 and max(values) > LOG_SCALE_SPAN * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
 
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
 # Forbids whatever escaping might miss, and every request to another host.
@@ -305,3 +457,111 @@ summary { cursor: pointer; color: var(--dim); }
   .figures { grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); } .figure { padding: 8px 10px; }
   .figure b { font-size: 18px; } th, td { padding-right: 14px; font-size: 14px; } }
 """
+
+
+NAME_WIDTH = 12
+
+
+def end_of_run(run: Run, seconds: float, *, page: bool, summary: bool) -> None:
+    """Write `report.html`, unless this launch has, and print the summary. An error here is not one of the run."""
+    try:
+        if page and not _is_new(run, seconds):
+            write_page(run)
+        if summary:
+            text = summary_text(RunFacts(run), seconds)
+            print(text, flush=True)
+            log = run.dir / "log.txt"
+            if log.is_file():
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+    except Exception:  # noqa: BLE001 - the training has ended well
+        print(f"the report of {run.dir} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def _is_new(run: Run, seconds: float) -> bool:
+    file = run.dir / "report.html"
+    created = run.info.get("ended", 0.0) - seconds
+    return file.is_file() and file.stat().st_mtime >= created
+
+
+def write_page(run: Run) -> None:
+    """The page from what the run folder holds: with generated answers, without their media."""
+    facts = RunFacts(run)
+    write_report(
+        run.dir / "report.html",
+        run,
+        title=str(facts.info.get("name", run.id)),
+        subtitle=f"{run.id}, {_progress(facts)}",
+        examples=_answers(run),
+    )
+
+
+def _answers(run: Run) -> list[Example]:
+    file = run.dir / "answers.jsonl"
+    if not file.is_file():
+        return []
+    records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    last = max((record["step"] for record in records), default=0)
+    return [
+        Example(list, row["prompt"], row["expected"], row["written"], row["right"])
+        for row in records
+        if row["step"] == last
+    ]
+
+
+def _progress(facts: RunFacts) -> str:
+    total = facts.setup.get("total_steps")
+    return f"step {facts.step:,}" + (f" of {total:,}" if total else "")
+
+
+def summary_text(facts: RunFacts, seconds: float) -> str:
+    """What a run did, in a few lines, and the commands that may follow."""
+    run = facts.run
+    lines = [
+        f"\n{run.id}: {facts.info.get('status')} at {_progress(facts)}, in {duration(seconds)}"
+    ]
+    train = facts.last("train")
+    held_out = facts.last("eval")
+    name = facts.headline
+    if train.get(name) is not None:
+        lines.append(_line("train", f"{name} {number(train[name])}"))
+    if held_out:
+        values = _metrics(held_out)
+        lines.append(_line("eval", f"step {held_out['step']:,}  {values}"))
+    if best := facts.best:
+        value = metric_text(best["metric"], best["value"])
+        lines.append(_line("best", f"{best['metric']} {value} at step {best['step']:,}"))
+    speed = [f"{name} {text}" for name, text in facts.speed().items() if name != "seconds per step"]
+    if speed:
+        lines.append(_line("speed", ", ".join(speed)))
+    if skipped := train.get("skipped"):
+        lines.append(_line("skipped", f"{skipped} steps: see {run.dir / 'skipped_steps.jsonl'}"))
+    if facts.left_out:
+        reasons = ", ".join(f"{s}: {n:,} {r}" for (s, r), n in facts.left_out.most_common())
+        lines.append(_line("left out", f"{facts.left_out.total():,} rows ({reasons})"))
+    lines += [_line(name, text) for name, text in facts.slow_step_lines()]
+    lines.append(_line("files", _files(run)))
+    lines.append("next:")
+    steps = facts.next_steps()
+    width = max(map(len, steps))
+    lines += [f"  {what:<{width}}  {command}" for what, command in steps.items()]
+    return "\n".join(lines)
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<{NAME_WIDTH}}{text}"
+
+
+def _metrics(record: dict[str, Any]) -> str:
+    hidden = ("loss", "step", "epoch", "split")
+    others = [name for name in record if name not in hidden and not name.startswith("loss_")]
+    names = ["loss", *others] if "loss" in record else others
+    return "  ".join(f"{name} {metric_text(name, record[name])}" for name in names)
+
+
+def _files(run: Run) -> str:
+    names = [name for name in ("report.html", "loss.png") if (run.dir / name).is_file()]
+    checkpoints = run.checkpoint_list()
+    if checkpoints:
+        names.append(f"checkpoints/{checkpoints[-1].name}")
+    return f"{run.dir}/ ({', '.join(names)})" if names else f"{run.dir}/"

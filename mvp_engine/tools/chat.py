@@ -26,11 +26,9 @@ from mvp_engine.hf.model.adapter import cast_frozen_weights
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.weights.merge import merge
-from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.encode.processor import GENERATION_CONFIG, load_processor
+from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
 from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES
@@ -251,10 +249,6 @@ _PLAIN_ADAPTER = {
     "target_parameters": None,
     "fan_in_fan_out": False,
 }
-# Models that do not answer, and what they do.
-_WITHOUT_TEXT = {
-    "pi0": "predicts actions: act.py of an export (docs/actions.md)",
-}
 
 
 class ChatModel:
@@ -273,7 +267,7 @@ class ChatModel:
     ) -> None:
         place = _find_device(device)
         config = read_config(folder, {})
-        without_text = _WITHOUT_TEXT | plugins.without_text()
+        without_text = plugins.without_text()
         if config.model_type in without_text:
             raise UserError(
                 f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "

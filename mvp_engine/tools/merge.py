@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint.format import Reader, verify
+from mvp_engine.checkpoint.format import Reader, verify, write_safetensors
 from mvp_engine.checkpoint.manager import find_checkpoint
-from mvp_engine.checkpoint.safetensors_io import write_safetensors
 from mvp_engine.checkpoint.state import HF, ema_name, is_weight, read_shared
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import publish, remove, temporary_path
@@ -17,8 +16,7 @@ from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.weights.load import SINGLE
 from mvp_engine.hf.weights.merge import merge, read_model_info
 from mvp_engine.imports import load_spec
-from mvp_engine.model_engine.base import ModelSource
-from mvp_engine.model_engine.registry import engine_class, is_registered
+from mvp_engine.model_engine.base import ModelSource, engine_class, is_registered
 from mvp_engine.runs import trained_run
 
 

@@ -27,10 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from mvp_engine.config import Composed
 from mvp_engine.distributed import World
 from mvp_engine.engine import Engine
-from mvp_engine.engine.meter import Meter, StepTimes, peak_memory
+from mvp_engine.engine.monitor import Meter, StepTimes, peak_memory
 from mvp_engine.errors import UserError, count
 from mvp_engine.launch import launch
-from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run
 from mvp_engine.tools.profile_kernels import (

@@ -31,9 +31,9 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.kit.row_checks import row_groups, row_name, select_rows
 from mvp_engine.launch import launch, leave
-from mvp_engine.model_engine.fsdp.grad_norm import first_nonfinite_grad, local_grad_norm_sq
-from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.model_engine.fsdp.step_status import first_nonfinite_grad, local_grad_norm_sq
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.

@@ -97,7 +97,7 @@ def plot_metric(
     root: Path, names: list[str], metric: str, out: str | None, *, as_json: bool
 ) -> None:
     """Plot one metric of several runs into a PNG file."""
-    from mvp_engine.report.plot import COLOURS, Curve, draw_curves, new_figure, save_png
+    from mvp_engine.report.page import COLOURS, Curve, draw_curves, new_figure, save_png
 
     runs = [open_run(name, root) for name in names]
     file = Path(out) if out else runs[0].dir / f"{metric.replace('/', '_')}.png"

@@ -1,10 +1,9 @@
 """Worker groups: model engines in other processes, driven by one controller; one API for local, spawn and Ray."""
 
 from mvp_engine.worker import padded
-from mvp_engine.worker.errors import WorkerDied, WorkerError, WorkerUserError
 from mvp_engine.worker.group import WorkerGroup
-from mvp_engine.worker.spec import WorkerSpec
-from mvp_engine.worker.worker import Loss, UpdateNumbers, Worker
+from mvp_engine.worker.launchers import WorkerDied, WorkerError, WorkerUserError
+from mvp_engine.worker.worker import Loss, UpdateNumbers, Worker, WorkerSpec
 
 __all__ = [
     "Loss",

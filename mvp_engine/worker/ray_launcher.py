@@ -22,10 +22,8 @@ import numpy as np
 import torch.distributed as dist
 
 from mvp_engine.errors import UserError, count
-from mvp_engine.worker import ray_guard, wire
-from mvp_engine.worker.errors import WorkerDied
-from mvp_engine.worker.host import Place, WorkerHost, shown
-from mvp_engine.worker.launchers import Call, Rank, reply
+from mvp_engine.worker import launchers, ray_guard
+from mvp_engine.worker.launchers import Call, Place, Rank, WorkerDied, WorkerHost, reply, shown
 
 try:
     import ray
@@ -77,7 +75,7 @@ class RankActor:
     def place(self, place: Place) -> None:
         self.host = WorkerHost(place)
 
-    def call(self, message: wire.Message) -> wire.Message:
+    def call(self, message: launchers.Message) -> launchers.Message:
         assert self.host is not None
         return _numpy(reply(self.host, message))
 
@@ -90,12 +88,12 @@ class RayRank:
 
     def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        message = _numpy(wire.dumps(Call(name, method, args, kwargs), _Pickler))
+        message = _numpy(launchers.dumps(Call(name, method, args, kwargs), _Pickler))
         where = f"rank {self.rank} of group {name}"
 
-        def done(answer: Future[wire.Message]) -> None:
+        def done(answer: Future[launchers.Message]) -> None:
             try:
-                error, result = wire.loads(answer.result())
+                error, result = launchers.loads(answer.result())
             except ray.exceptions.RayError as death:
                 home = f"process {self.home.pid} on {self.home.address}"
                 text = f"{where} died in {shown(method)}: {home}: {_reason(death)}"
@@ -293,11 +291,11 @@ class _Pickler(cloudpickle.CloudPickler):
     """Pickles by value what an actor cannot import: the classes of the controller's main module."""
 
     def reducer_override(self, value: Any) -> Any:
-        found = wire.reduce_tensor(value)
+        found = launchers.reduce_tensor(value)
         return super().reducer_override(value) if found is NotImplemented else found
 
 
-def _numpy(message: wire.Message) -> wire.Message:
+def _numpy(message: launchers.Message) -> launchers.Message:
     """Buffers as arrays, which Ray stores next to its own pickle instead of copying them into it."""
     body, buffers = message
     return body, [np.frombuffer(buffer, np.uint8) for buffer in buffers]

@@ -6,38 +6,176 @@ on the same part compute the same; the first of them returns results, the others
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.format import publish_leftover
+from mvp_engine.config.schema import Config, Model, Parallel, default_values
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.engine.meter import peak_memory
-from mvp_engine.errors import UserError
+from mvp_engine.engine.monitor import peak_memory
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf.lora.lora_layers import adapters_off
-from mvp_engine.hf.weights.weight_stream import WeightReceiver
+from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.weights.pretrained import WeightReceiver
 from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
+from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine import engine_class
-from mvp_engine.worker.buckets import (
-    Bucket,
-    broadcast_bucket,
-    checksum,
-    host_copy,
-    in_buckets,
-)
-from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.model_engine import Settings, engine_class
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def in_buckets(
+    weights: Iterable[tuple[str, Tensor]], limit: int, keep: Callable[[Tensor], Tensor] | None
+) -> Iterator[Bucket]:
+    """Lists with at most `limit` bytes, or with one larger tensor; `keep` makes the entry of a tensor.
+
+    Without `keep` the lists are empty: every rank of a model runs the same collectives.
+    """
+    bucket: Bucket = []
+    num_bytes = 0
+    for name, value in weights:
+        if num_bytes and num_bytes + value.nbytes > limit:
+            yield bucket
+            bucket = []
+            num_bytes = 0
+        if keep is not None:
+            bucket.append((name, keep(value.detach())))
+        num_bytes += value.nbytes
+    if num_bytes:
+        yield bucket
+
+
+def host_copy(value: Tensor) -> Tensor:
+    """A copy in host memory, which an update of the model does not change."""
+    return value.to("cpu", copy=True)
+
+
+def broadcast_bucket(bucket: Bucket | None, world: World) -> Bucket:
+    """The bucket of rank 0 on all ranks, by one collective on the device."""
+    if world.size == 1:
+        assert bucket is not None
+        return bucket
+    described = [(name, value.dtype, value.shape) for name, value in bucket or []]
+    described = world.broadcast(described)
+    sizes = [dtype.itemsize * shape.numel() for _, dtype, shape in described]
+    if bucket is None:
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
+    else:
+        raw = [value.contiguous().reshape(-1).view(torch.uint8) for _, value in bucket]
+        flat = torch.cat([one.to(world.device) for one in raw])
+    dist.broadcast(flat, src=0)
+    received: Bucket = []
+    for (name, dtype, shape), part in zip(described, flat.split(sizes), strict=True):
+        # A copy: a slice may not be aligned to the size of its elements.
+        received.append((name, part.clone().view(dtype).reshape(shape)))
+    return received
+
+
+def checksum(value: Tensor) -> str:
+    """A hash of a tensor's dtype, shape and bytes."""
+    found = hashlib.blake2b(f"{value.dtype} {tuple(value.shape)}".encode(), digest_size=16)
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    found.update(raw.numpy().data)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    model: Model
+    settings: Settings
+    parallel: Parallel
+    optim: OptimSettings | None = None  # None: for inference only
+    total_steps: int | None = None  # of the learning-rate schedule: optimizer steps
+    lora: Lora | None = None
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda
+    cpu_threads: int | None = None
+    deterministic: bool = False
+    hang_seconds: float | None = (
+        None  # a call that takes longer is reported with the stacks of all ranks
+    )
+    side_files: str | None = None  # a folder with tokenizer and processor, for exports
+
+    @classmethod
+    def from_config(cls, config: Config, precision: str, **changes: Any) -> WorkerSpec:
+        """The spec of a recipe's config, for a precision that is not "auto"; `changes` replace fields."""
+        fields: dict[str, Any] = {
+            "model": config.model,
+            "settings": Settings.from_config(config, precision),
+            "parallel": config.parallel,
+            "optim": config.optim,
+            "total_steps": config.loop.total_steps,
+            "lora": getattr(config, "lora", None),
+            "seed": config.seed,
+            "device": config.device,
+            "cpu_threads": config.cpu_threads,
+            "deterministic": config.deterministic,
+            "hang_seconds": config.guard.hang_seconds,
+        }
+        return cls(**{**fields, **changes})
+
+    @classmethod
+    def of(
+        cls,
+        path: str | None = None,
+        *,
+        model: dict[str, Any] | None = None,
+        parallel: dict[str, Any] | None = None,
+        optim: dict[str, Any] | None = None,
+        settings: Settings | None = None,
+        precision: str = "fp32",
+        seed: int = 0,
+        **fields: Any,
+    ) -> WorkerSpec:
+        """The spec of a Hugging Face folder, for programs without a config file: config keys with their defaults.
+
+        `optim=None` is for inference only; `optim={}` is the default optimizer. `settings` replace those of `model`,
+        `precision` and `seed`.
+        """
+        keys = {**default_values("model"), "type": "language_model", "path": path, **(model or {})}
+        section = Model(**keys)
+        if settings is None:
+            names = {field.name for field in dataclasses.fields(Settings)}
+            of_model = {name: value for name, value in section if name in names}
+            of_model["freeze"] = tuple(section.freeze)
+            settings = Settings(**of_model, precision=precision, seed=seed)
+        layout = Parallel(**{**default_values("parallel"), **(parallel or {})})
+        optimizer = None if optim is None else OptimSettings(**{**default_values("optim"), **optim})
+        return cls(section, settings, layout, optimizer, seed=seed, **fields)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same sequences."""
+        parallel = self.parallel
+        return parallel.pipeline * parallel.context * parallel.ulysses * parallel.tensor
+
+    def data_size(self, ranks: int) -> int:
+        """The data-parallel size of a group of this many ranks."""
+        each = self.model_parallel_size
+        if ranks % each:
+            raise UserError(
+                f"parallel.pipeline={self.parallel.pipeline} times parallel.context={self.parallel.context} times "
+                f"parallel.ulysses={self.parallel.ulysses} times parallel.tensor={self.parallel.tensor} does not "
+                f"divide the {count(ranks, 'rank')} of the group: use {each * (ranks // each + 1)}, or change them"
+            )
+        return ranks // each
+
 
 COPY_BYTES = 2**28  # of full tensors that a rank holds while it copies weights
 Log = Callable[[str, Tensor, "Tensor | float"], None]
@@ -79,7 +217,7 @@ class Worker:
         self.layout = Layout.of(world, spec.parallel)
         model: Any = MLLMModelKit(spec.lora).build(spec.model)
         if spec.side_files is not None:
-            model.side_files = Path(spec.side_files)
+            model.use_side_files(Path(spec.side_files))
         kind = engine_class(spec.model.type, spec.model.backend)
         self.engine = kind(model, self.layout, spec.settings)
         if spec.optim is None:

@@ -20,7 +20,7 @@ from mvp_engine.data import derived_seed
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit import Limits
-from mvp_engine.kit.data.read.decode import decode
+from mvp_engine.kit.data.read.decoders import decode
 from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.probe import probe
 from mvp_engine.kit.data.read.row_types import BadRow, Part

@@ -23,7 +23,7 @@ from mvp_engine.config import compose
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine import StepContext
-from mvp_engine.engine.resume import choose_start
+from mvp_engine.engine.state import choose_start
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMModelKit, load_processor
 from mvp_engine.kit.row_checks import split_micro_batch

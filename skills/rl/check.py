@@ -16,7 +16,7 @@ from torch import Tensor
 from mvp_engine.config import compose
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
-from mvp_engine.engine.resume import choose_start
+from mvp_engine.engine.state import choose_start
 from mvp_engine.kit.rl import Prompt, RLEngine, Sample
 from mvp_engine.kit.rl.rewards import Rewards
 from mvp_engine.tools.skill_check import run_check

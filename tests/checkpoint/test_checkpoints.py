@@ -14,7 +14,7 @@ from conftest import read_metrics, user_error
 from run_files import read_json
 from torch import nn
 
-from mvp_engine.checkpoint import CheckpointManager, safetensors_io, state
+from mvp_engine.checkpoint import CheckpointManager, format, state
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
@@ -182,13 +182,13 @@ def test_save_failure_on_one_rank_fails_on_all(on_ranks, tmp_path):
 def _one_rank_cannot_write(layout, folder):
     world = layout.world
     checkpoints = manager(folder, background=True, world=world)
-    real = safetensors_io.save_file
+    real = format.save_file
     for step in (1, 2, 3):
         if step == 2 and world.rank == 1:
-            safetensors_io.save_file = _refuse
+            format.save_file = _refuse
         checkpoints.save(step, {f"x.{world.rank}": torch.ones(3)}, {})
         checkpoints.wait()
-        safetensors_io.save_file = real
+        format.save_file = real
         assert checkpoints.failed == (step == 2)
     world.barrier()
     return names(folder)

@@ -10,7 +10,7 @@ from conftest import TINY, losses, read_metrics
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mvp_engine.checkpoint import CorruptCheckpoint, checksums
+from mvp_engine.checkpoint import CorruptCheckpoint, format
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
@@ -90,7 +90,7 @@ def test_verify_each_rank_reads_its_share_of_the_files(tmp_path, monkeypatch):
 
 def test_verify_large_shard_is_read_in_chunks(tmp_path, monkeypatch):
     file = write(tmp_path)
-    monkeypatch.setattr(checksums, "CHUNK_BYTES", 5)
+    monkeypatch.setattr(format, "CHUNK_BYTES", 5)
     checkpoint_format.verify(tmp_path)
     flip(file, -1)
     with pytest.raises(CorruptCheckpoint):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
-from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
+from mvp_engine.checkpoint.format import SafetensorsReader
 from mvp_engine.distributed.dtensor import local_shards
 
 FUSED = _StridedShard(0, split_factor=2)

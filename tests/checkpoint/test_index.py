@@ -7,8 +7,7 @@ import torch
 
 from mvp_engine.checkpoint import CorruptCheckpoint
 from mvp_engine.checkpoint import format as checkpoint_format
-from mvp_engine.checkpoint.format import INDEX, Reader, Shard, rank_file
-from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
+from mvp_engine.checkpoint.format import INDEX, Reader, SafetensorsReader, Shard, rank_file
 from mvp_engine.checkpoint.state import RankStates
 
 WRITERS = 16

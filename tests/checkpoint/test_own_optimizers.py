@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.checkpoint.round_trip import optimizer_differences
 from mvp_engine.distributed.dtensor import full_tensor, local_tensor
 from mvp_engine.model_engine import FSDPEngine
+from mvp_engine.tools.check.engine import optimizer_differences
 
 
 def replicated(tensor, param):

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from mvp_engine.cli import main
-from mvp_engine.config.compose import read_draft
-from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
+from mvp_engine.cli import COMMANDS, MOVED, OVERVIEW, build_parser, main, read_commands
+from mvp_engine.config.compose import OTHER_TRAINERS, all_keys, read_draft, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.kit.preference.settings import PreferenceConfig
 from mvp_engine.kit.rl.settings import RLConfig
-from mvp_engine.tools.argument_parser import COMMANDS, MOVED, OVERVIEW, build_parser, read_commands
 from mvp_engine.tools.config import config_keys, json_schema, reference_page, schemas_of
 
 ROOT = Path(__file__).parents[2]

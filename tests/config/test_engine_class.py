@@ -74,6 +74,18 @@ def test_inherited_config_class_is_that_of_the_package(tmp_path: Path) -> None:
     )
 
 
+def test_name_of_a_shipped_recipe_stands_for_its_engine(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "preference").mkdir()
+    (tmp_path / "mine.yaml").write_text(
+        "engine: preference\nmllm: {pairs: true, sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
+    )
+    composed = compose(tmp_path / "mine.yaml")
+    shipped = compose("preference/dpo_text")
+    assert composed.config.engine == shipped.config.engine
+    assert composed.engine_class is shipped.engine_class
+
+
 UNUSUAL = [
     "class Other(TinyEngine):\n    pass\n\n\nOther.config_class = TinyConfig\n",
     "TinyEngine.config_class = TinyConfig\nclass Other(TinyEngine):\n    config_class = type('X', (TinyConfig,), {})\n",

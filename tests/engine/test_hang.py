@@ -14,9 +14,9 @@ import torch
 from conftest import CAMPAIGN, TINY, spawn, wait_until
 from kill_resume import child_pids
 
-from mvp_engine.distributed import World, hang
-from mvp_engine.distributed.hang import HangWatch, describe
-from mvp_engine.worker.host import Place, WorkerHost
+from mvp_engine.distributed import World, world
+from mvp_engine.distributed.world import HangWatch, describe
+from mvp_engine.worker.launchers import Place, WorkerHost
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -53,7 +53,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(
-        hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
+        world, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now)
     )
     return made
 
@@ -139,7 +139,9 @@ def test_describe_names_the_rank_that_is_not_in_a_collective():
 
 def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
     assert "rank 1 did not answer" in describe({0: answer(7, *COLLECTIVE)}, 2, 60.0)
-    other = answer(7, "engine.py", "/x/torch/distributed/fsdp.py", "/x/torch/distributed/c10d.py")
+    other = answer(
+        7, "engine.py", "/x/torch/distributed/data_parallel.py", "/x/torch/distributed/c10d.py"
+    )
     assert "all ranks wait in collectives, which differ" in describe(
         {0: answer(7, *COLLECTIVE), 1: other}, 2, 60.0
     )

@@ -9,7 +9,7 @@ from conftest import losses, read_metrics
 from run_files import log_of
 
 from mvp_engine.cli import main
-from mvp_engine.engine.guard import LossTrend
+from mvp_engine.engine.monitor import LossTrend
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 

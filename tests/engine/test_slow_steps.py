@@ -9,10 +9,10 @@ from conftest import TINY, mvp
 from run_files import printed_json
 
 from mvp_engine.data import SampleLoader
-from mvp_engine.data.worker_memory import KeepLastBatches
+from mvp_engine.data.loader import KeepLastBatches
 from mvp_engine.distributed import World
-from mvp_engine.engine.meter import Meter, StepTimes, _slow_rank
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
+from mvp_engine.engine.monitor import Meter, StepTimes, _slow_rank
+from mvp_engine.kit.data.pack.packs import WorkerWatchdog
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from mvp_engine.data.loader import SampleLoader
 from mvp_engine.kit.data.pack import stream_loader
-from mvp_engine.kit.data.pack.measure_workers import MeasureWorkers
+from mvp_engine.kit.data.pack.costs import MeasureWorkers
 from mvp_engine.kit.rl.rewards import Group, RewardWorkers, Task
 from mvp_engine.process.watchdog import descendants, end_with_this_process
 from mvp_engine.worker import launchers

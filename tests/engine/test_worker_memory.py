@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mvp_engine.data.loader import SampleLoader
-from mvp_engine.data.worker_memory import SMALL_BYTES
+from mvp_engine.data.loader import SMALL_BYTES, SampleLoader
 
 LARGE = SMALL_BYTES // 4 + 1  # elements in float32
 

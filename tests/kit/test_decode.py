@@ -13,11 +13,10 @@ import pytest
 from media_files import audio_file, bomb, image_file, video_file
 from PIL import Image, ImageOps
 
-from mvp_engine.kit.data.read import decode_image, decode_video
-from mvp_engine.kit.data.read.decode import decode
-from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read import decoders
+from mvp_engine.kit.data.read.decoders import decode
 from mvp_engine.kit.data.read.probe import probe
-from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
 LIMITS = Limits(fps=2.0, max_frames=8, timeout=20.0, allow_outside=False)
 HERE = Path(".")
@@ -184,7 +183,7 @@ def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(
 ):
     raw = video_file(frames=32 * 12, fps=4, size=16)  # gray values repeat every 32 frames
     info, seeked = read(Part("video", raw))
-    monkeypatch.setattr(decode_video, "SEEK_SECONDS", 1e9)
+    monkeypatch.setattr(decoders, "SEEK_SECONDS", 1e9)
     assert np.array_equal(seeked, read(Part("video", raw))[1])
     assert gray_values(seeked) == [i % 32 for i in info.frame_indices()]
 
@@ -292,8 +291,8 @@ def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch, photo):
         ctypes.CDLL(None).sleep(60)  # in C, which no Python signal interrupts
 
     info = probe(Part("image", photo), LIMITS, HERE)
-    monkeypatch.setattr(decode_image, "decode_image", hang)
-    monkeypatch.setattr(decode_image, "open_image", lambda *args: time.sleep(60))
+    monkeypatch.setattr(decoders, "decode_image", hang)
+    monkeypatch.setattr(decoders, "open_image", lambda *args: time.sleep(60))
     started = time.monotonic()
     limits = Limits(timeout=0.2)
     with pytest.raises(BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 sec"):
@@ -306,7 +305,7 @@ def test_probe_internal_errors_are_raised_not_bad_rows(monkeypatch, photo):
     def broken(*args):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(decode_image, "image_size", broken)
+    monkeypatch.setattr(decoders, "image_size", broken)
     with pytest.raises(KeyError):
         probe(Part("image", photo), LIMITS, HERE)
 

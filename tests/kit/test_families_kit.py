@@ -18,7 +18,7 @@ from mvp_engine.data.batch import IGNORE
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 RATE = 16000
 

@@ -16,7 +16,7 @@ from torch._dynamo import eval_frame
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers
+from mvp_engine.hf.experts import fp8_layers, grouped_mm
 from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at
 from mvp_engine.kit.generation import (
@@ -203,7 +203,7 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeyp
     weights = {module.get_parameter(name).data_ptr() for module, name in places}
     seen = []
     real = fp8.quantize
-    for module in (fp8, fp8_grouped_mm, fp8_layers):
+    for module in (fp8, grouped_mm, fp8_layers):
         watched = lambda rows: (seen.append(rows.data_ptr()), real(rows))[1]  # noqa: E731
         monkeypatch.setattr(module, "quantize", watched)
     found = []

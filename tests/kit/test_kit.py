@@ -19,7 +19,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.encode import processor_runner
 from mvp_engine.kit.data.encode.template import ChatTemplate
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -405,13 +405,13 @@ def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     kit = made(file, qwen3_vl(), overlong=overlong, row_tokens=256 if overlong == "drop" else 60)
     dataset = kit.dataset("train", global_batch_size=1)
     opened = Counter()
-    open_file = decode_image.Image.open
+    open_file = decoders.Image.open
 
     def counted(source, **options):
         opened[source.name] += 1
         return open_file(source, **options)
 
-    monkeypatch.setattr(decode_image.Image, "open", counted)
+    monkeypatch.setattr(decoders.Image, "open", counted)
     packs = [dataset[i] for i in range(len(dataset))]
     num_images = sum(len(batch.media["pixel_values"].row_counts) for batch, _ in packs)
     assert set(opened.values()) == {1}

@@ -8,10 +8,9 @@ from conftest import user_error
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
-from mvp_engine.kit.data.left_out import no_rows, refuse_no_pairs
+from mvp_engine.kit.data.measured_sources import no_rows, refuse_no_pairs
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.tools.inspect_rows import inspect_file

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit

@@ -13,10 +13,9 @@ from tiny_vlm import chat, made, qwen3_vl, write, write_image
 from mvp_engine.config import compose
 from mvp_engine.kit.data import cpus
 from mvp_engine.kit.data.cpus import num_processes
-from mvp_engine.kit.data.pack import cost_cache
-from mvp_engine.kit.data.pack.cost_cache import ROW_RECORD, RecordFile, locked
-from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, measure_costs
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.pack import costs
+from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, ROW_RECORD, RecordFile, locked, measure_costs
+from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.sources import open_source
 
 
@@ -45,13 +44,13 @@ def assert_same_costs(found, expected):
 def opened(monkeypatch):
     """The images that were opened in this process."""
     found = []
-    open_image = decode_image.open_image
+    open_image = decoders.open_image
 
     def counted(value, *args):
         found.append(value)
         return open_image(value, *args)
 
-    monkeypatch.setattr(decode_image, "open_image", counted)
+    monkeypatch.setattr(decoders, "open_image", counted)
     return found
 
 
@@ -118,7 +117,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
     tmp_path, monkeypatch, opened
 ):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, 3 * CHUNK_ROWS))
-    open_image = decode_image.open_image
+    open_image = decoders.open_image
 
     def hangs_in_the_last_chunk(value, *args):
         if int(value.partition(".")[0]) >= 2 * CHUNK_ROWS:
@@ -126,7 +125,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
         return open_image(value, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", hangs_in_the_last_chunk)
+        patched.setattr(decoders, "open_image", hangs_in_the_last_chunk)
         pid = in_fork(lambda: measured(file, 2))
 
     def kept():
@@ -148,7 +147,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
 
 def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    monkeypatch.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with user_error(
         r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:"
     ):
@@ -157,14 +156,14 @@ def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(tmp_path, 
 
 def test_measure_costs_error_in_a_worker_is_raised_with_its_row(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    monkeypatch.setattr(decode_image, "open_image", lambda *_: [][0])
+    monkeypatch.setattr(decoders, "open_image", lambda *_: [][0])
     with pytest.raises(IndexError) as raised:
         measured(file, 2)
     assert "while measuring rows.jsonl:" in "".join(raised.value.__notes__)
 
 
 def test_locked_held_by_another_process_reports_what_it_waits_for(tmp_path, monkeypatch, logged):
-    monkeypatch.setattr(cost_cache, "FIRST_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "FIRST_REPORT_SECONDS", 0.0)
     messages = logged("info")
     reader, writer = os.pipe()
     held, release = os.pipe()
@@ -176,7 +175,7 @@ def test_locked_held_by_another_process_reports_what_it_waits_for(tmp_path, monk
 
     pid = in_fork(hold)
     os.read(reader, 1)
-    monkeypatch.setattr(cost_cache, "time", ReleasingTime(release))
+    monkeypatch.setattr(costs, "time", ReleasingTime(release))
     with locked(tmp_path / "a.lock", "chats"):
         pass
     os.waitpid(pid, 0)

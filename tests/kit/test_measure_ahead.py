@@ -11,7 +11,7 @@ from tiny_vlm import made, qwen3_vl, write
 from mvp_engine.engine import Engine
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
-from mvp_engine.kit.data.read import decode_image
+from mvp_engine.kit.data.read import decoders
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -65,7 +65,7 @@ def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(
 def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(tmp_path, monkeypatch):
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert kit.measure_ahead(["train"])
         with user_error(r"a process died while it measured the rows from rows.jsonl:\d+ to"):
             kit.measured("train")
@@ -75,7 +75,7 @@ def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(tmp_
 def test_stop_measuring_ends_the_processes_and_releases_the_lock(tmp_path, monkeypatch):
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(decode_image, "open_image", lambda *_: signal.pause())
+        patched.setattr(decoders, "open_image", lambda *_: signal.pause())
         kit.measure_ahead(["train"])
     workers = [process.pid for process in kit._ahead._workers._processes]
     assert not any(map(is_gone, workers))

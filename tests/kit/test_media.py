@@ -15,12 +15,11 @@ from processors import FAMILIES, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.placeholders import expand_placeholders
-from mvp_engine.kit.data.encode.processor_limits import audio_extractor, limited_processor
+from mvp_engine.kit.data.encode.processor import audio_extractor, limited_processor
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.encode.tokenization import expand_placeholders
+from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
 HERE = Path(".")
 SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width

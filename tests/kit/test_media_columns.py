@@ -3,8 +3,7 @@
 import pytest
 from test_rows import chat, media_values, reason, text_part
 
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import Part
+from mvp_engine.kit.data.read.row_types import Part, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 
 

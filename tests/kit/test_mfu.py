@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
-from mvp_engine.engine import meter as meter_module
-from mvp_engine.engine.meter import Meter
+from mvp_engine.engine import monitor as meter_module
+from mvp_engine.engine.monitor import Meter
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.kit import MFUKit
@@ -299,7 +299,7 @@ def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, logged):
 
 
 def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
+    monkeypatch.setattr("mvp_engine.engine.monitor.device_peak", lambda _: 5e12)
     figures = {}
     for size in (1, 4):
         meter = Meter(World(0, size, 0, size, torch.device("cpu")), tmp_path, 0)

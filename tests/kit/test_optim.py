@@ -8,9 +8,9 @@ from torch import nn
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.kit import OptimKit, OptimSettings
-from mvp_engine.kit.optim.chunks import chunks
 from mvp_engine.kit.optim.optimizer import orthogonalize
-from mvp_engine.model_engine import FSDPEngine, ema
+from mvp_engine.kit.optim.state_tensor import chunks
+from mvp_engine.model_engine import FSDPEngine, base
 from mvp_engine.model_engine.optim import build_optimizer
 
 DEFAULTS = yaml.safe_load((ROOT / "mvp_engine" / "config" / "default.yaml").read_text())["optim"]
@@ -286,7 +286,7 @@ def test_eval_weights_without_an_optimizer_are_loaded_once(tmp_path, monkeypatch
     kit = OptimKit(settings(ema=0.9))
     loaded = []
     monkeypatch.setattr(
-        ema,
+        base,
         "_load_ema_weights",
         lambda *engine_and_checkpoint: loaded.append(engine_and_checkpoint),
     )

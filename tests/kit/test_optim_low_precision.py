@@ -10,12 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import KitOptimizer
-from mvp_engine.kit.optim.blockwise import dequantize, quantize
-from mvp_engine.kit.optim.chunks import flat_offset
 from mvp_engine.kit.optim.optimizer import AdamWParam, chunked_adamw_, kernel_adamw_
-from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16
-from mvp_engine.kit.optim.state_tensor import StateSpec, StateTensor
-from mvp_engine.kit.optim.update import DeviceFlags, advance_steps_
+from mvp_engine.kit.optim.state_tensor import (
+    DeviceFlags,
+    StateSpec,
+    StateTensor,
+    advance_steps_,
+    dequantize,
+    flat_offset,
+    quantize,
+    random_bits,
+    round_to_bfloat16,
+)
 
 # ---- Stochastic rounding ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import nn
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.kit import OptimKit
-from mvp_engine.kit.optim import host_states, state_stream
+from mvp_engine.kit.optim import state_stream
 from mvp_engine.kit.optim.state_stream import (
     ALIGNED_ELEMENTS,
     SLOTS,
@@ -234,7 +234,7 @@ def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options):
 @pytest.mark.usefixtures("on_host")
 def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(host_states, "available_host_memory", lambda: 2**16)
+    monkeypatch.setattr(state_stream, "available_host_memory", lambda: 2**16)
     with user_error(r"optim.offload keeps .* GiB .* for 4 of its ranks"):
         OptimKit(settings(offload=True)).build_optimizer(net())
 

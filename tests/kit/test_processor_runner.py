@@ -12,8 +12,7 @@ from PIL import Image
 from processors import SQUARE, tokenizer
 
 from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.placeholders import expand_placeholders
-from mvp_engine.kit.data.encode.processor_outputs import (
+from mvp_engine.kit.data.encode.processor import (
     FRAMES,
     TILES,
     concat_media,
@@ -21,7 +20,8 @@ from mvp_engine.kit.data.encode.processor_outputs import (
     to_media,
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.encode.tokenization import expand_placeholders
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 
 def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_alone():

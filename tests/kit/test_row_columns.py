@@ -3,8 +3,7 @@
 import pytest
 from test_rows import ANSWER, EXPECTED_TURNS, QUESTION, reason, roles_and_texts, text_part
 
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 
 

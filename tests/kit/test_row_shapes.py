@@ -12,8 +12,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import qwen3_vl, write, write_image
 
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.tools.inspect_rows import encoded_row
 

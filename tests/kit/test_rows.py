@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
 
 QUESTION = {"role": "user", "content": "Why?"}

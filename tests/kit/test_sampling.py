@@ -10,9 +10,15 @@ from test_generate import built
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.kit import gumbel_noise as noise
-from mvp_engine.kit.decoding import Decoding, complete, with_completion
-from mvp_engine.kit.gumbel_noise import gumbel_noise, sample_tokens, sequence_keys
+from mvp_engine.kit import decoding as noise
+from mvp_engine.kit.decoding import (
+    Decoding,
+    complete,
+    gumbel_noise,
+    sample_tokens,
+    sequence_keys,
+    with_completion,
+)
 
 DRAWS = 20_000
 SAMPLED = Decoding(max_new_tokens=4, temperature=0.8, samples=2, seed=3)

@@ -30,10 +30,10 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.model.config_source import _config_of_folder
 from mvp_engine.hf.weights.export import Target, write_side_files
 from mvp_engine.hf.weights.load import weight_paths
-from mvp_engine.kit.data.encode import template_marks, template_renderer
+from mvp_engine.kit.data.encode import template_marks
+from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.template_marks import RowMarks
-from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
@@ -346,7 +346,7 @@ def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatc
         form(repeats).render(read_row({"messages": long}))
     squared, row = form(squares), read_row({"messages": messages})
     squared.render(row)
-    monkeypatch.setattr(template_renderer, "RowMarks", partial(RowMarks, max_iterations=1000))
+    monkeypatch.setattr(template_marks, "RowMarks", partial(RowMarks, max_iterations=1000))
     with pytest.raises(BadRow, match="loops more than 1,000 times"):
         squared.render(row)
 

@@ -18,9 +18,8 @@ from conftest import user_error
 from run_files import write_json
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.pack.mixture import Mixture
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.pack.packs import Mixture
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source

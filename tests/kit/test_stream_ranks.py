@@ -10,7 +10,7 @@ from conftest import ROOT, losses
 from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
 
 from mvp_engine.errors import EXIT_INTERRUPTED
-from mvp_engine.kit.data.pack.stream_lanes import is_of_lane, move_lanes, start_lanes
+from mvp_engine.kit.data.pack.stream_loader import is_of_lane, move_lanes, start_lanes
 from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"

@@ -19,12 +19,10 @@ from templates.tiny import tokenizer
 from test_kit import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader
-from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.streams import Stream, StreamMixture
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
+from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 
 ROWS = 400
 

@@ -6,8 +6,7 @@ import tarfile
 import pytest
 from conftest import user_error
 
-from mvp_engine.kit.data.read.sources import open_source
-from mvp_engine.kit.data.read.streams import Stream
+from mvp_engine.kit.data.read.sources import Stream, open_source
 
 
 def shard(file, links):

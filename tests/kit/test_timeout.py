@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from mvp_engine.kit.data.read.decoders import run_with_timeout
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_run_with_timeout_process_exits_while_a_decoder_hangs():
     code = """
 import ctypes
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.timeout import run_with_timeout
+from mvp_engine.kit.data.read.decoders import run_with_timeout
 try:
     run_with_timeout(0.1, lambda: ctypes.CDLL(None).sleep(200), "it")
 except BadRow as bad:

@@ -15,7 +15,7 @@ from vlm_sweep import try_type, types
 from vlm_tiny import special_of
 
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.model.head_probe import LogitSteps
+from mvp_engine.hf.model.language_model import LogitSteps
 
 LISTED = read_json(ROOT / "mvp_engine" / "tools" / "models_media.json")
 

@@ -11,8 +11,8 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.kit import MLLMData
-from mvp_engine.kit.data.pack import worker_watchdog
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
+from mvp_engine.kit.data.pack import packs
+from mvp_engine.kit.data.pack.packs import WorkerWatchdog
 
 
 def broken_at(kit, row, what):
@@ -35,7 +35,7 @@ def kit(tmp_path):
 
 def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit, monkeypatch):
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(packs, "CHECK_SECONDS", 1.0)
     with user_error(r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"):
         list(kit.loader("train", num_workers=2))
 
@@ -48,7 +48,7 @@ def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit, monkeypat
         os.kill(os.getpid(), signal.SIGKILL)
 
     broken_at(kit, 7, lambda: setattr(Connection, "_send", send_half))
-    monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(packs, "CHECK_SECONDS", 1.0)
     with user_error(r"(?s)DataLoader worker \(pid"):
         list(kit.loader("train", num_workers=2))
 
@@ -100,7 +100,7 @@ def test_measure_costs_forked_process_does_not_wait_for_parent_threads():
     """Audio processors compute with torch; a forked process has none of the threads that torch started before."""
     code = """
 import torch
-from mvp_engine.kit.data.pack.measure_workers import map_chunks
+from mvp_engine.kit.data.pack.costs import map_chunks
 torch.set_num_threads(4)
 big = torch.ones(1 << 20)
 big + 1

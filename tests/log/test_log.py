@@ -21,8 +21,7 @@ from rich.console import Console
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.log import EarlyMessages, LogHub, MetricStore, format
-from mvp_engine.log.backends import Backend, RunInfo, TerminalBackend
-from mvp_engine.log.terminal import Terminal, sparkline
+from mvp_engine.log.backends import Backend, RunInfo, Terminal, TerminalBackend, sparkline
 from mvp_engine.runs import Run, list_runs
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -162,7 +161,7 @@ def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(interval, sa
     console = Console(file=(out := io.StringIO()), width=80)
     monkeypatch.setattr("mvp_engine.log.backends.Terminal", partial(Terminal, console=console))
     clock = iter([0.0, 10.0, 70.0, 80.0])
-    monkeypatch.setattr("mvp_engine.log.terminal.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mvp_engine.log.backends.time.monotonic", lambda: next(clock))
     backend = TerminalBackend()
     backend.start(
         RunInfo(

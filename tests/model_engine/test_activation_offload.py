@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import FSDPEngine
-from mvp_engine.model_engine.fsdp import activation_offload, parallelize
-from mvp_engine.model_engine.fsdp.activation_offload import HostInputs
+from mvp_engine.model_engine.fsdp import parallelize
+from mvp_engine.model_engine.fsdp.parallelize import HostInputs
 
 BLOCKS = 5
 WIDTH = 8
@@ -83,7 +83,7 @@ class Inputs(HostInputs):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(activation_offload, "SMALL", 64)
+    monkeypatch.setattr(parallelize, "SMALL", 64)
     monkeypatch.setattr(parallelize, "HostInputs", Inputs)
     monkeypatch.setattr(Inputs, "made", [])
 
@@ -125,8 +125,8 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(
         real_free(self)
         freed_early.append(copied.stream.done < copied.place)
 
-    real_free = activation_offload._Input.free_on_device
-    monkeypatch.setattr(activation_offload._Input, "free_on_device", free)
+    real_free = parallelize._Input.free_on_device
+    monkeypatch.setattr(parallelize._Input, "free_on_device", free)
     rows = [[31, 32], [9, 32, 31], [32]]
     gc.disable()  # buffers are free without it
     try:
@@ -146,7 +146,7 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(
 
 
 def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch):
-    class Counted(activation_offload._Input):
+    class Counted(parallelize._Input):
         def __init__(self, *args):
             super().__init__(*args)
             alive.add(self)
@@ -163,7 +163,7 @@ def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypa
     alive = weakref.WeakSet()
     held = []
     prefetched = []
-    monkeypatch.setattr(activation_offload, "_Input", Counted)
+    monkeypatch.setattr(parallelize, "_Input", Counted)
     engine = net_engine("offload")
     engine.model.change = count
     train(engine, *[torch.ones(32, WIDTH)] * 2)
@@ -248,8 +248,8 @@ def test_offload_buffers_are_the_smallest_that_fit():
 
 def test_offload_without_host_memory_is_an_error(monkeypatch):
     on_meta = lambda shape, *_: torch.empty(shape, device="meta")  # noqa: E731
-    monkeypatch.setattr(activation_offload, "available_host_memory", lambda: 5 * 2**30)
-    monkeypatch.setattr(activation_offload, "pinned_zeros", on_meta)
+    monkeypatch.setattr(parallelize, "available_host_memory", lambda: 5 * 2**30)
+    monkeypatch.setattr(parallelize, "pinned_zeros", on_meta)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     device = torch.device("cuda")
     inputs = HostInputs(nn.Module())
@@ -288,13 +288,13 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(lazy_str
 
 def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch):
     copies = []
-    real = activation_offload._Input.copy_to_device
+    real = parallelize._Input.copy_to_device
 
     def copy(self):
         copies.extend([self] * (self.on_device is None))
         real(self)
 
-    monkeypatch.setattr(activation_offload._Input, "copy_to_device", copy)
+    monkeypatch.setattr(parallelize._Input, "copy_to_device", copy)
     weight = torch.ones(WIDTH, requires_grad=True)
     product = lambda x: (x * weight + x.view(-1, 2, WIDTH // 2).square().view_as(x)).clone()  # noqa: E731
     block = HostInputs(nn.Module()).offloading(product)  # saves its input with two shapes
@@ -351,7 +351,7 @@ def test_offload_of_parts_is_bit_equal_to_full():
 def test_offload_on_gpu_is_bit_equal_to_full_with_less_memory_and_no_host_sync(
     backend, monkeypatch
 ):
-    monkeypatch.setattr(activation_offload, "SMALL", 2**20)
+    monkeypatch.setattr(parallelize, "SMALL", 2**20)
     blocks, rows, width = 12, 16384, 1024
     size = 4 * rows * width
     peaks = []

@@ -24,11 +24,11 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.model_engine import Settings
-from mvp_engine.model_engine.fsdp import activation_offload, compile, parallelize
+from mvp_engine.model_engine.fsdp import compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 
 pytestmark = pytest.mark.slow
@@ -77,12 +77,15 @@ def dense(q, k, v, spec):
 
 
 one_graph = patch.multiple(
-    attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    attention_ops,
+    _has_kernels=lambda *_: True,
+    _torch_varlen_is_supported=lambda *_: True,
+    _torch_varlen=dense,
 )
 
 
 def stepped_in_ways(layout, name, ways):
-    activation_offload.SMALL = 64
+    parallelize.SMALL = 64
     with one_graph:
         return [stepped(layout, name, **how) for how in ways]
 

@@ -23,7 +23,7 @@ from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine.fsdp.dummy_sequences import append_dummies
+from mvp_engine.model_engine.fsdp.lockstep import append_dummies
 from mvp_engine.ops import attention
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from mvp_engine.model_engine import (
     ModelSource,
     register,
 )
-from mvp_engine.model_engine.registry import _REGISTRY
+from mvp_engine.model_engine.base import _REGISTRY
 
 BATCH = counting(9, 4, start=3)
 
@@ -214,7 +214,7 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     registry = {
         key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")
     }
-    monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", registry)
+    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", registry)
     page = (ROOT / "docs" / "model_engine.md").read_text().split("## Adding a model type\n")[1]
     folder = tmp_path / "tagger"
     folder.mkdir()

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.data_parallel import apply_fsdp, even_placement
 from mvp_engine.distributed.dtensor import dim_slices
-from mvp_engine.distributed.fsdp import apply_fsdp, even_placement
 from mvp_engine.hf import LanguageModel
 
 # The sizes of the published models.

@@ -20,7 +20,7 @@ from tiny_engines import train as train_step
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from mvp_engine.distributed.fsdp import apply_fsdp
+from mvp_engine.distributed.data_parallel import apply_fsdp
 from mvp_engine.hf.experts.fp8_layers import GatheredWeight, gather_fp8, run_in_bf16
 from mvp_engine.kit import Lora
 from mvp_engine.kit.plan.record import CollectiveRecorder

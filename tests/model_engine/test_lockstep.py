@@ -15,9 +15,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mvp_engine.checkpoint.format import from_bytes, to_bytes
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.step_plan import StepPlan
-from mvp_engine.model_engine.fsdp.dummy_sequences import _cut, append_dummies
-from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
+from mvp_engine.data.loader import StepPlan
+from mvp_engine.model_engine.fsdp.lockstep import (
+    LockstepScheduler,
+    _cut,
+    append_dummies,
+    media_kinds,
+)
 
 IMAGE, SOUND = "pixel_values", "input_features"
 
@@ -187,7 +191,7 @@ COLLECTIVES = (
 
 def _host_collectives(config, words, steps):
     """Calls on gloo's host group in a training of `steps` steps."""
-    from mvp_engine.engine.meter import Meter
+    from mvp_engine.engine.monitor import Meter
     from mvp_engine.launch import launch
 
     calls = Counter()

@@ -26,7 +26,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.generation import generate
 from mvp_engine.model_engine import Settings, engine_class
-from mvp_engine.model_engine.megatron.layers import by_kv_head
+from mvp_engine.model_engine.megatron.engine import by_kv_head
 
 MISSING = importlib.util.find_spec("megatron") is None
 needs_megatron = pytest.mark.skipif(MISSING, reason="needs megatron-core: make test-megatron")

@@ -23,7 +23,7 @@ from tiny_engines import gradients as gradients_of
 from torch import nn
 
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.ulysses import check_heads
+from mvp_engine.distributed.sequence_parallel import check_heads
 from mvp_engine.launch import launch
 
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]

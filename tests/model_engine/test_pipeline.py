@@ -28,7 +28,7 @@ from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.pipeline import one_forward_one_backward
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.model.pipeline_cut import stage_bounds
+from mvp_engine.hf.model.pipeline import stage_bounds
 
 FOUR = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from tiny_engines import ALONE, engine_of, gradients, scores_of, shares_of
 from tiny_models import build_model, media_packs
 
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf.model.pipeline_cut import check_supported, cut_model
+from mvp_engine.hf.model.pipeline import check_supported, cut_model
 from mvp_engine.model_engine import ValueModelEngine
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops.fp8 import Fp8Linear

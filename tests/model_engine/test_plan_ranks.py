@@ -8,7 +8,7 @@ from conftest import CAMPAIGN
 from families import overrides_of, parallel
 from tiny_engines import adamw, counting, engine_of, loss_of
 
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.kit.plan.record import CollectiveRecorder, find_differences
 from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step

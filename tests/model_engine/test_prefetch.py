@@ -2,8 +2,8 @@
 
 import torch
 
+from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher
 from mvp_engine.model_engine.fsdp.lockstep import Scheduled
-from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
 def test_prefetcher_copies_one_micro_batch_ahead_in_order():

@@ -11,20 +11,20 @@ from test_flex_attention import MASKS, blocks_of, spec_of
 from test_fused_attention import MODULES, assert_near, use_only
 from torch import Tensor
 
-from mvp_engine.distributed.key_exchange import (
+from mvp_engine.distributed.sequence_parallel import (
+    Chunk,
     KeyExchange,
     Keys,
     causal_keys,
     offsets_of,
     ranges_of,
     whole_sequence,
+    zigzag,
 )
-from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.model.attention import context_spec
 from mvp_engine.ops import attention as attention_ops
-from mvp_engine.ops.attention import AttnSpec, varlen_attention
+from mvp_engine.ops.attention import AttnSpec, reference_attention, varlen_attention
 from mvp_engine.ops.flex_attention import block_mask_of
-from mvp_engine.ops.reference_attention import reference_attention
 
 LENGTHS = [5, 1, 300, 128, 150, 37]
 RANKS = 4

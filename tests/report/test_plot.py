@@ -4,7 +4,7 @@ import pytest
 from conftest import mvp
 from run_folder import run_folder
 
-from mvp_engine.report.plot import Curve, draw_curves, new_figure, plot_overview, smoothed
+from mvp_engine.report.page import Curve, draw_curves, new_figure, plot_overview, smoothed
 
 
 def drawn(metric, *curves, label="curve"):

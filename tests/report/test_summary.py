@@ -6,7 +6,7 @@ import re
 from run_folder import run_folder
 
 from mvp_engine.report.facts import RunFacts
-from mvp_engine.report.summary import end_of_run, summary_text
+from mvp_engine.report.page import end_of_run, summary_text
 
 
 def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_path, monkeypatch):

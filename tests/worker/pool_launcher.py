@@ -6,7 +6,7 @@ import os
 from concurrent.futures import Future
 from typing import Any
 
-from mvp_engine.worker.errors import WorkerError
+from mvp_engine.worker.launchers import WorkerError
 
 HOST = None  # of this process, if it is a rank
 
@@ -51,7 +51,7 @@ class PoolLauncher:
 
 def _call(calls):
     from mvp_engine.distributed import World
-    from mvp_engine.worker.host import Place, WorkerHost
+    from mvp_engine.worker.launchers import Place, WorkerHost
 
     global HOST
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -10,7 +10,8 @@ from worker_cases import batch_of, spec_of
 
 from mvp_engine.distributed import World
 from mvp_engine.kit.rl import PolicyLoss, ValueLoss
-from mvp_engine.worker import Worker, WorkerGroup, dispatch
+from mvp_engine.worker import Worker, WorkerGroup
+from mvp_engine.worker import group as groups
 
 LAYOUTS = {1: [{}, {}], 2: [{"shard": 2}, {"ulysses": 2}]}
 
@@ -63,14 +64,14 @@ class SpmdGroup:
         self.each = spec.model_parallel_size
 
     def infer(self, batch, outputs, budget):
-        members = dispatch.by_data_rank(batch, self.data_size)
-        own = dispatch.select(batch, members[self.world.rank // self.each])
+        members = groups.by_data_rank(batch, self.data_size)
+        own = groups.select(batch, members[self.world.rank // self.each])
         results = self.world.all_gather(self.worker.infer(own, outputs, budget))
-        return dispatch.merged(batch, members, results[:: self.each])
+        return groups.merged(batch, members, results[:: self.each])
 
     def update(self, batch, loss, budget):
-        members = dispatch.by_data_rank(batch, self.data_size)
-        own = dispatch.select(batch, members[self.world.rank // self.each])
+        members = groups.by_data_rank(batch, self.data_size)
+        own = groups.select(batch, members[self.world.rank // self.each])
         results = self.world.all_gather(self.worker.update([own], loss, budget))
         return results[0]
 

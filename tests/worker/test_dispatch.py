@@ -5,11 +5,10 @@ import os
 import pytest
 import torch
 
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.media import Media
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
-from mvp_engine.worker import dispatch
+from mvp_engine.worker import group
 
 
 def images(rows, sequences, shared_with):
@@ -28,12 +27,12 @@ def batch_of(lengths, media=None):
 
 def test_by_data_rank_counts_encoder_work_and_shared_media_once():
     lengths = [4, 4, 24, 24, 24, 24]
-    assert dispatch.by_data_rank(batch_of(lengths), 2) == [[0, 2, 4], [1, 3, 5]]
+    assert group.by_data_rank(batch_of(lengths), 2) == [[0, 2, 4], [1, 3, 5]]
     # Sequences 0 and 1 share an image of 30 rows, sequence 3 has one of 20.
     batch = batch_of(lengths, images([30, 20], [0, 3], [0, 0, 2, 3, 4, 5]))
-    assert dispatch.encoder_work(batch, [[0, 1], [2], [3], [0], [1, 4]]) == [30, 0, 20, 30, 30]
+    assert group.encoder_work(batch, [[0, 1], [2], [3], [0], [1, 4]]) == [30, 0, 20, 30, 30]
     # By work, from the largest: 3 (44), 0 with 1 (38), 2, 4, 5 (24 each).
-    assert dispatch.by_data_rank(batch, 2) == [[3, 4], [0, 1, 2, 5]]
+    assert group.by_data_rank(batch, 2) == [[3, 4], [0, 1, 2, 5]]
 
 
 @pytest.mark.parametrize("chosen", [None, "max_split_size_mb:64"])

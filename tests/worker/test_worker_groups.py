@@ -10,7 +10,7 @@ from worker_cases import TokenLoss, batch_of, spec_of
 
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.worker import WorkerGroup, WorkerUserError
-from mvp_engine.worker.host import devices_of_node
+from mvp_engine.worker.launchers import devices_of_node
 
 LENGTHS = (7, 3, 12, 5, 9, 4, 2)
 SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)

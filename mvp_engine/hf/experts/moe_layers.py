@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.hf.experts import grouped_mm
-from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.model.attention import config_tree
 from mvp_engine.ops import fp8, gated_rows
 from mvp_engine.ops.precision import autocast_dtype

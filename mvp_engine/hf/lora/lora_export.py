@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mvp_engine.checkpoint.safetensors_io import write_safetensors
+from mvp_engine.checkpoint.format import write_safetensors
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path, temporary_path
 from mvp_engine.hf.experts.moe_layers import adapter_name

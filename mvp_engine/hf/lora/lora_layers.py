@@ -24,13 +24,14 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mvp_engine.config.schema import PARTS
+from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.distributed.dtensor import local_tensor
-from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.moe_layers import adapter_name
 from mvp_engine.hf.lora.lora_experts import adapted_experts, add_expert_adapters, delta
 from mvp_engine.hf.lora.lora_settings import Lora
-from mvp_engine.hf.model.model_parts import PARTS, matching, parts_of
+from mvp_engine.hf.model.model_parts import matching, parts_of
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.model.tp_plan import SummedGrad
 

@@ -21,11 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mvp_engine.data.batch import Media
-from mvp_engine.distributed.ulysses import UlyssesShard, all_to_all_rows
+from mvp_engine.distributed.sequence_parallel import UlyssesShard, all_to_all_rows
 from mvp_engine.errors import UserError
-from mvp_engine.hf.media.audio import FRAME_MASK, frame_mask
+from mvp_engine.hf.media.encoders import FRAME_MASK, frame_mask
 from mvp_engine.hf.media.media_features import copy_to_device
-from mvp_engine.hf.model.attention_mask import PACK_ARGUMENTS
+from mvp_engine.hf.model.attention import PACK_ARGUMENTS
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
 _METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}

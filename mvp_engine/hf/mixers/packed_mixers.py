@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
 from mvp_engine.hf.mixers.per_sequence import (
@@ -30,7 +30,7 @@ from mvp_engine.hf.mixers.per_sequence import (
     without_pack_arguments,
 )
 from mvp_engine.hf.mixers.states import keeps_states, mixers_of, run_with_states
-from mvp_engine.hf.model.block_context import BlockContext
+from mvp_engine.hf.model.input_hooks import BlockContext
 from mvp_engine.hf.model.kv_cache import KVCache
 
 LOGGER = logging.getLogger("mvp_engine")

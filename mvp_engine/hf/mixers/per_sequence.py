@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.ulysses import UlyssesShard
-from mvp_engine.hf.model.attention_mask import PACK_ARGUMENTS, NoMask, Overlay, Window
+from mvp_engine.distributed.sequence_parallel import UlyssesShard
+from mvp_engine.hf.model.attention import PACK_ARGUMENTS, NoMask, Overlay, Window
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.kv_cache import KVCache

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import recorded
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import run_in_bf16
 from mvp_engine.hf.model import attention
-from mvp_engine.hf.model.model_inputs import needed_media
+from mvp_engine.hf.model.auto_model import needed_media
 from mvp_engine.hf.model.packed_model import PackedModel
 
 LOGGER = logging.getLogger("mvp_engine")

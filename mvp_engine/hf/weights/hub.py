@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from mvp_engine.config.schema import Config
 from mvp_engine.distributed import World
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE
 from mvp_engine.runs import Run

@@ -20,15 +20,12 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.act import Normalization, prompt_ids
+from mvp_engine.kit.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.rows import FrameRow
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.sequences import EncodedSequence
-from mvp_engine.kit.data.read.decode_image import decode_image
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
+from mvp_engine.kit.data.read.decoders import MediaInfo, decode_image
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 
 Size = tuple[int, int]  # (height, width) of an image
@@ -40,7 +37,7 @@ class EncodedFrame(EncodedSequence):
 
     frame: FrameRow | None = None
 
-    def actions_shown(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """The state and the chunk of actions in their own units, for `mvp data inspect`."""
         assert self.frame is not None
         actions, inside = self.frame.action_chunk()

@@ -21,16 +21,13 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.weights.export import drop_local_settings
-from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.left_out import no_rows
-from mvp_engine.kit.data.measured_sources import MeasuredSources
+from mvp_engine.kit.data.encode.processor import save_generation_config
+from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
+from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader
-from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
-from mvp_engine.kit.data.processor import save_generation_config
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
-from mvp_engine.kit.data.read.streams import Stream, StreamMixture
+from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.model_engine import precision_on
 
@@ -304,6 +301,10 @@ class MLLMDataKit(MeasuredSources):
         weights = [source.weight or 1.0 for source in self.sources(split)]
         shares = [weight / sum(weights) for weight in weights]
         return dict(zip(self.source_names(split), shares, strict=True))
+
+    def facts(self, split: str) -> dict[str, Any]:
+        """What `mvp data inspect` shows more of a split: entries of the extension point `inspect`."""
+        return {}
 
     def bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mvp_engine.data.rng import derived_seed
+from mvp_engine.data.loader import derived_seed
 from mvp_engine.errors import UserError
 from mvp_engine.kit.flow import Flow, FlowTimes
 

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mvp_engine.kit.optim.blockwise import BLOCK
-from mvp_engine.kit.optim.state_tensor import StateTensor
+from mvp_engine.kit.optim.state_tensor import BLOCK, StateTensor
 
 BLOCKS_PER_PROGRAM = 16
 WARPS = 4

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.model_parts import matching
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.model_engine import ModelEngine
-from mvp_engine.model_engine.ema import eval_weights
+from mvp_engine.model_engine.base import eval_weights
 from mvp_engine.model_engine.optim import build_scheduler, parameter_groups, without_decay
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -33,19 +33,32 @@ from mvp_engine.distributed.dtensor import (
 )
 from mvp_engine.errors import UserError
 from mvp_engine.kit.optim import state_stream
-from mvp_engine.kit.optim.chunks import chunks, flat_offset, has_whole_blocks, rows_of
-from mvp_engine.kit.optim.host_states import check_host_memory, host_copy, host_zeros_like
-from mvp_engine.kit.optim.rounding import rounding_salt
-from mvp_engine.kit.optim.state_stream import Bucket, StagedSlice, StateStream, make_buckets
-from mvp_engine.kit.optim.state_tensor import SCALES, StateSpec, StateTensor, storage_dtype
-from mvp_engine.kit.optim.update import (
+from mvp_engine.kit.optim.state_stream import (
+    Bucket,
+    StagedSlice,
+    StateStream,
+    check_host_memory,
+    host_copy,
+    host_zeros_like,
+    make_buckets,
+)
+from mvp_engine.kit.optim.state_tensor import (
+    SCALES,
     DeviceFlags,
+    StateSpec,
+    StateTensor,
     advance_step_,
     advance_steps_,
     apply_update_,
+    chunks,
+    flat_offset,
     gradient_chunk,
+    has_whole_blocks,
+    rounding_salt,
+    rows_of,
+    storage_dtype,
 )
-from mvp_engine.model_engine.ema import swap_ema_, update_ema_
+from mvp_engine.model_engine.base import swap_ema_, update_ema_
 from mvp_engine.ops.host_memory import GIB
 
 LOGGER = logging.getLogger("mvp_engine")

@@ -96,7 +96,9 @@ class CollectiveRecorder(TorchDispatchMode):
         peer = next((values[n] for n in ("dst", "src", "root_rank") if n in values), None)
         frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
         fsdp_module = next((name for frame in frames if (name := _fsdp_module(frame))), None)
-        in_ddp = any(frame.f_code.co_filename.endswith("distributed/ddp.py") for frame in frames)
+        in_ddp = any(
+            frame.f_code.co_filename.endswith("distributed/data_parallel.py") for frame in frames
+        )
         self.calls.append(
             Collective(
                 kind,

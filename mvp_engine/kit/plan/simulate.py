@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.engine import StepContext
@@ -40,7 +40,7 @@ from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.fsdp.init_weights import allocate
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
 from mvp_engine.model_engine.fsdp.parallelize import freeze
-from mvp_engine.model_engine.fsdp.unused_params import Places
+from mvp_engine.model_engine.fsdp.step_status import Places
 from mvp_engine.model_engine.optim import build_optimizer
 
 FEW_RANKS = 4  # so many are all simulated

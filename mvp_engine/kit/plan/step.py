@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.packed_model import PackedModel

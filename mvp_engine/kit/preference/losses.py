@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import per_token, sequence_log_probs, sequence_sums
 from mvp_engine.kit.preference.settings import PreferenceLoss

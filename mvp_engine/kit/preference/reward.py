@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.mllm import MLLMEngine

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvp_engine.engine.hooks import StageResult
 from mvp_engine.errors import count
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample

@@ -27,7 +27,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine import StepContext
 from mvp_engine.engine.hooks import CheckStage
-from mvp_engine.engine.meter import Meter
+from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
@@ -54,7 +54,7 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.optim import parameter_groups
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts
-from mvp_engine.worker.errors import WorkerDied
+from mvp_engine.worker.launchers import WorkerDied
 
 # RLMeter: a Meter that also says what the steps of an RL training spend their time on.
 

@@ -29,8 +29,7 @@ from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.settings import ALGORITHMS, Group, RLConfig
 from mvp_engine.model_engine import Settings, StepStatus
 from mvp_engine.worker.group import WorkerGroup
-from mvp_engine.worker.spec import WorkerSpec
-from mvp_engine.worker.worker import UpdateNumbers
+from mvp_engine.worker.worker import UpdateNumbers, WorkerSpec
 
 
 class ModelGroups:

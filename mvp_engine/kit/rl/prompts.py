@@ -22,12 +22,11 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.kit import OVERLONG_ROWS_FILE
-from mvp_engine.kit.data.left_out import no_rows
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog, check_seconds
+from mvp_engine.kit.data.measured_sources import no_rows
+from mvp_engine.kit.data.pack.packs import WorkerWatchdog, check_seconds
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
-from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
-from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.examples import conversation_text

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.kit.generation import Answer, Prompt
 from mvp_engine.kit.loss import TokenNormedLossKit

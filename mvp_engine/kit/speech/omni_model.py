@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
+from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model import attention, input_hooks
@@ -47,10 +46,9 @@ from mvp_engine.hf.model.preflight import (
     _max_difference,
     _special_tokens,
 )
-from mvp_engine.hf.weights.enclosing_folder import WholeFolder
-from mvp_engine.hf.weights.export import Target
+from mvp_engine.hf.weights.export import Target, WholeFolder
 from mvp_engine.hf.weights.load import Entries
-from mvp_engine.hf.weights.weight_stream import TensorEntries
+from mvp_engine.hf.weights.pretrained import TensorEntries
 from mvp_engine.kit.speech.costs import add_speech_costs, speech_work
 from mvp_engine.kit.speech.plugin import OmniModelFolder
 from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn, check_talker
@@ -64,7 +62,7 @@ from mvp_engine.kit.speech.rows import (
     packed_hidden,
     speech_outputs,
 )
-from mvp_engine.model_engine.types import PackedModelEngine
+from mvp_engine.model_engine.fsdp.engine import PackedModelEngine
 
 if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter

@@ -24,14 +24,12 @@ from torch import Tensor
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, atomic_write_text
-from mvp_engine.kit.data.encode.sequences import EncodedSequence, RowPart
-from mvp_engine.kit.data.pack.cost_cache import RecordFile, locked
-from mvp_engine.kit.data.read.decode_audio import decode_audio
-from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowPart
+from mvp_engine.kit.data.pack.costs import RecordFile, locked
+from mvp_engine.kit.data.read.decoders import decode_audio
 from mvp_engine.kit.data.read.media_source import decoder_errors, file_of, open_media
 from mvp_engine.kit.data.read.probe import probe_now
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Codes, Message, Part, Row
+from mvp_engine.kit.data.read.row_types import BadRow, Codes, Limits, Message, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.speech.codec import Codec, open_codec

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.distributed.key_exchange import to_device
-from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
+from mvp_engine.distributed.sequence_parallel import UlyssesShard, even_sizes, to_device
 from mvp_engine.hf.model import attention
 from mvp_engine.ops.batched_heads import batched_log_probs
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs

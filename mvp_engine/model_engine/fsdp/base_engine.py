@@ -1,14 +1,18 @@
-"""FSDPBaseEngine: a model on its layout, without the training step: building, inference, offloading, checkpoints."""
+"""FSDPBaseEngine: a model on its layout, without the training step: building, inference, offloading, checkpoints.
+
+The small state of an FSDP engine in a checkpoint: learning-rate schedule, loss scale, spike statistics, counts
+of experts, dummy sequences.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +24,164 @@ from torch.utils._pytree import tree_map_only
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import DDPReducer, Layout
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.distributed.fsdp import sharded_modules
+from mvp_engine.distributed.data_parallel import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import gather_fp8
 from mvp_engine.model_engine.adapter import adapter_of
-from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
-from mvp_engine.model_engine.ema import WeightEMA
-from mvp_engine.model_engine.fsdp import schedule_state
+from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings, WeightEMA
 from mvp_engine.model_engine.fsdp.compile import RecompileWatch
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
-from mvp_engine.model_engine.fsdp.loss_scale import LossScale
 from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
-from mvp_engine.model_engine.fsdp.prefetch import to_device
-from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
-from mvp_engine.model_engine.fsdp.step_status import StatusReader
+from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector, StatusReader
+
+if TYPE_CHECKING:
+    pass
+
+
+class DevicePrefetcher:
+    """Copies one micro-batch ahead. On a CPU nothing is copied."""
+
+    def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
+        self.move = move
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, scheduled: list[Scheduled]) -> Iterator[Scheduled]:
+        copied = self._copy(scheduled[0].micro_batch) if scheduled else None
+        for index, one in enumerate(scheduled):
+            current = copied
+            copied = None
+            if self.stream is not None:
+                compute_stream = torch.cuda.current_stream()
+                compute_stream.wait_stream(self.stream)
+                _record_stream(current, compute_stream)
+            if index + 1 < len(scheduled):
+                copied = self._copy(scheduled[index + 1].micro_batch)
+            yield Scheduled(current, one.is_dummy)
+
+    def _copy(self, batch: Any) -> Any:
+        with torch.cuda.stream(self.stream):  # does nothing for None
+            return self.move(batch)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Copy tensors, and anything else with a `to`, inside dicts, lists and tuples; other values stay."""
+    if hasattr(value, "to"):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the allocator from giving this memory to the next copy before `stream` is done with it."""
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            value.record_stream(stream)
+    elif hasattr(value, "record_stream"):
+        value.record_stream(stream)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _record_stream(item, stream)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _record_stream(item, stream)
+
+
+def state_dict(engine: FSDPBaseEngine) -> dict[str, Any]:
+    schedule = engine.scheduler.state_dict()
+    balance = engine.adapter.expert_balance
+    schedule.pop("lr_lambdas", None)  # functions of the config, which is read again
+    return {
+        "scheduler": schedule,
+        "scale": engine.loss_scale.state() if engine.loss_scale else None,
+        "spikes": engine.spike_detector.state.tolist() if engine.spike_detector else None,
+        "experts": balance.state() if balance else None,
+        "dummies": saved_dummies(engine.lockstep.dummies),
+    }
+
+
+def load_state_dict(engine: FSDPBaseEngine, state: dict[str, Any]) -> None:
+    if isinstance(engine.scheduler, LambdaLR):
+        _load_lambda_schedule(engine.scheduler, engine.optimizer, state["scheduler"])
+    else:
+        engine.scheduler.load_state_dict(state["scheduler"])
+    if engine.spike_detector and state.get("spikes"):
+        spikes = engine.spike_detector.state.new_tensor(state["spikes"])
+        engine.spike_detector.state = spikes
+    if engine.adapter.expert_balance and state.get("experts"):
+        engine.adapter.expert_balance.load_state(state["experts"])
+    if engine.loss_scale and state["scale"]:
+        engine.loss_scale.load_state(state["scale"])
+    engine.lockstep.dummies = loaded_dummies(state.get("dummies", {}))
+
+
+def _load_lambda_schedule(scheduler: LambdaLR, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """The position comes from the checkpoint; the learning rates from the config, which may have changed."""
+    scheduler.last_epoch = state["last_epoch"]
+    scheduler._step_count = state["_step_count"]
+    groups = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, base, factor in groups:
+        group["initial_lr"] = base
+        group["lr"] = base * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """`lr`, or `lr/<group>` for each parameter group where they differ."""
+    groups = enumerate(optimizer.param_groups)
+    rates = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
+    if len(set(rates.values())) == 1:
+        return {"lr": next(iter(rates.values()))}
+    return {f"lr/{name}": rate for name, rate in rates.items()}
+
+
+# The dummy sequences of a training as plain values, for its checkpoints.
+#
+# Ranks choose them from the data of the step that needs one first. A resumed run would choose others: routers and GEMMs
+# of other sizes round differently.
+
+_OF_BATCHES = "input_ids", "labels", "position_ids", "cu_seqlens", "token_fields", "sequence_fields"
+_OF_MEDIA = "values", "row_counts", "sequence_ids", "fields", "shared_with"
+
+
+def saved_dummies(dummies: Mapping[str, PackedBatch]) -> dict[str, Any]:
+    """Tensors and dicts of them, by media kind."""
+    saved: dict[str, Any] = {}
+    for kind, batch in dummies.items():
+        media = {
+            name: {**_plain(one, _OF_MEDIA), "label_column": one.label_column}
+            for name, one in batch.media.items()
+        }
+        saved[kind] = {**_plain(batch, _OF_BATCHES), "media": media}
+    return saved
+
+
+def loaded_dummies(saved: Mapping[str, Any]) -> dict[str, PackedBatch]:
+    dummies: dict[str, PackedBatch] = {}
+    for kind, one in saved.items():
+        media = {name: Media(**fields) for name, fields in one["media"].items()}
+        dummies[kind] = PackedBatch(**{**one, "media": media})
+    return dummies
+
+
+def _plain(one: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: _copied(getattr(one, name)) for name in names}
+
+
+def _copied(value: Any) -> Any:
+    """Without the rest of a batch, of which a tensor may be a view: it would be saved, too."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return {name: _copied(one) for name, one in value.items()} if value is not None else None
 
 
 class FSDPBaseEngine(ModelEngine):
@@ -235,10 +378,10 @@ class FSDPBaseEngine(ModelEngine):
 
     def state_dict(self) -> dict[str, Any]:
         self._status.read()
-        return schedule_state.state_dict(self) if self.training else {}
+        return state_dict(self) if self.training else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        schedule_state.load_state_dict(self, state)
+        load_state_dict(self, state)
 
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         shared = {**shared, "model_engine": self.state_dict()}

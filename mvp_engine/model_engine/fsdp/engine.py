@@ -15,33 +15,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
-from mvp_engine.distributed.fsdp import UnusedParameterTracker
+from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
 from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus
-from mvp_engine.model_engine.fsdp import schedule_state
-from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
-from mvp_engine.model_engine.fsdp.grad_norm import (
-    first_nonfinite_grad,
-    local_grad,
-    local_grad_norm_sq,
+from mvp_engine.model_engine.base import (
+    ForwardStep,
+    ModelSource,
+    Settings,
+    StepNumbers,
+    StepStatus,
+    register,
 )
+from mvp_engine.model_engine.fsdp import base_engine
+from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher, FSDPBaseEngine
 from mvp_engine.model_engine.fsdp.lockstep import Scheduled
-from mvp_engine.model_engine.fsdp.loss_scale import LossScale
-from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
-from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
 from mvp_engine.model_engine.fsdp.step_status import (
     LOSS_SPIKE,
     NONFINITE_GRAD,
     NONFINITE_LOSS,
     NONFINITE_WEIGHT,
     ZERO_WEIGHT,
+    LossScale,
+    ParameterUsage,
+    Places,
+    SpikeDetector,
+    first_nonfinite_grad,
+    local_grad,
+    local_grad_norm_sq,
 )
-from mvp_engine.model_engine.fsdp.unused_params import ParameterUsage, Places
-from mvp_engine.model_engine.registry import register
 
 
 class _Forwarded(NamedTuple):
@@ -222,7 +227,7 @@ class FSDPEngine(FSDPBaseEngine):
         if self.settings.clip_grad_norm is not None:
             factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         self._scale_grads(factor)
-        self.learning_rates = schedule_state.learning_rates(self.optimizer)
+        self.learning_rates = base_engine.learning_rates(self.optimizer)
         code = (~loss_sum.isfinite()) * NONFINITE_LOSS
         code = code + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
         code = code + (~weight.isfinite()) * NONFINITE_WEIGHT
@@ -303,3 +308,27 @@ class FSDPEngine(FSDPBaseEngine):
 
     def lr_scheduler_step(self) -> None:
         self.scheduler.step()
+
+
+class PackedModelEngine(FSDPEngine):
+    """A model of `hf/` on the FSDP backend."""
+
+    model_class: type[PackedModel]
+
+    @classmethod
+    def build_model(cls, source: ModelSource) -> nn.Module:
+        return cls.model_class.on_meta(source.path, source.config)
+
+
+@register("language_model", "fsdp")
+class LanguageModelEngine(PackedModelEngine):
+    """A language model: per-token log-probs, entropy and loss."""
+
+    model_class = LanguageModel
+
+
+@register("value_model", "fsdp")
+class ValueModelEngine(PackedModelEngine):
+    """A value model: one number per token."""
+
+    model_class = ValueModel

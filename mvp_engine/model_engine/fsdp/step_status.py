@@ -2,15 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from mvp_engine.distributed import World
+from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.errors import UserError
 from mvp_engine.model_engine.base import StepStatus
-from mvp_engine.model_engine.fsdp.loss_scale import LossScale
+
+
+class LossScale:
+    """fp16's dynamic loss scale: halved on overflow, doubled after `interval` good steps.
+
+    It multiplies a *sum* over hundreds to many thousands of tokens, so it starts low and may have to go below 1.
+    """
+
+    LOWEST = 2.0**-24
+
+    def __init__(self, device: torch.device, start: float = 2.0**6, interval: int = 2000) -> None:
+        self.value = torch.tensor(start, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.interval = interval
+
+    def update(self, overflow: Tensor) -> None:
+        self.good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        grow = self.good_steps >= self.interval
+        halved = (self.value / 2).clamp(min=self.LOWEST)
+        grown = torch.where(grow, self.value * 2, self.value)
+        self.value = torch.where(overflow, halved, grown)
+        self.good_steps = torch.where(grow, 0, self.good_steps)
+
+    def state(self) -> list[float]:
+        return [float(self.value), int(self.good_steps)]
+
+    def load_state(self, state: list[float]) -> None:
+        self.value.fill_(state[0])
+        self.good_steps.fill_(int(state[1]))
+
+
+class SpikeDetector:
+    """Finds a loss that is far above the losses before it. Its inputs are the same on all ranks, so its answers are.
+
+    It keeps a moving mean and variance of the losses that were accepted. A spike is not added to them; but after
+    `PATIENCE` spikes in a row the loss has moved for good, and the statistics restart.
+    """
+
+    PATIENCE = 5
+    WARMUP = 20  # losses before the first verdict
+    MEMORY = 0.98  # of the moving mean
+
+    def __init__(self, sigmas: float, device: torch.device) -> None:
+        self.sigmas = sigmas
+        # losses accepted, spikes in a row, mean, variance
+        self.state = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def is_spike(self, loss: Tensor) -> Tensor:
+        """Judge a loss and update the statistics. A non-finite loss is no spike and changes nothing."""
+        accepted, in_a_row, mean, variance = self.state.unbind()
+        above = loss - mean
+        limit = self.sigmas * variance.sqrt() + 1e-3 * mean.abs()
+        spike = loss.isfinite() & (accepted >= self.WARMUP) & (above > limit)
+        weight = (1 / (accepted + 1)).clamp(min=1 - self.MEMORY)  # a plain mean at first
+        new_mean = mean + weight * above
+        new_variance = (1 - weight) * (variance + weight * above**2)
+        zero = torch.zeros_like(in_a_row)
+        if_accepted = torch.stack([accepted + 1, zero, new_mean, new_variance])
+        if_spike = torch.stack([accepted, in_a_row + 1, mean, variance])
+        restart = in_a_row + 1 >= self.PATIENCE
+        if_spike = torch.where(restart, torch.zeros_like(self.state), if_spike)
+        updated = torch.where(spike, if_spike, if_accepted)
+        self.state = torch.where(loss.isfinite(), updated, self.state)
+        return spike
+
+
+class GradNorms(NamedTuple):
+    """Norms of this rank's shards of some gradients."""
+
+    params: list[Tensor]
+    norms: Tensor
+
+
+def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list[GradNorms]]:
+    """What this rank adds to the squared norm of all gradients, in float64.
+
+    An element that several ranks hold is added by each of them, with a weight of one over their number. So one
+    all-reduce over all ranks gives the whole, whatever meshes the gradients are sharded over.
+    """
+    groups: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by number of shards
+    for param in params:
+        members, grads = groups.setdefault(_num_shards(param.grad), ([], []))
+        members.append(param)
+        grads.append(local_grad(param))
+    device = params[0].device if params else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    every: list[GradNorms] = []
+    for shards, (members, grads) in groups.items():
+        # Converted together: one kernel, not hundreds.
+        norms = torch.stack(torch._foreach_norm(grads)).double()
+        total += norms.square().sum() * (shards / world_size)
+        every.append(GradNorms(members, norms))
+    return total, every
+
+
+def local_grad(param: Any) -> Tensor:
+    """This rank's shard of a gradient."""
+    return local_tensor(param.grad)
+
+
+def _num_shards(grad: Tensor) -> int:
+    if not isinstance(grad, DTensor):
+        return 1
+    sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def first_nonfinite_grad(model: nn.Module, norms: list[GradNorms]) -> str | None:
+    """The name of the last parameter with a non-finite gradient: backward reaches the last one first."""
+    bad: set[int] = set()
+    for group in norms:
+        values = group.norms.tolist()
+        pairs = zip(group.params, values, strict=True)
+        bad |= {id(param) for param, norm in pairs if not math.isfinite(norm)}
+    names = [name for name, param in model.named_parameters() if id(param) in bad]
+    return names[-1] if names else None
+
+
+class Places(NamedTuple):
+    """Where each of some parameters is in a list of `total` ones."""
+
+    places: list[int]
+    total: int
+
+
+class ParameterUsage:
+    """Which parameters got a gradient on any rank.
+
+    A parameter that no rank used must have no gradient: weight decay would change it by its zeros. Ranks that used a
+    parameter know that it is used, so only ranks that did not have to read the counts from the device.
+    """
+
+    def __init__(self, params: list[nn.Parameter], places: Places | None = None) -> None:
+        """`places`: of the parameters of a pipeline stage among those of all stages."""
+        self.params = params
+        self.places = places or Places(list(range(len(params))), len(params))
+
+    def of_rank(self, used: Set[Tensor], device: torch.device) -> Tensor:
+        """1 for each parameter that this rank used, 0 for the others; to be all-reduced."""
+        flags = [0.0] * self.places.total
+        for param, place in zip(self.params, self.places.places, strict=True):
+            flags[place] = float(param in used)
+        return torch.tensor(flags, dtype=torch.float64).to(device, non_blocking=True)
+
+    def drop_unused(self, used: Set[Tensor], counts: Tensor) -> None:
+        """Remove the gradients of parameters that no rank used. `counts`: the sum of all ranks' flags."""
+        if all(param in used for param in self.params):
+            return
+        of_all = counts.tolist()  # a host sync
+        for param, place in zip(self.params, self.places.places, strict=True):
+            if of_all[place] == 0:
+                param.grad = None
+
+    def check_ranks_agree(
+        self, used: Set[Tensor], model: nn.Module, world: World, ranks: range
+    ) -> None:
+        """Raise on all `ranks` if some of them did not use a parameter: FSDP2 before torch 2.13 cannot reduce it."""
+        names = [name for name, param in model.named_parameters() if param in used]
+        by_rank = world.all_gather(names)[ranks.start : ranks.stop]
+        if odd := set().union(*by_rank) - set.intersection(*map(set, by_rank)):
+            raise UserError(
+                f"{min(odd)} was used on some of the {world.size} ranks only, which FSDP2 of torch "
+                f"{torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
+            )
+
 
 # Bits of the result code: why the update was skipped. 0: the weights were updated.
 NONFINITE_LOSS = 1

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_size, make_viewless_tensor
 from torch import Tensor, nn
 
-from mvp_engine.model_engine.megatron.sequence import GatheredLinear, ReduceScatter
+from mvp_engine.model_engine.megatron.engine import GatheredLinear, ReduceScatter
 
 __all__ = ["build_layer", "make_viewless_tensor", "transformer_config"]
 

@@ -29,9 +29,9 @@ from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
 from mvp_engine.model_engine import precision_on
-from mvp_engine.model_engine.fsdp.activation_offload import host_bytes
-from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.model_engine.fsdp.parallelize import host_bytes
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.runs import Run
 from mvp_engine.tools.check.engine import (
     STEPS,
@@ -40,9 +40,9 @@ from mvp_engine.tools.check.engine import (
     check_rare_media,
     report_unused_parameters,
     skipped_steps,
+    split_stage,
 )
 from mvp_engine.tools.check.record import CheckRecord, MemoryFacts, StepFacts, TrainingFacts
-from mvp_engine.tools.check.splits import split_stage
 from mvp_engine.tools.inspect import config_data_kit, inspect_kit
 from mvp_engine.tools.inspect_page import show, show_bad
 from mvp_engine.tools.inspect_rows import count_bad

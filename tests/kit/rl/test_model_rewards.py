@@ -20,7 +20,7 @@ from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import RewardFailed, Rewards
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.worker.group import WorkerGroup
-from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import WorkerSpec
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from tiny_vlm import chat, made, model_config, qwen3_vl, with_images, write
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.tools.inspect import inspect_kit

@@ -16,7 +16,7 @@ from tiny_rl import write_recipe
 from tiny_vlm import TEXT
 
 from mvp_engine.cli import main
-from mvp_engine.distributed import hang
+from mvp_engine.distributed import world
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.rl import rewards
 from mvp_engine.kit.rl.collector import Learner
@@ -200,7 +200,7 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(
 
     monkeypatch.setattr(Learner, "update", slow)
     monkeypatch.setattr(
-        hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
+        world.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
     )
     trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
     [text] = [

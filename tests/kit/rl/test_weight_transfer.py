@@ -28,7 +28,7 @@ from mvp_engine.kit.rl.vllm_rollout import (
     VLLMRollout,
     transfer_of,
 )
-from mvp_engine.worker.buckets import checksum
+from mvp_engine.worker.worker import checksum
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:

@@ -288,7 +288,7 @@ _KINDS: dict[str, Any] = {
 def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> Any:
     """A row as the data kit makes it: a batch of one sequence, answers with loss, speech planned."""
     from mvp_engine.data.batch import Media, PackedBatch
-    from mvp_engine.kit.data.encode.rope_positions import RopePositions
+    from mvp_engine.kit.data.encode.row_encoder import RopePositions
     from mvp_engine.kit.speech.protocol import SpeechProtocol, SpokenTurn
     from mvp_engine.kit.speech.rows import SPEECH
 

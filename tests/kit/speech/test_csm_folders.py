@@ -21,7 +21,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import MLLMDataKit
-from mvp_engine.kit.data.processor import load_processor
+from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.speech import Player, speak

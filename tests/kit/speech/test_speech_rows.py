@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Codes
+from mvp_engine.kit.data.read.row_types import BadRow, Codes, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.speech.row_part import SpeechPart
 

@@ -23,29 +23,29 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.processor_limits import (
+from mvp_engine.kit.data.encode.processor import (
     SUB_PROCESSORS,
     audio_extractor,
+    concat_media,
     limited_processor,
     limits_with_defaults,
     pixel_budget,
-)
-from mvp_engine.kit.data.encode.processor_outputs import (
-    concat_media,
     split_extra,
     to_media,
     to_media_of_items,
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
-from mvp_engine.kit.data.read import decode_image
-from mvp_engine.kit.data.read.decode import decode, decode_now
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read import decoders
+from mvp_engine.kit.data.read.decoders import (
+    MediaInfo,
+    decode,
+    decode_now,
+    run_in_thread,
+    run_with_timeout,
+)
 from mvp_engine.kit.data.read.media_source import describe, file_of
-from mvp_engine.kit.data.read.probe import image_info, probe, probe_now
-from mvp_engine.kit.data.read.row_types import BadRow, Part
-from mvp_engine.kit.data.read.size_cache import SizeCache
-from mvp_engine.kit.data.read.timeout import run_in_thread, run_with_timeout
+from mvp_engine.kit.data.read.probe import SizeCache, image_info, probe, probe_now
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
 LOGGER = logging.getLogger("mvp_engine")
 MAX_CACHED = 512  # expansions in memory; the text of one may have 100 kB
@@ -135,7 +135,7 @@ class MediaHandler:
         def work() -> tuple[MediaInfo, Any]:
             if part.kind == "image":
                 self._check_kind(part)
-                image = decode_image.decode_image(part.value, self.limits, root)
+                image = decoders.decode_image(part.value, self.limits, root)
                 return image_info(part, *image.size), image
             info = self._supported_info(part, lambda: probe_now(part, self.limits, root))
             return info, decode_now(part, info, self.limits, root, self.sampling_rate)
@@ -146,7 +146,7 @@ class MediaHandler:
         """An image with its header read as the value, which `probe` and `decode` do not open again."""
         if part.kind != "image" or part.kind not in self.kinds:
             return part
-        open_part = partial(decode_image.open_image, part.value, self.limits, root)
+        open_part = partial(decoders.open_image, part.value, self.limits, root)
         image = run_with_timeout(self.limits.timeout, open_part, f"opening {describe(part)}")
         return replace(part, value=image)
 

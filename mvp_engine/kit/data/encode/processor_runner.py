@@ -17,24 +17,22 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.processor_limits import (
-    SUB_PROCESSORS,
-    audio_extractor,
-    pixel_budget,
-    set_pixel_budget,
-)
-from mvp_engine.kit.data.encode.processor_outputs import (
+from mvp_engine.kit.data.encode.processor import (
     FRAMES,
+    SUB_PROCESSORS,
     TILES,
+    audio_extractor,
     concat_media,
     extra_names,
     has_mixed_fields,
+    pixel_budget,
+    set_pixel_budget,
     split_extra,
     to_media,
 )
-from mvp_engine.kit.data.encode.text_spans import Span
+from mvp_engine.kit.data.encode.template_marks import Span
 from mvp_engine.kit.data.encode.tokenization import fast_encode
-from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.decoders import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
 BILINEAR = 2  # PIL's number

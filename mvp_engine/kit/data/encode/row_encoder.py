@@ -6,11 +6,14 @@ is counted is what is trained on.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,27 +24,246 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.placeholders import (
+from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
+from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.encode.template_marks import Span
+from mvp_engine.kit.data.encode.tokenization import (
     Placeholder,
     PlaceholderToken,
+    Rendered,
+    TokenizedText,
     expand_placeholders,
+    truncate,
 )
-from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
-from mvp_engine.kit.data.encode.sequences import (
-    TARGET,
-    EncodedSequence,
-    FullSequence,
-    RowPart,
-    same_items,
-    total_tokens,
+from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.row_types import (
+    BadRow,
+    FieldType,
+    Limits,
+    Message,
+    Part,
+    Row,
+    RowFormat,
 )
-from mvp_engine.kit.data.encode.template import ChatTemplate
-from mvp_engine.kit.data.encode.tokenization import Rendered
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.sources import Source
+
+TARGET = "target"  # the kind of media that a row part adds, where kinds of media are listed
+
+
+class RowPart(ABC):
+    """What a kit adds to rows: targets in assistant turns (`Message.target`), as media that a model predicts.
+
+    The row encoder calls it for every row. It is pickled to worker processes.
+    """
+
+    name: str  # its key in `PackedBatch.media`
+    positions: str  # what its positions are called, where a row has too many
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What the cost of a row depends on."""
+
+    def prepare(self, name: str, source: Source, row_format: RowFormat) -> None:
+        """Make what the rows of a source need, before their costs are measured."""
+        return
+
+    @abstractmethod
+    def read(self, row: Row, root: Path) -> Sequence[Any]:
+        """The targets of a row, empty without any. Raises BadRow."""
+
+    @abstractmethod
+    def num_positions(self, ids: list[int], targets: Sequence[Any]) -> int:
+        """What targets cost in a pack, next to the tokens `ids` of their sequence. Raises BadRow."""
+
+    @abstractmethod
+    def media(self, ids_T: Tensor, positions: Tensor, targets: Sequence[Any]) -> Media:
+        """The targets of one sequence, for a batch. Raises BadRow."""
+
+    def facts(self, sequence: EncodedSequence) -> dict[str, Any]:
+        """What `mvp data inspect` shows of targets: entries of the extension point `inspect`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class EncodedSequence:
+    """Token ids and loss mask of a sequence, and its media in the order of the text, not decoded yet.
+
+    Media that were truncated away are not in it.
+    """
+
+    ids: list[int]
+    loss: list[bool]
+    parts: list[Part]
+    infos: list[MediaInfo]
+    expansions: list[str]
+    spans: list[Span]  # the tokens of each item, with those that enclose it
+    media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
+    fields: Mapping[str, float] = field(default_factory=dict)  # numbers of the row
+    targets: Sequence[Any] = ()  # of the row part
+    target_positions: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        """What the sequence costs in a pack: its tokens, and the positions of its targets."""
+        return len(self.ids) + self.target_positions
+
+    def facts(self) -> dict[str, Any]:
+        """What `mvp data inspect` shows more: entries of the extension point `inspect`."""
+        return {}
+
+    def shares_media(self, other: EncodedSequence) -> bool:
+        """Whether both have the same items, of the same sizes."""
+        return self.infos == other.infos and same_items(self.parts, other.parts)
+
+
+@dataclass(frozen=True)
+class FullSequence:
+    """A sequence before it is made to fit: rendered, and tokenized once `tokens` is set."""
+
+    rendered: Rendered
+    parts: list[Part]
+    infos: list[MediaInfo]
+    tokens: TokenizedText = field(default_factory=lambda: TokenizedText([], [], []))
+    expansions: list[str] = field(default_factory=list)
+    media: dict[str, Media] | None = None
+    targets: Sequence[Any] = ()  # of the row part
+    target_positions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.ids)
+
+    @property
+    def media_order(self) -> list[int]:
+        """The items of the row in the order of the text."""
+        return [place.index for place in self.rendered.media]
+
+    def encoded(self) -> EncodedSequence:
+        return EncodedSequence(
+            self.tokens.ids,
+            self.tokens.loss,
+            self.parts,
+            self.infos,
+            self.expansions,
+            [place.outer for place in self.tokens.media],
+            self.media,
+            targets=self.targets,
+            target_positions=self.target_positions,
+        )
+
+    def truncated(self, max_tokens: int) -> EncodedSequence:
+        """The first `max_tokens` tokens, or fewer: media are kept whole or not at all."""
+        full = self.encoded()
+        if self.rendered.prompt_only:
+            raise BadRow(
+                "overlong",
+                f"{self.num_tokens} tokens; {max_tokens} are allowed, and a prompt is not truncated",
+            )
+        cut = truncate(full.ids, full.loss, full.spans, max_tokens)
+        kept = cut.num_media
+        return EncodedSequence(
+            cut.ids,
+            cut.loss,
+            full.parts[:kept],
+            full.infos[:kept],
+            full.expansions[:kept],
+            full.spans[:kept],
+        )
+
+
+def same_items(ones: Sequence[Part], others: Sequence[Part]) -> bool:
+    """Whether two lists have the same media: the same objects, or equal paths or bytes."""
+
+    def is_same(one: Part, other: Part) -> bool:
+        same = one.value is other.value
+        if isinstance(one.value, str | bytes):
+            same = one.value == other.value
+        return same and one.kind == other.kind and one.options == other.options
+
+    return len(ones) == len(others) and all(map(is_same, ones, others))
+
+
+def total_tokens(sequences: Sequence[FullSequence]) -> int:
+    """The tokens of all sides of a row, and the positions of targets."""
+    return sum(sequence.num_tokens + sequence.target_positions for sequence in sequences)
+
+
+class RopePositions:
+    """Positions on three axes by the model's own `get_rope_index`.
+
+    The model is built on the meta device, so no weights are needed.
+    """
+
+    def __init__(self, config: Any) -> None:
+        # Of an Omni model, the thinker reads the sequence.
+        self.config = copy.deepcopy(getattr(config, "thinker_config", config))
+
+    @classmethod
+    def for_config(cls, config: Any) -> RopePositions | None:
+        """None for a model with one-dimensional positions."""
+        if getattr(config, "depth_decoder_config", None) is not None:
+            return None  # CSM, which is no language model
+        if not config.sub_configs:
+            return None  # a text model, which rows need not wait for: its imports take a second
+        positions = cls(config)
+        return positions if hasattr(positions._model, "get_rope_index") else None
+
+    @cached_property
+    def _model(self) -> Any:
+        from mvp_engine.hf import LanguageModel
+
+        with torch.device("meta"):
+            return LanguageModel.from_config(copy.deepcopy(self.config)).base()
+
+    @property
+    def _num_axes(self) -> int:
+        """Three: time, height and width; HunYuan-VL has the index of the token as well."""
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        return max(3, len(rope.get("mrope_section") or ()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers build the model again: it does not pickle.
+        return {"config": self.config}
+
+    def __call__(
+        self,
+        ids: Tensor,
+        types: Mapping[str, Tensor],
+        media: Mapping[str, Media],
+    ) -> Tensor:
+        """(3, tokens), for the ids of one sequence and its per-token types."""
+        fields: dict[str, Tensor] = {}
+        has_media = False
+        for items in media.values():
+            if len(items.row_counts):
+                has_media = True
+                fields |= items.fields
+        if not has_media:
+            return torch.arange(len(ids)).expand(self._num_axes, -1)
+        # get_rope_index has other names for some fields of processors.
+        if "feature_attention_mask" in fields:
+            fields["audio_seqlens"] = fields["feature_attention_mask"].sum(-1)
+        if "video_second_per_grid" in fields:
+            fields["second_per_grids"] = fields["video_second_per_grid"]
+        for name, value in types.items():
+            fields[name] = value[None]
+        parameters = inspect.signature(self._model.get_rope_index).parameters
+        arguments = {name: value for name, value in fields.items() if name in parameters}
+        try:
+            positions = self._model.get_rope_index(
+                ids[None], attention_mask=torch.ones_like(ids)[None], **arguments
+            )[0]
+        except (RuntimeError, LookupError, ValueError, StopIteration) as error:
+            # Such as two images without a token between them.
+            name = type(self._model).__name__
+            raise BadRow("positions", f"{name} finds no positions for the media: {error}") from None
+        positions = positions[:, 0]
+        # Videos of Qwen3-Omni have fractions where its seconds per grid times positions per second is no whole number.
+        whole = positions.long()
+        return whole if bool((whole == positions).all()) else positions
+
 
 LOGGER = logging.getLogger("mvp_engine")
 # (token ids, per-token types, media) -> position ids

@@ -26,22 +26,25 @@ from itertools import product
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.placeholders import PlaceholderToken, locate_placeholders
-from mvp_engine.kit.data.encode.template_marks import PROBE_TEXT
-from mvp_engine.kit.data.encode.template_renderer import (
+from mvp_engine.kit.data.encode.template_marks import (
+    PROBE_TEXT,
     REASONING_KEYS,
     Chat,
     MarkedText,
+    Span,
     TemplateRenderer,
     Tools,
+    any_of,
     arguments_as_json,
+    merge_spans,
 )
-from mvp_engine.kit.data.encode.text_spans import Span, any_of, merge_spans
 from mvp_engine.kit.data.encode.tokenization import (
     MaskingTokenizer,
+    PlaceholderToken,
     Rendered,
     SpecialTokens,
     TokenizedText,
+    locate_placeholders,
 )
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
 

@@ -4,42 +4,280 @@ The cache (`cost_cache.py`) has three kinds of files. `.npz` are the finished co
 of single rows by content: a start after a kill, or after some rows changed, measures only what is missing. `.sizes` are
 the sizes of media files, which no setting changes. Keys hold the data, the processor, the template, the limits and
 `ENCODER_VERSION`, never source text.
+
+The files of the cost cache: finished costs of a source, records of rows and media sizes, and their locks.
+
+A record file only grows, so what was measured before a kill is kept. Locks are record locks: `flock` would be inherited
+by worker processes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import logging
+import multiprocessing
+import os
+import signal
+import socket
 import time
-from collections.abc import Sequence
-from contextlib import closing
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
 from mvp_engine.kit.data.cpus import num_processes
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.sequences import TARGET
-from mvp_engine.kit.data.pack.cost_cache import (
-    ROW_RECORD,
-    Costs,
-    RecordFile,
-    locked,
-    read_costs,
-    write_costs,
-)
-from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row
+from mvp_engine.kit.data.encode.row_encoder import TARGET, RowEncoder
+from mvp_engine.kit.data.read.probe import SIZE_RECORD, SizeCache, row_key
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
-from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
+from mvp_engine.process.watchdog import end_with_this_process
 
 LOGGER = logging.getLogger("mvp_engine")
+POLL_SECONDS = 0.1
+FIRST_REPORT_SECONDS = 1.0  # of waiting; ranks of one job usually start within this time
+REPORT_SECONDS = 60.0  # between two messages about the same wait
+
+# One row of a record file: never change it, take another file name instead.
+ROW_RECORD = np.dtype(
+    [
+        ("row", "V16"),  # `row_key`
+        ("tokens", "<i8"),
+        ("encoder", "<i8"),
+        ("media", "u1"),
+    ]
+)
+
+
+def default_cache() -> Path:
+    """The folder of the cache where `mllm.cache` is null."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "mvp_engine" / "data"
+
+
+@dataclass
+class Costs:
+    """The costs of the rows of a source, by row index."""
+
+    # int64; 0: the row is not trained on.
+    tokens: np.ndarray
+    # int64: the number of values that encoders read.
+    encoder: np.ndarray
+    # uint8: the kinds of media, as a sum of MEDIA_BITS.
+    media: np.ndarray
+    # Why a row is bad: (reason, detail).
+    bad: dict[int, tuple[str, str]] = field(default_factory=dict)
+    # Indices of the over-long rows.
+    long: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def zeros(cls, rows: int) -> Costs:
+        return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.uint8))
+
+
+def write_costs(file: Path, costs: Costs) -> None:
+    bad = [[row, reason, detail] for row, (reason, detail) in sorted(costs.bad.items())]
+    encoded = json.dumps(bad).encode(errors="surrogatepass")
+    bad_bytes = np.frombuffer(encoded, np.uint8)
+    with atomic_path(file) as temporary, open(temporary, "wb") as out:
+        np.savez(
+            out,
+            tokens=costs.tokens,
+            encoder=costs.encoder,
+            media=costs.media,
+            bad=bad_bytes,
+        )
+
+
+def read_costs(file: Path) -> Costs:
+    with np.load(file, allow_pickle=False) as found:
+        bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
+        return Costs(found["tokens"], found["encoder"], found["media"], bad)
+
+
+class RecordFile:
+    """Records of one dtype in a file that any process may append to."""
+
+    def __init__(self, file: Path, dtype: np.dtype) -> None:
+        self.file = file
+        self.dtype = dtype
+
+    def read(self) -> np.ndarray:
+        data = self.file.read_bytes() if self.file.exists() else b""
+        whole = len(data) - len(data) % self.dtype.itemsize
+        return np.frombuffer(data[:whole], self.dtype)
+
+    def append(self, records: np.ndarray) -> None:
+        if not len(records):
+            return
+        with open(self.file, "ab") as out:
+            fcntl.lockf(out, fcntl.LOCK_EX)  # released when the file is closed
+            end = out.seek(0, os.SEEK_END)
+            out.truncate(end - end % self.dtype.itemsize)  # a record that a kill cut off
+            out.write(records.tobytes())
+
+
+@contextmanager
+def locked(file: Path, name: str) -> Iterator[None]:
+    """Hold a lock that ends with this process, however it ends. A wait is reported with its reason."""
+    with open(file, "a+") as lock:
+        started = time.monotonic()
+        report_at = started + FIRST_REPORT_SECONDS
+        while not _try_lock(lock):
+            if time.monotonic() >= report_at:
+                report_at = time.monotonic() + REPORT_SECONDS
+                lock.seek(0)
+                owner = lock.read().strip() or "another process"
+                LOGGER.info(
+                    "%s: waiting for %s, which measures the same rows (for %.0f s now; the lock is %s)",
+                    name,
+                    owner,
+                    time.monotonic() - started,
+                    file,
+                )
+            time.sleep(POLL_SECONDS)
+        _sign(lock)
+        yield
+
+
+def try_locked(file: Path) -> IO[str] | None:
+    """The lock of `locked`, held until the returned file is closed; None if another process has it."""
+    lock = open(file, "a+")  # noqa: SIM115 - the caller closes it
+    if not _try_lock(lock):
+        lock.close()
+        return None
+    _sign(lock)
+    return lock
+
+
+def _sign(lock: IO[str]) -> None:
+    """Name the owner in the file, for those who wait."""
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+
+
+def _try_lock(file: object) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+Chunk = list[int]
+
+
+def map_chunks(
+    measure: Callable[[Chunk], Any], chunks: list[Chunk], workers: int
+) -> Generator[tuple[Chunk, Any], None, None]:
+    """Each chunk with its result, as they are finished; in this process where workers are not worth their start."""
+    if not workers or len(chunks) < 2:
+        for chunk in chunks:
+            yield chunk, measure(chunk)
+        return
+    pool = MeasureWorkers(measure, chunks, workers)
+    try:
+        yield from pool.results()
+    finally:
+        pool.kill()
+
+
+class MeasureWorkers:
+    """Processes that are forked here and now; their results may be taken by another thread."""
+
+    def __init__(self, measure: Callable[[Any], Any], chunks: Sequence[Any], workers: int) -> None:
+        self._left = iter(chunks)
+        self._busy: dict[Any, Any] = {}
+        self._processes: list[Any] = []
+        context = multiprocessing.get_context("fork")
+        try:
+            for _ in range(min(workers, len(chunks))):
+                ours, theirs = context.Pipe()
+                arguments = (measure, theirs, end_with_this_process())
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+                _give(ours, next(self._left, None), self._busy)
+        except BaseException:
+            self.kill()
+            raise
+
+    def results(self) -> Iterator[tuple[Any, Any]]:
+        """Each chunk with its result, as they are finished."""
+        while self._busy:
+            for connection in wait(list(self._busy)):
+                chunk = self._busy.pop(connection)
+                found = _receive(connection, chunk)
+                _give(connection, next(self._left, None), self._busy)
+                yield chunk, found
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+class WorkerDied(Exception):
+    """A worker process ended without a result; `rows` are those that it was measuring."""
+
+    def __init__(self, rows: Chunk) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+
+def _give(connection: Any, chunk: Chunk | None, busy: dict[Any, Chunk]) -> None:
+    if chunk is not None:
+        busy[connection] = chunk
+        try:
+            connection.send(chunk)
+        except BrokenPipeError:
+            raise WorkerDied(chunk) from None
+
+
+def _receive(connection: Any, chunk: Chunk) -> Any:
+    try:
+        found = connection.recv()
+    except (EOFError, ConnectionResetError):
+        raise WorkerDied(chunk) from None
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _work(
+    measure: Callable[[Chunk], Any], connection: Connection, end_with_parent: Callable[[], None]
+) -> None:
+    end_with_parent()
+    # The parent stops its workers itself. A handler inherited from it would report a Ctrl-C to it once more.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
+    torch.set_num_threads(1)
+    while True:
+        chunk = connection.recv()
+        try:
+            found = measure(chunk)
+        except Exception as error:  # noqa: BLE001 - raised again by the parent
+            error.add_note(traceback.format_exc())
+            found = error
+        connection.send(found)
+
+
 CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10

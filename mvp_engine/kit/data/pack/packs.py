@@ -1,35 +1,246 @@
-"""The packs of a plan: a dataset that reads, tokenizes and decodes their rows in workers, and its loader."""
+"""The packs of a plan: a dataset that reads, tokenizes and decodes their rows in workers, and its loader.
+
+A watchdog for DataLoader workers: an error names the row at which a worker died or hangs.
+
+torch reports the death of a worker without what it was reading, and waits forever for one that hangs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.step_plan import MediaKinds
+from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.sequences import EncodedSequence
-from mvp_engine.kit.data.pack.cost_cache import Costs
-from mvp_engine.kit.data.pack.costs import MEDIA_BITS
-from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
 from mvp_engine.kit.data.pack.plan import Plan, make_packs, make_plan
-from mvp_engine.kit.data.pack.worker_watchdog import (
-    WorkerWatchdog,
-    check_seconds,
-    start_without_sigchld_handler,
-)
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import Source
+
+
+class Mixture:
+    """Several named sources in one order, which depends on (seed, epoch) alone.
+
+    `by="repeats"`: a source of n rows gives round(repeats * n) rows per epoch; 2 means each row exactly twice.
+    `by="weight"`: an epoch has as many rows as all sources together, divided by weight to the nearest row. A small
+    source with a large weight is repeated.
+    In both modes a source is read in shuffled passes that continue over epochs. No row comes for the (k+1)-th time
+    before all rows of its source came k times, so repeats=0.5 gives one half, then the other.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, Source, float]], by: str = "repeats") -> None:
+        self.names = [name for name, _, _ in sources]
+        self.sources = [source for _, source, _ in sources]
+        shares = [share for _, _, share in sources]
+        _check(self.names, shares, by)
+        sizes = [len(source) for source in self.sources]
+        rows_per_weight = sum(sizes) / sum(shares)
+        self.counts = []  # rows of each source in one epoch
+        for name, share, size in zip(self.names, shares, sizes, strict=True):
+            count = round(share * (size if by == "repeats" else rows_per_weight))
+            if count == 0:
+                raise UserError(f"data: {name!r} would give no row per epoch: raise its {by}")
+            self.counts.append(count)
+
+    def __len__(self) -> int:
+        """Rows in an epoch."""
+        return sum(self.counts)
+
+    def shares(self) -> dict[str, float]:
+        """The share of each source in the rows of an epoch, by name."""
+        return {
+            name: count / len(self) for name, count in zip(self.names, self.counts, strict=True)
+        }
+
+    def order(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+        """The rows of the epoch as (source, row) pairs: an array of shape (len(self), 2)."""
+        pairs = []
+        for index, size in enumerate(self.counts):
+            rows = self._source_rows(index, epoch * size, size, seed if shuffle else None)
+            pairs.append(np.stack([np.full(size, index), rows], axis=1))
+        order = np.concatenate(pairs)
+        return order[_permutation(len(order), seed, "order", epoch)] if shuffle else order
+
+    def _source_rows(self, index: int, start: int, count: int, seed: int | None) -> np.ndarray:
+        """Rows `start` to `start + count` of the endless sequence of passes over a source."""
+        size = len(self.sources[index])
+        passes = []
+        for number in range(start // size, (start + count - 1) // size + 1):
+            if seed is None:
+                passes.append(np.arange(size))
+            else:
+                passes.append(_permutation(size, seed, self.names[index], number))
+        return np.concatenate(passes)[start % size :][:count]
+
+
+def _check(names: list[str], shares: list[float], by: str) -> None:
+    if not names or len(set(names)) < len(names) or by not in ("repeats", "weight"):
+        raise UserError(
+            f"data: a mixture needs sources with different names, by repeats or by weight; not {names} by {by}"
+        )
+    if not all(isinstance(share, int | float) and 0 < share < math.inf for share in shares):
+        raise UserError(f"data: the {by} of a source must be a number above 0, not {shares}")
+
+
+def _permutation(size: int, *seed: object) -> np.ndarray:
+    generator = torch.Generator().manual_seed(derived_seed(*seed))
+    return torch.randperm(size, generator=generator).numpy()
+
+
+MAX_WORKERS = 256
+MAX_POSITION_BYTES = 256
+CHECK_SECONDS = 5.0
+
+
+def check_seconds(stall_seconds: float) -> float:
+    """The timeout of a DataLoader: only after it does torch look whether its workers are alive."""
+    return min(CHECK_SECONDS, stall_seconds)
+
+
+class WorkerWatchdog:
+    """The current row of each worker, in shared memory: workers write it, the main process reads it."""
+
+    def __init__(self) -> None:
+        shape = (MAX_WORKERS, MAX_POSITION_BYTES)
+        self.positions_WB = torch.zeros(shape, dtype=torch.uint8).share_memory_()
+
+    def set_position(self, where: str) -> None:
+        """Record that this process starts to read the row at `where`, and when; the main process reads the places."""
+        ROW_TIMER.begin(where)
+        info = get_worker_info()
+        if info is None:
+            return
+        text = where.encode()[:MAX_POSITION_BYTES].ljust(MAX_POSITION_BYTES, b"\0")
+        self.positions_WB[info.id % MAX_WORKERS] = torch.frombuffer(
+            bytearray(text), dtype=torch.uint8
+        )
+
+    def positions(self) -> list[str]:
+        found = []
+        for worker, row in enumerate(self.positions_WB):
+            text = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            if text:
+                found.append(f"worker {worker} at {text}")
+        return found
+
+    def iterate(self, start: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
+        """The items of a DataLoader that has a timeout of `check_seconds`.
+
+        Timeouts are an error only if no worker moved to another row for twice as many seconds as given.
+        """
+        self.positions_WB.zero_()
+        iterator: Any = None
+        last_positions = None
+        moved = 0.0
+        while True:
+            try:
+                if iterator is None:
+                    iterator = start_without_sigchld_handler(start)
+                    end_all_after_the_first(iterator)
+                item = next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                positions, death = self._inspect(iterator, error)
+                where = "; ".join(positions) or "none at a row yet"
+                if death:
+                    raise UserError(
+                        f"data: {death} What was being read: {where}. Out of memory? Then set data.num_workers lower; "
+                        "or look at the row with mvp data inspect --row"
+                    ) from error
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                if positions != last_positions:
+                    last_positions, moved = positions, time.monotonic()
+                elif time.monotonic() - moved >= 2 * seconds:
+                    raise UserError(
+                        f"data: nothing came from the workers for {2 * seconds:g} seconds, and they did not get any "
+                        f"further: {where}. Take the row out, or raise mllm.limits.timeout"
+                    ) from error
+                continue
+            last_positions = None
+            yield item
+
+    def _inspect(self, iterator: Any, error: Exception) -> tuple[list[str], str | None]:
+        """Where the workers are, and the death of a worker if that is what the error is about."""
+        try:
+            return self.positions(), _worker_death(iterator, error)
+        except RuntimeError as later:
+            # torch's signal handler raises in whatever runs when it hears of a death, here too.
+            return self.positions(), _worker_death(iterator, later)
+
+
+def _worker_death(iterator: Any, error: Exception) -> str | None:
+    """A description of the dead worker; None if the error has another cause.
+
+    torch's own error describes it, except when the main process was fetching what the worker had ready: that is an
+    OSError or EOFError.
+    """
+    if re.match(r"DataLoader worker \(pid", str(error)):
+        return f"{str(error).rstrip(' .')}."
+    if isinstance(error, RuntimeError):
+        return None
+    workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", ())}
+    dead = wait(workers, timeout=1.0)
+    if not dead:
+        return None
+    worker = workers[dead[0]]
+    return f"DataLoader worker (pid {worker.pid}) is gone, exit code {worker.exitcode}."
+
+
+def end_all_after_the_first(iterator: Any) -> None:
+    """Start a thread that ends all workers some time after one of them has died, if torch has not reported it.
+
+    A worker that is killed while it writes leaves half of a message. The reader waits for the rest
+    until no process has the pipe open for writing: neither the other workers nor this one.
+    """
+    workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", ())}
+    if not workers:
+        return
+    results = iterator._worker_result_queue
+
+    def watch() -> None:
+        first = workers[wait(workers)[0]]
+        first.join()  # its exit code may follow a moment later
+        if first.exitcode == 0:  # the end of an epoch
+            return
+        time.sleep(2 * CHECK_SECONDS)
+        for worker in workers.values():
+            worker.kill()
+        results._writer.close()
+
+    threading.Thread(target=watch, name="mvp-workers", daemon=True).start()
+
+
+def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Start the workers, but keep the process's own SIGCHLD handler.
+
+    torch installs one that raises in the middle of whatever the main process is doing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return start()
+    handler = signal.getsignal(signal.SIGCHLD)
+    iterator = start()
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
+    return iterator
+
 
 STALE_CACHE = "Were its media replaced? Then remove the cached costs (mllm.cache; by default ~/.cache/mvp_engine/data)"
 

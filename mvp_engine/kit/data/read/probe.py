@@ -1,23 +1,114 @@
 """Probing of media: the MediaInfo of an item from its header, without decoding it.
 
 Only the first frame of a video is decoded. Items past a guard of `Limits` are bad rows.
+
+SizeCache: the sizes of media files that were read before, so that these files are not opened again.
+
+A size does not depend on the model, its processor or any pixel budget. An entry is valid as long as the file has the
+same length and modification time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mvp_engine.kit.data.read import decode_audio, decode_image, decode_video
-from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_info import MediaInfo, number_option, pixel_options
-from mvp_engine.kit.data.read.media_source import describe
-from mvp_engine.kit.data.read.row_types import BadRow, Part
-from mvp_engine.kit.data.read.size_cache import MediaSize, SizeCache
-from mvp_engine.kit.data.read.timeout import run_with_timeout
+from mvp_engine.kit.data.read import decoders
+from mvp_engine.kit.data.read.decoders import (
+    MediaInfo,
+    number_option,
+    pixel_options,
+    run_with_timeout,
+)
+from mvp_engine.kit.data.read.media_source import describe, file_of, open_media
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
+
+# One entry of a cache file: never change it, take another file name instead.
+SIZE_RECORD = np.dtype(
+    [
+        ("file", "V16"),  # a hash of kind, path, length and modification time
+        ("width", "<i8"),
+        ("height", "<i8"),
+        ("length", "<i8"),
+        ("rate", "<f8"),
+    ]
+)
+
+
+class MediaSize(NamedTuple):
+    """Width and height; frames and frames per second of a video; samples and sampling rate of audio."""
+
+    width: int
+    height: int
+    length: int = 0
+    rate: float = 0.0
+
+
+class SizeCache:
+    """Sizes by file. `take_new` returns those that were found since, for the cache file."""
+
+    def __init__(self, known: np.ndarray | None = None) -> None:
+        """`known` has the dtype SIZE_RECORD."""
+        self._known: dict[bytes, MediaSize] = {}
+        self._new: list[tuple[Any, ...]] = []
+        self._keys: dict[tuple[str, str], bytes] = {}  # by kind and path: a file is looked up once
+        if known is not None:
+            for file, *size in known.tolist():
+                self._known[bytes(file)] = MediaSize(*size)
+
+    def file_key(self, kind: str, value: Any, limits: Limits, root: Path) -> bytes | None:
+        """A hash of an item's file and its stamp; None for an item without a file. Raises what `open_media` raises."""
+        path = file_of(value)
+        if path is None:
+            return None
+        if (kind, path) not in self._keys:
+            opened = open_media(path, limits, root, kind)
+            assert isinstance(opened, Path)
+            found = opened.stat()
+            stamp = f"{found.st_size} {found.st_mtime_ns}"  # changes when the file is replaced
+            self._keys[kind, path] = _hash(f"{kind} {opened} {stamp}")
+        return self._keys[kind, path]
+
+    def knows(self, kind: str, value: Any, limits: Limits, root: Path) -> bool:
+        return self.file_key(kind, value, limits, root) in self._known
+
+    def find(
+        self, kind: str, value: Any, limits: Limits, root: Path, read: Callable[[], MediaSize]
+    ) -> MediaSize:
+        """The size of an item, by `read` if it is not known."""
+        key = self.file_key(kind, value, limits, root)
+        if key is None:
+            return read()
+        size = self._known.get(key)
+        if size is None:
+            size = read()
+            self._known[key] = size
+            self._new.append((key, *size))
+        return size
+
+    def take_new(self) -> np.ndarray:
+        found = np.array(self._new, SIZE_RECORD)
+        self._new = []
+        return found
+
+
+def row_key(raw: Any, parts: Iterable[Part], sizes: SizeCache, limits: Limits, root: Path) -> bytes:
+    """A hash of a row and of its media files. Raises BadRow for a missing file."""
+    text = [repr(raw)]
+    for part in parts:
+        values = part.value if isinstance(part.value, list | tuple) else [part.value]
+        text += [repr(sizes.file_key(part.kind, value, limits, root)) for value in values]
+    return _hash("\0".join(text))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
 
 DEFAULT_FPS = 2.0
 MIN_FRAMES = 2  # no video encoder takes a single frame
@@ -53,7 +144,7 @@ def image_info(part: Part, width: int, height: int) -> MediaInfo:
 
 def _image_size(value: Any, limits: Limits, root: Path, sizes: SizeCache | None) -> tuple[int, int]:
     def find() -> MediaSize:
-        return MediaSize(*decode_image.image_size(value, limits, root))
+        return MediaSize(*decoders.image_size(value, limits, root))
 
     size = find() if sizes is None else sizes.find("image", value, limits, root, find)
     return size.width, size.height
@@ -63,7 +154,7 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
     sampled_fps = number_option(part, "fps") or limits.fps or DEFAULT_FPS
 
     def find() -> MediaSize:
-        video = decode_video.video_size(part.value, limits, root, sampled_fps)
+        video = decoders.video_size(part.value, limits, root, sampled_fps)
         return MediaSize(*video.frame, video.num_frames, video.fps)
 
     video = find() if sizes is None else sizes.find("video", part.value, limits, root, find)
@@ -110,7 +201,7 @@ def _num_sampled_frames(
 
 def _probe_audio(part: Part, limits: Limits, root: Path, sizes: SizeCache | None) -> MediaInfo:
     def find() -> MediaSize:
-        return MediaSize(0, 0, *decode_audio.audio_size(part, limits, root))
+        return MediaSize(0, 0, *decoders.audio_size(part, limits, root))
 
     audio = find() if sizes is None else sizes.find("audio", part.value, limits, root, find)
     num_samples = audio.length

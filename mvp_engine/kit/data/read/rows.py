@@ -25,26 +25,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside
-from mvp_engine.kit.data.read.media_columns import (
-    check_no_places,
-    count_places,
-    fill_placeholders,
-    read_media_columns,
-    take_targets,
-)
-from mvp_engine.kit.data.read.media_names import media_kind
-from mvp_engine.kit.data.read.media_source import file_of, path_escape
+from mvp_engine.kit.data.read.media_source import file_of, media_kind, path_escape
 from mvp_engine.kit.data.read.messages import (
     ACTION_KEYS,
     KNOWN_KEYS,
+    check_no_places,
+    count_places,
+    fill_placeholders,
     has_actions,
+    read_media_columns,
     read_messages,
     read_turns,
+    take_targets,
     text_message,
 )
-from mvp_engine.kit.data.read.row_format import Columns, RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, ParsedRow, Part, Row
-from mvp_engine.kit.data.read.value_checks import (
+from mvp_engine.kit.data.read.row_types import (
+    MEDIA,
+    BadRow,
+    Columns,
+    Message,
+    ParsedRow,
+    Part,
+    Row,
+    RowFormat,
     check_json_serializable,
     check_list,
     check_object,
