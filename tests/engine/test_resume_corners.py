@@ -129,7 +129,7 @@ def test_best_checkpoint_is_kept_on_resume(train, tmp_path):
     (run.checkpoints / "best").unlink()  # as if killed just before the link was made
     worse = ["optim.lr=3.0", "loop.clip_grad_norm=null", "loop.total_steps=10"]
     assert train(*words, *worse, "resume=auto", dir=tmp_path) == 0
-    assert (run.checkpoints / "best").resolve().name == best
+    assert (run.checkpoints / "best").resolve(strict=True).name == best
 
 
 def test_evaluation_does_not_change_training_nor_modules_in_eval_mode(train, tmp_path, tiny_hooks):
