@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from test_optim import contents, net, read_state, same, settings, train
@@ -150,9 +147,6 @@ def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none():
     assert flat_offset(nn.Parameter(torch.zeros(3, 4))) == 0
     assert flat_offset(nn.Parameter(torch.zeros(4, 3).t())) is None
     assert flat_offset(nn.Parameter(torch.zeros(()))) is None
-
-
-Update = Callable[[list[AdamWParam], dict[str, Any], DeviceFlags], None]
 
 
 def by_kernel(params, group, flags):
