@@ -1,5 +1,7 @@
 """benchmarks/actions.py: both sides train what they say, and the script runs on a CPU."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import MAGIC, ROOT, TINY, run_process
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, mvp, run_process
 from PIL import Image
+from run_files import printed_json
+from tiny_vlm import chat
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.check.engine import STEPS
 from mvp_engine.tools.check.record import read_facts
@@ -29,13 +30,23 @@ QUICK = [
 ]
 
 
+CHAT = chat("Which digit is this?", "7")
+
+
 def checked(capsys, config, *words, code=0):
     capsys.readouterr()
-    assert main(["check", str(config), "--json", *words]) == code
-    found = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {config} --json", *words) == code
+    found = printed_json(capsys)
     assert found["ok"] == (code == 0)
     assert bool(found["problems"]) == (code != 0)
     return found
+
+
+def write_rows(folder, *rows):
+    """A file of rows; returns the words that train on it without evaluations. A row that is no text is a chat."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return ["loop.eval_interval=null", "eval_generation=null"]
 
 
 def stages(found):
@@ -117,7 +128,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsy
         "digits_data"
     ]
     assert not export.exists()
-    assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
+    assert mvp(f"check {DIGITS}", *digits, "model.freeze=[vision]") == 0
     text = capsys.readouterr().out
     for words in (
         "«0<|im_end|>»",
@@ -146,6 +157,7 @@ def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, capsys):
     here = f"project.dir={tmp_path}"
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
@@ -175,15 +187,9 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, ca
 
 
 def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
-    chat = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    rows = ["{broken", *[json.dumps({"messages": chat, "origin": "web"})] * 30]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
-    assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
+    words = write_rows(tmp_path, "{broken", *[{**CHAT, "origin": "web"}] * 30)
+    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    assert mvp(f"check {DIGITS}", *words) == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert re.search(
         r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
@@ -207,7 +213,7 @@ def test_check_unknown_config_key_fails_the_config_stage(capsys):
     found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
     assert stages(found) == {"config": False}
     assert "Did you mean 'optim.lr'?" in found["problems"][0]
-    assert main(["check", str(TINY), "optim.lrr=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {TINY} optim.lrr=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert output.out.split() == ["FAILED", "config"]
     assert "Did you mean 'optim.lr'?" in output.err
@@ -217,7 +223,7 @@ def _check(folder, words):
     return check_rank(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
@@ -230,12 +236,9 @@ def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
-    words = [
-        f"project.dir={tmp_path}",
-        "tiny.fault=nan_once",
-        "tiny.fault_step=1",
-        "tiny.fault_rank=1",
-    ]
+    words = (
+        f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_step=1 tiny.fault_rank=1".split()
+    )
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
     assert output.count("ok      config") == 1
@@ -247,43 +250,29 @@ def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeyp
     monkeypatch.setattr(
         "mvp_engine.tools.inspect_rows.SAMPLE", 100
     )  # rows of a stream that the data stage reads
-    chat = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    rows = [json.dumps({"messages": chat})] * 400
+    rows = [CHAT] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = [
-        *digits,
-        f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]",
-        "loop.total_steps=4",
-    ]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
+    words = [*write_rows(tmp_path, *rows), *digits, "loop.total_steps=4"]
+    words.append(f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]")
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
     assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}
-    assert main(["check", str(DIGITS), *words, "mllm.max_bad_rows=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {DIGITS}", *words, "mllm.max_bad_rows=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert "bad_json  rows.jsonl:151: " in output.out
     assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)
     assert "mvp-check-" not in output.out + output.err
 
 
+@pytest.mark.slow
 def test_check_media_that_no_step_has_are_tried(digits, tmp_path, capsys, monkeypatch):
     """One row of 400 has an image, and the encoder fails: the training would find out in the middle of an epoch."""
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     Image.new("RGB", (32, 32)).save(tmp_path / "image.png")
-    text = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    image = [{**text[0], "content": "<image>Which digit is this?"}, text[1]]
-    rows = [*[{"messages": text}] * 400, {"messages": image, "images": ["image.png"]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
+    image = {**chat("<image>Which digit is this?", "7"), "images": ["image.png"]}
+    words = write_rows(tmp_path, *[CHAT] * 400, image)
+    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
     without_gradient = checked(capsys, DIGITS, *words)["without_gradient"]
     assert any(".visual." in name for name in without_gradient)  # no step had the image
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import ROOT, losses, mvp
+from run_files import printed_json
 
-from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.row_checks import merge_pairs, split_each, split_micro_batch
@@ -21,8 +20,8 @@ RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 
 def checked(capsys, *words, config=RECIPE):
     capsys.readouterr()
-    code = main(["check", str(config), "--json", "project.dir=unused", *words])
-    found = json.loads(capsys.readouterr().out)
+    code = mvp(f"check {config} --json project.dir=unused", *words)
+    found = printed_json(capsys)
     found["warnings"] = [
         text for text in found["warnings"] if "wait for data" not in text
     ]  # on a busy machine
@@ -64,7 +63,7 @@ def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", ["kind=sum", "kind=cancel", "kind=noise", "kind=random_weight", "layer=dropout"]
+    "words", "kind=sum kind=cancel kind=noise kind=random_weight layer=dropout".split()
 )
 def test_check_loss_that_is_right_or_random_passes(words, capsys):
     for seed in range(3):
@@ -112,7 +111,7 @@ def test_check_rising_loss_is_a_warning(capsys):
 
 
 def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys):
-    assert main(["check", str(RECIPE), "losses.kind=no_weight"]) == 1
+    assert mvp(f"check {RECIPE} losses.kind=no_weight") == 1
     error = capsys.readouterr().err
     assert "forward_step must return (loss_sum, weight), not Tensor" in error
     assert "mvp check /" not in error  # its folder is gone
@@ -128,12 +127,7 @@ def test_check_on_two_ranks_compares_the_rows_of_both(ranks2, tmp_path):
     for kind, shard, code in (("sum", 2, 0), ("sum", 1, 0), ("negatives", 1, EXIT_USER_ERROR)):
         folder = tmp_path / f"{kind}{shard}"
         folder.mkdir()
-        words = [
-            f"losses.kind={kind}",
-            f"parallel.shard={shard}",
-            "data.micro_batch_size=4",
-            "losses.unused=true",
-        ]
+        words = f"losses.kind={kind} parallel.shard={shard} data.micro_batch_size=4 losses.unused=true".split()
         assert ranks2.run(_check, str(folder), words) == [code, code]
         found = record.read_facts(folder)
         assert found["split"]["micro_batches"] == [4, 8]

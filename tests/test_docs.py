@@ -83,12 +83,7 @@ def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
         if words[1] in ("train", "evaluate"):
             if "--nproc" in words:
                 continue  # run by the test above and by the tests on two ranks
-            words += [
-                "loop.total_steps=2",
-                "loop.eval_batches=1",
-                f"project.dir={tmp_path}",
-                "log.backends=[jsonl]",
-            ]
+            words += f"loop.total_steps=2 loop.eval_batches=1 project.dir={tmp_path} log.backends=[jsonl]".split()
         if words[1] == "evaluate":
             words += ["--dir", str(tmp_path)]
         if words[1] == "check":

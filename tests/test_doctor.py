@@ -1,7 +1,6 @@
 """`mvp doctor`: each check finds what it is for, with a fix; a broken library does not end the others."""
 
 import importlib.metadata
-import json
 import shutil
 import sys
 import tomllib
@@ -11,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MAGIC, ROOT, run_process
+from conftest import CAMPAIGN, MAGIC, ROOT, mvp, run_process
+from run_files import printed_json, read_json
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.ops import cudnn_attention, flash_attention
@@ -43,8 +42,8 @@ def quick(monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path, capsys):
-    code = main(["doctor", "--json", "--dir", str(tmp_path)])
-    facts = json.loads(capsys.readouterr().out)
+    code = mvp(f"doctor --json --dir {tmp_path}")
+    facts = printed_json(capsys)
     assert code == (0 if facts["ok"] else 2)
     by_name = {finding["name"]: finding for finding in facts["findings"]}
     works = ["torch", "image", "video", "audio", "attention", "loss"]
@@ -63,19 +62,19 @@ def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path, caps
 
 
 def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys):
-    assert main(["doctor", str(MAGIC), "optim.lrr=1"]) == 2
+    assert mvp(f"doctor {MAGIC} optim.lrr=1") == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
 def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path, capsys):
-    assert main(["doctor", str(QWEN3), *CHATS, f"model.path={tmp_path}"]) == 2
+    assert mvp(f"doctor {QWEN3}", *CHATS, f"model.path={tmp_path}") == 2
     output = capsys.readouterr().out
     for text in ("problem  disk", "config.json", "this machine cannot train"):
         assert text in output
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_doctor_in_processes_of_its_own_finds_this_machine_ready(tmp_path):
     code, output = run_process("-m", "mvp_engine.cli", "doctor", "--dir", str(tmp_path), fresh=True)
     assert code == 0, output
@@ -238,7 +237,7 @@ def test_driver_check_says_why_torch_sees_no_gpu(
 def test_all_reduce_on_two_ranks_sums_over_them(ranks2, tmp_path):
     out = tmp_path / "facts.json"
     assert ranks2.run(doctor_checks.main, ["all-reduce", str(out)]) == [0, 0]
-    facts = json.loads(out.read_text())
+    facts = read_json(out)
     assert (facts["ranks"], facts["right"]) == (2, True)
     assert doctor.describe_all_reduce(facts).status == "ok"
     assert doctor.describe_all_reduce({**facts, "right": False}).status == "problem"

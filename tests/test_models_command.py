@@ -1,10 +1,10 @@
 """`mvp models`: what each model type supports, from the shipped files, without torch."""
 
-import json
 import subprocess
 import sys
 
 from conftest import ROOT
+from run_files import printed_json
 
 from mvp_engine import cli
 from mvp_engine.imports import import_file
@@ -45,7 +45,7 @@ def test_models_command_prints_table_entry_and_json(capsys):
     assert "llama (text)" in printed
     assert "tensor parallel  yes" in printed
     assert cli.main(["models", "bert", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)
+    (entry,) = printed_json(capsys)
     assert entry == read_models()["bert"]
 
 

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import MAGIC, TINY, losses, spawn, user_error
+from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
 
 from mvp_engine.cli import build_parser, main
@@ -79,7 +79,7 @@ def resolve(monkeypatch):
 def test_options_describe_the_node(resolve):
     assert resolve() == Nodes(1)
     assert resolve("--nproc", "4") == Nodes(4)
-    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "gpu07"]
+    words = "--nnodes 2 --node-rank 1 --master-addr gpu07".split()
     assert resolve(*words, "--nproc", "8") == Nodes(8, 2, 1, "gpu07", 29500)
     assert resolve(*words[:4], MASTER_ADDR="a", MASTER_PORT="5") == Nodes(1, 2, 1, "a", 5)
 
@@ -189,7 +189,7 @@ def test_node_without_the_others_is_a_user_error(monkeypatch, capsys, port):
         "127.0.0.1": "the nodes did not meet at 127.0.0.1",
         "no.such.host.invalid": "--master-addr no.such.host.invalid: ",
     }.items():
-        assert main(["train", str(TINY), *node_options(1, port, address)]) == EXIT_USER_ERROR
+        assert mvp(f"train {TINY}", *node_options(1, port, address)) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
 
 
@@ -236,7 +236,7 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path, tr
     assert (
         f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
     )
-    assert train("loop.total_steps=3", "log.interval=1", dir=tmp_path / "one") == 0
+    assert train("loop.total_steps=3 log.interval=1", dir=tmp_path / "one") == 0
     assert losses(tmp_path / "nodes")[:2] == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-4)
 
 
@@ -250,7 +250,7 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path, port):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, port):
     folders = [tmp_path / str(rank) for rank in (0, 1)]
     for folder in folders:
@@ -261,7 +261,7 @@ def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, po
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path, port):
     words = [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
     nodes = [start(*node_options(rank, port), *words, fresh_workers=True) for rank in (0, 1)]
@@ -308,7 +308,7 @@ def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path, c
     ],
 )
 def test_slurm_script_of_a_wrong_config_is_a_user_error(words, message, capsys):
-    assert main(["launch", "slurm", str(MAGIC), "--nodes", "2", *words]) == EXIT_USER_ERROR
+    assert mvp(f"launch slurm {MAGIC} --nodes 2", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -322,7 +322,7 @@ def test_slurm_script_of_a_wrong_config_is_a_user_error(words, message, capsys):
     ],
 )
 def test_slurm_script_requeues_a_running_job_on_exit_75(tmp_path, capsys, code, state, requeued):
-    assert main(["launch", "slurm", str(MAGIC), "optim.betas=[0.9, 0.95]"]) == 0
+    assert mvp(f"launch slurm {MAGIC} 'optim.betas=[0.9, 0.95]'") == 0
     text = capsys.readouterr().out
     for name, body in {
         "srun": f'printf "%s\\n" "$@" > {tmp_path}/srun.txt; exit {code}',

@@ -5,11 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, losses, user_error
+from conftest import ROOT, losses, mvp, user_error
 from tiny_engines import LM, adamw, engine_of, packed
 
 from mvp_engine import plugins
-from mvp_engine.cli import main
 from mvp_engine.model_engine import ModelSource, engine_class
 
 
@@ -77,7 +76,7 @@ def test_model_type_of_an_installed_package_computes_exports_and_merges(install,
     assert logits.std() > 0
     engine.export_hf(tmp_path / "out")
     engine.save_checkpoint(tmp_path / "saved")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     for folder in ("out", "merged"):
         model = kind.build_model(ModelSource(str(tmp_path / folder)))
         assert torch.equal(logits_of(engine_of(model, kind=kind, optimizer=None)), logits)

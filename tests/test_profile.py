@@ -1,15 +1,14 @@
 """`mvp profile`: steps of a real training under the profiler, and the summary of its events."""
 
-import json
 import re
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import MAGIC, ROOT, TINY, mvp
+from run_files import read_json
 
-from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
@@ -32,24 +31,14 @@ PLAIN = {
     "phases": [],
     "slow_row": None,
 }  # facts of a profile that `summary` has not
-CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
 @pytest.mark.slow
 def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
-    words = [
-        CONFIG,
-        "--out",
-        str(tmp_path / "out"),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path / 'runs'}",
-    ]
-    assert main(["profile", *words, "data.micro_batch_size=16"]) == 0
+    words = f"--steps 2 --first 2 project.dir={tmp_path}/runs data.micro_batch_size=16"
+    assert mvp(f"profile {MAGIC} --out {tmp_path}/out {words}") == 0
     printed = capsys.readouterr().out
-    facts = json.loads((tmp_path / "out" / "profile.json").read_text())
+    facts = read_json(tmp_path / "out" / "profile.json")
     assert (facts["steps"], 0 <= facts["idle"] < 1) == (2, True)
     assert facts["step_ms"] > 0 < facts["step_ms_alone"]
     kinds = {row["name"]: row["ms"] for row in facts["kinds"]}
@@ -62,19 +51,19 @@ def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
         == pytest.approx(memory["optimizer state"] / 2, rel=0.01)
     )
     assert (tmp_path / "out" / "profile.md").read_text() in printed
-    assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert read_json(tmp_path / "out" / "trace.json")["traceEvents"]
     assert not (tmp_path / "runs").exists()
 
 
 def test_profile_user_errors_are_explained(tmp_path, capsys):
-    words = ["profile", CONFIG, "--out", str(tmp_path), f"project.dir={tmp_path}"]
-    assert main([*words, "--steps", "0"]) == 2
-    assert main([*words, "resume=auto"]) == 2
+    words = f"profile {MAGIC} --out {tmp_path} project.dir={tmp_path}"
+    assert mvp(f"{words} --steps 0") == 2
+    assert mvp(f"{words} resume=auto") == 2
     assert "leave resume out" in capsys.readouterr().err
-    assert main(["profile", "reverse_rl/grpo", "--out", str(tmp_path), "workers.where=spawn"]) == 2
+    assert mvp(f"profile reverse_rl/grpo --out {tmp_path} workers.where=spawn") == 2
     assert "set workers.where=local" in capsys.readouterr().err
     (tmp_path / "taken").write_text("a file")
-    assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step runs
+    assert mvp(f"{words} --out {tmp_path}/taken") == 2  # before any step runs
     output = capsys.readouterr()
     assert "--out" in output.err
     assert "train step" not in output.out
@@ -162,19 +151,12 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path):
-    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    words = [
-        str(config),
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path}",
-    ]
-    assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
-    facts = json.loads((tmp_path / "profile.json").read_text())
+    slow = "tiny.load_seconds=0.05 data.num_workers=0"
+    assert (
+        mvp(f"profile {TINY} --out {tmp_path} --steps 2 --first 2 project.dir={tmp_path} {slow}")
+        == 0
+    )
+    facts = read_json(tmp_path / "profile.json")
     assert (
         facts["data_wait_ms"] > 0.5 * facts["step_ms"]
     )  # 0.99 on a machine with nothing else to do
@@ -190,61 +172,37 @@ SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
 @pytest.mark.slow
 def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
     """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
-    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    slow = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=5",
-        "tiny.slow_seconds=0.3",
-        f"project.dir={tmp_path}",
-    ]
+    slow = f"tiny.fault=slow_hook tiny.fault_step=5 tiny.slow_seconds=0.3 project.dir={tmp_path}"
     for first, steps, is_in in ((5, 1, True), (3, 2, False), (6, 1, False), (4, 2, True)):
-        words = [
-            "profile",
-            str(config),
-            "--out",
-            str(tmp_path),
-            "--steps",
-            str(steps),
-            "--first",
-            str(first),
-        ]
-        assert main([*words, *slow]) == 0
+        assert mvp(f"profile {TINY} --out {tmp_path} --steps {steps} --first {first} {slow}") == 0
         page = (tmp_path / "profile.md").read_text()
         assert (SLOW_HOOK in page) == is_in, (first, page)
         assert not is_in or (
             "The hook train_post_step takes" in page and "larger packs" not in page
         )
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        events = read_json(tmp_path / "trace.json")["traceEvents"]
         assert sum(one["name"] == "mvp_engine: wait for data" for one in events) == steps
     capsys.readouterr()
 
 
 @pytest.mark.slow
 def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path, capsys):
-    words = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=11",
-        "tiny.slow_seconds=0.4",
-        "tiny.slow_row=17",
-    ]
+    words = "tiny.fault=slow_hook tiny.fault_step=11 tiny.slow_seconds=0.4 tiny.slow_row=17".split()
     assert train(*words, "loop.total_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
     run = list_runs(tmp_path)[-1]
     records = {one["step"]: one for one in RunFacts(run).slowest}
     [step] = [step for step, one in records.items() if one.get("row") == 17]
     capsys.readouterr()
-    assert main(["profile", str(run.dir), "--step", "11", "--out", str(tmp_path / "hook")]) == 0
+    assert mvp(f"profile {run.dir} --step 11 --out {tmp_path}/hook") == 0
     assert SLOW_HOOK in capsys.readouterr().out
-    assert main(["profile", str(run.dir), "--step", str(step), "--out", str(tmp_path / "row")]) == 0
+    assert mvp(f"profile {run.dir} --step {step} --out {tmp_path}/row") == 0
     text = capsys.readouterr().out
     assert "time.sleep(self.slow_row[1])  # the slow row" in text
     assert "The slowest row, 17, took" in text
     assert "data.num_workers" not in text
-    names = [
-        one["name"]
-        for one in json.loads((tmp_path / "row" / "trace.json").read_text())["traceEvents"]
-    ]
+    names = [one["name"] for one in read_json(tmp_path / "row" / "trace.json")["traceEvents"]]
     assert any(name.endswith(": train_post_step") for name in names)  # Python frames
-    assert main(["profile", str(run.dir), "--step", "30", "--out", str(tmp_path / "late")]) == 2
+    assert mvp(f"profile {run.dir} --step 30 --out {tmp_path}/late") == 2
     assert "ended before step 30: name an earlier one" in capsys.readouterr().err
     assert len(list_runs(tmp_path)) == 1
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -15,12 +16,7 @@ from mvp_engine.tools.recipe import is_recipe
 RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {
     "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
-    "digits_vlm": [
-        "digits.drawings=1",
-        "digits.count=60",
-        "data.num_workers=0",
-        "eval_generation.max_new_tokens=2",
-    ],
+    "digits_vlm": "digits.drawings=1 digits.count=60 data.num_workers=0 eval_generation.max_new_tokens=2".split(),
 }
 
 
@@ -35,7 +31,7 @@ def composed(file):
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", RECIPES)
 def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, capsys):
-    assert main(["recipe", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
+    assert mvp(f"recipe mine_2 --from {origin} --dir {tmp_path}") == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
     files = {
@@ -91,7 +87,7 @@ def _flat(config, without, strip):
 @pytest.mark.parametrize("origin", QUICK)
 def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monkeypatch):
     (workspace / "recipes").mkdir()
-    assert main(["recipe", "mine", "--from", origin]) == 0
+    assert mvp(f"recipe mine --from {origin}") == 0
     config, elsewhere = (
         workspace / "recipes" / "mine" / "configs" / "train.yaml",
         workspace / "elsewhere",
@@ -99,16 +95,16 @@ def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monke
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     words = [*QUICK[origin], "loop.total_steps=2", "log.backends=[jsonl]"]
-    assert main(["check", str(config), *words]) == 0
+    assert mvp(f"check {config}", *words) == 0
     assert not list_runs(elsewhere / "outputs")
-    assert main(["train", str(config), *words]) == 0
+    assert mvp(f"train {config}", *words) == 0
     (run,) = list_runs(elsewhere / "outputs")
     assert run.info["name"] == "mine"
     assert not (elsewhere / "outputs" / "digits_data").exists()
     capsys.readouterr()
     monkeypatch.chdir(workspace)
-    assert main(["recipe", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert mvp("recipe --json") == 0
+    found = printed_json(capsys)
     assert set(found) == {*RECIPES, "mine"}
     assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
 
@@ -160,11 +156,11 @@ def test_recipe_new_user_errors_are_explained(workspace, capsys):
         assert expected in capsys.readouterr().err
     (workspace / "taken" / "engine.py").write_text("")
     (workspace / "taken" / "train.yaml").write_text("a: [")
-    assert main(["recipe", "mine", "--from", "taken"]) == EXIT_USER_ERROR
+    assert mvp("recipe mine --from taken") == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
     assert [entry.name for entry in workspace.iterdir()] == ["taken"]
 
 
 def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path, capsys):
-    assert main(["recipe", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
+    assert mvp(f"recipe mine --from sft --dir {tmp_path}") == 0
     assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, mvp
 from PIL import Image
 
 from mvp_engine.cli import main
@@ -14,7 +14,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
-SMALL = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "log.backends=[jsonl]"]
+SMALL = "loop.total_steps=3 loop.eval_interval=3 data.num_workers=0 log.backends=[jsonl]".split()
 COLOURS = ["red", "green", "blue"]
 
 
@@ -50,16 +50,8 @@ def folder(workspace):
     (workspace / "shapes" / "train.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows)
     )
-    digits = [
-        "digits.drawings=1",
-        "digits.count=60",
-        "loop.total_steps=1",
-        "loop.eval_interval=null",
-        "export=model",
-    ]
-    assert (
-        main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
-    )
+    digits = "digits.drawings=1 digits.count=60 loop.total_steps=1 loop.eval_interval=null export=model".split()
+    assert mvp(f"train {ROOT}/recipes/digits_vlm/configs/train.yaml", *SMALL, *digits) == 0
     shutil.copytree(
         workspace / "model", workspace / "folder"
     )  # a copy in place of the link into the demo's run

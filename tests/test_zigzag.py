@@ -69,8 +69,7 @@ def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole():
 def test_zigzag_pairs_are_those_of_the_causal_mask():
     lengths = [37, 5]
     of_ranks = zigzag(lengths, 4)
-    found = sum(chunk.pairs for chunks in of_ranks for chunk in chunks)
-    assert found == 37 * 38 // 2 + 5 * 6 // 2
+    assert sum(chunk.pairs for chunks in of_ranks for chunk in chunks) == 37 * 38 // 2 + 5 * 6 // 2
     chunk = Chunk(begin=12, end=15, first=10, last=20)
     assert chunk.pairs == 3 + 4 + 5
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_metrics, user_error
+from run_files import read_json
 from torch import nn
 
 from mvp_engine.checkpoint import CheckpointManager, format, state
@@ -274,13 +275,13 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(tr
 
 
 def test_best_symlink_follows_the_metric(train, tmp_path):
-    words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    words = "loop.eval_interval=2 optim.lr=0.05 checkpoint.keep_n=1 loop.total_steps=9".split()
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     evaluations = read_metrics(tmp_path, "eval")
     assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 9]
     best = min(evaluations, key=lambda e: e["loss"])
-    meta = json.loads((run.checkpoints / "best" / "meta.json").read_text())
+    meta = read_json(run.checkpoints / "best" / "meta.json")
     assert meta["best"] == {"metric": "loss", "value": best["loss"], "step": best["step"]}
     assert meta["step"] == best["step"]
 
@@ -317,7 +318,7 @@ def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
-    assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    assert train("workflow=evaluate resume=auto", dir=tmp_path) == 0
     assert train("workflow=evaluate", f"resume={run.checkpoints / 'best'}", dir=tmp_path) == 0
     assert (run.dir / "metrics.jsonl").read_text() == before
     results = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]

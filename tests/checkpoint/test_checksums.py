@@ -136,7 +136,7 @@ def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, ca
     assert "the checksum of" in capsys.readouterr().err
     assert newest.is_dir()
     damage(older)
-    assert train("loop.total_steps=15", "resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("loop.total_steps=15 resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert "has no older one. Start again from step 0 with resume=null" in capsys.readouterr().err
 
 

@@ -1,17 +1,17 @@
 """Run folders that an older version wrote: today's code resumes them with the losses that the older one computed."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, losses
+from run_files import read_json
 
 from mvp_engine.cli import main
 
 OLD = Path(__file__).parent / "old"
-EXPECTED = json.loads((OLD / "expected_losses.json").read_text())
+EXPECTED = read_json(OLD / "expected_losses.json")
 LORA = [
     "lora.rank=2",
     "lora.dropout=0.1",
@@ -27,12 +27,9 @@ OVERRIDES = {
         *LORA,
     ],
 }
-COMMON = [
-    "loop.total_steps=9",
-    "optim.schedule=constant",
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
-]
+COMMON = (
+    "loop.total_steps=9 optim.schedule=constant log.interval=1 log.backends=[file,jsonl]".split()
+)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def no_engine(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_config_commands_import_no_torch(tmp_path: Path) -> None:
     """Of every shipped recipe, of one with no engine of its own, and without a config."""
     code = """

@@ -1,5 +1,7 @@
 """ActionEngine on a mixture of robot frames and questions: one and two ranks, shards, and after kill -9."""
 
+from __future__ import annotations
+
 import json
 
 import pytest

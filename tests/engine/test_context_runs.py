@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, read_metrics
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.runs import list_runs
@@ -54,7 +54,7 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
         assert evaluated[r["step"]] == pytest.approx(r["loss"], rel=1e-5)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     words = [*WORDS, "parallel.context=2"]
     assert ranks2.launch(
@@ -69,7 +69,7 @@ def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
     train, ranks2, ranks4, tmp_path
 ):

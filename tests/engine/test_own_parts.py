@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import mvp
 from run_files import log_of
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.engine.feed import Feed
 from mvp_engine.engine.hooks import EngineHooks
@@ -80,8 +80,7 @@ def script_model():
 def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(train, tmp_path):
     config = recipe(tmp_path / "plane")
     assert (
-        train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs")
-        == 0
+        train("seed=7 optim.lr=0 optim.weight_decay=0", config=config, dir=tmp_path / "runs") == 0
     )
     saved = Reader(list_runs(tmp_path / "runs")[-1].checkpoint_list()[-1])
     for name, weight in script_model().named_parameters():
@@ -95,7 +94,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
     assert train(config=config, dir=tmp_path / "runs") == 0
     run = list_runs(tmp_path / "runs")[-1]
     saved = Reader(run.checkpoint_list()[-1])
-    assert main(["merge", str(run.dir), str(tmp_path / "out")]) == 0
+    assert mvp(f"merge {run.dir} {tmp_path}/out") == 0
     assert (
         f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n"
         in capsys.readouterr().out
@@ -107,7 +106,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         assert torch.equal(value, saved.read(f"model.{name}")), name
     assert int(model.state_dict()["1.num_batches_tracked"]) == 4
 
-    assert main(["merge", str(run.dir), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert mvp(f"merge {run.dir} {tmp_path}/half --dtype bfloat16") == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert half["0.weight"].dtype == torch.bfloat16
     assert half["1.num_batches_tracked"].dtype == torch.int64
@@ -117,7 +116,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         ([str(tmp_path / "new"), "--ema"], "has no averaged weights"),
     ]:
         capsys.readouterr()
-        assert main(["merge", str(run.dir), *words]) == EXIT_USER_ERROR
+        assert mvp(f"merge {run.dir}", *words) == EXIT_USER_ERROR
         assert text in capsys.readouterr().err
 
 
@@ -188,7 +187,8 @@ def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks):
 def check_rank(config, folder):
     from mvp_engine.tools.check.stages import main
 
-    return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}"])
+    words = f"--config {config} --folder {folder} --quiet project.dir={folder}".split()
+    return main(words)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT, run_process
+from conftest import CAMPAIGN, ROOT, mvp, run_process
+from run_files import printed_json, read_json
 from tiny_vlm import chat, with_images, write
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
@@ -116,7 +116,7 @@ def test_choose_of_one_long_sequence_computes_its_attention_once():
     assert chosen("auto", data_of(131072), 1, work).values == {KEYS[2]: "attention"}
     settings = PlanSettings(activation_checkpointing="attention")
     found = estimate_step(model, [batch], [batch], settings)
-    rows = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]
+    rows = read_json(ROOT / "benchmarks" / "results" / "recipes.json")["rows"]
     measured = next(row for row in rows if row["work"] == "long_128k")
     assert found["step_s"] == pytest.approx(measured["step_s"], rel=0.05)
     assert found["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.05)
@@ -154,7 +154,7 @@ def use_gpu(monkeypatch):
 
 
 def train(config, *words):
-    assert main(["train", config, *words]) == 0
+    assert mvp(f"train {config}", *words) == 0
 
 
 def run_of(folder):
@@ -169,6 +169,7 @@ def losses(folder):
     return [record["loss"] for record in run_of(folder).records("train")]
 
 
+@pytest.mark.slow
 def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(config, tmp_path, use_gpu):
     use_gpu(WHOLE_STEP)
     train(config, "project.dir=whole")
@@ -197,23 +198,18 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     values = run_of(tmp_path / "outputs").info["auto"]["values"]
     assert [values[key] for key in KEYS] == [4096, 16384, "none"]
     capsys.readouterr()
-    assert main(["plan", config, "--gpu", "T4"]) == 0
+    assert mvp(f"plan {config} --gpu T4") == 0
     assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
-    assert main(["data", "inspect", config]) == 0
+    assert mvp(f"data inspect {config}") == 0
     capsys.readouterr()
-    assert main(["check", config, "--json", *words]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {config} --json", *words) == 0
+    facts = printed_json(capsys)
     assert facts["auto"] == {**values, "reason": facts["auto"]["reason"]}
     words = "tokens, activation checkpointing none: the default without a GPU"
     assert words in facts["stages"][0]["says"]
 
 
-FEW_ROWS = [
-    "mllm.global_batch_tokens=auto",
-    "loop.total_steps=null",
-    "log.interval=auto",
-    "checkpoint.interval=auto",
-]
+FEW_ROWS = "mllm.global_batch_tokens=auto loop.total_steps=null log.interval=auto checkpoint.interval=auto".split()
 
 
 @pytest.mark.slow
@@ -221,13 +217,11 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
     config, tmp_path, ranks2
 ):
     words = [*FEW_ROWS, "model.freeze=[vision]"]
-    whole = f"project.dir={tmp_path / 'whole'}"
-    train(config, whole, *words, "loop.epochs=1")
+    train(config, f"project.dir={tmp_path / 'whole'}", *words, "loop.epochs=1")
     run = run_of(tmp_path / "whole")
     total, saved = run.info["setup"]["total_steps"], settings_of(run)
     assert total >= auto.EPOCH_STEPS
-    longest = saved["mllm"]["row_tokens"]
-    assert longest <= saved["mllm"]["global_batch_tokens"] < 512
+    assert saved["mllm"]["row_tokens"] <= saved["mllm"]["global_batch_tokens"] < 512
     assert [saved["log"]["interval"], saved["checkpoint"]["interval"]] == [1, -(-total // 5)]
     text = (run.dir / "log.txt").read_text()
     assert "global batch of" in text
@@ -263,8 +257,7 @@ def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(co
     write(tmp_path / "images.jsonl", rows * 500)
     composed = compose(config, ["mllm.global_batch_tokens=auto"])
     kit = composed.engine_class.data_kit(auto.with_defaults(composed.config))
-    found = auto.global_batch(composed.config, kit)
-    assert found.values == {"mllm.global_batch_tokens": 16384}
+    assert auto.global_batch(composed.config, kit).values == {"mllm.global_batch_tokens": 16384}
     assert not kit._measured
 
 
@@ -294,7 +287,7 @@ def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals
     ],
 )
 def test_auto_that_cannot_be_chosen_is_refused(config, words, message, capsys):
-    assert main(["train", config, *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {config}", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -324,6 +317,7 @@ def own_engine(config, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
     config, tmp_path, use_gpu, monkeypatch, capsys
 ):
@@ -344,15 +338,15 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
         "mllm.row_tokens=512",
         "model.activation_checkpointing=none",
     ]  # nothing is left to lower
-    assert main(["train", config, "project.dir=none", *smallest]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=none", *smallest) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.
     middle = run.checkpoint_list()[0]
-    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=resumed resume={middle}") == EXIT_USER_ERROR
     assert "CUDA out of memory" in capsys.readouterr().err
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config, tmp_path):
     own_engine(config, tmp_path)
     env = {"LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}

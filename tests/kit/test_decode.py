@@ -93,8 +93,7 @@ def test_decode_image_every_color_mode_becomes_rgb():
     assert first(palette) == (9, 200, 30)
     assert first(palette, transparency=palette.getpixel((0, 0))) == white
     assert first(Image.fromarray(np.full((4, 4), 40000, np.uint16))) == (155, 155, 155)
-    red = first(plain("CMYK", (0, 255, 255, 0)), "JPEG")
-    assert red == pytest.approx((255, 0, 0), abs=3)
+    assert first(plain("CMYK", (0, 255, 255, 0)), "JPEG") == pytest.approx((255, 0, 0), abs=3)
     frames = [plain("RGB", color) for color in ("red", "blue")]
     assert first(frames[0], "GIF", save_all=True, append_images=frames[1:]) == (255, 0, 0)
 

@@ -21,7 +21,6 @@ from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.decoders import MediaInfo
 
 RATE = 16000
-Media = list[tuple[str, int]]  # kind and number of the media of a question
 
 
 def model_of(name, processor):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import VISION, parallel
 from run_files import json_lines
 from tiny_models import build_model, samples
@@ -33,7 +33,6 @@ from mvp_engine.ops import fp8
 FAMILIES = ["qwen3_vl", "gemma3", "qwen2_audio", "paligemma"]  # more in test_chat_families.py
 FAMILIES += ["gemma2", "gpt_oss", "qwen3_moe"]  # soft caps, windows, sinks, experts
 NEW = 5
-CAMPAIGN = pytest.mark.campaign(only=True)
 
 
 def built(name, layout=None, settings=None):
@@ -214,8 +213,7 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeyp
         seen.clear()
         written = complete(engine, PackedBatch.concat(ones), Decoding(NEW, temperature=1.0))
         found.append([(one.tokens, one.log_probs) for one in written])
-        times = len([rows for rows in seen if rows in weights])
-        assert times == len(places) * (1 if once else NEW)
+        assert len([rows for rows in seen if rows in weights]) == len(places) * (1 if once else NEW)
         assert all(
             getattr(module, fp8.quantized_name(name), None) is None for module, name in places
         )

@@ -5,7 +5,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from conftest import ROOT, losses, read_metrics
+from conftest import CAMPAIGN, ROOT, losses, read_metrics
 from ranks import RankPool
 from run_files import json_lines
 from tiny_vlm import with_images, write
@@ -39,7 +39,7 @@ def packs(folder):
     return found
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterrupted_run(
     train, ranks2, ranks4, tmp_path
 ):

@@ -356,8 +356,7 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
     assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
     assert loader.accumulation == 2
-    again = pickle.loads(pickle.dumps(loader.dataset))
-    assert again[0][0].equals(loader.dataset[0][0])
+    assert pickle.loads(pickle.dumps(loader.dataset))[0][0].equals(loader.dataset[0][0])
     engine.world.all_gather = lambda mine: [mine, "other"]
     with user_error("Do all nodes see the same files"):
         kit.engine_loader(engine)

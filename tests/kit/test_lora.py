@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, losses, user_error
+from conftest import CAMPAIGN, ROOT, losses, user_error
 from families import parallel
 from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
@@ -87,6 +87,7 @@ def train_in_bf16(folder, sizes):
     return found
 
 
+@pytest.mark.slow
 def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -147,14 +148,14 @@ def on_layout(base, sizes, lora, settings):
         pytest.param(
             {"replicate": 2},
             {"activation_checkpointing": "full"},
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),
         ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
         ({"ulysses": 2}, {}),
         pytest.param(
             {"context": 2},
             {"activation_checkpointing": "full"},
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),
     ],
     ids=["replicate", "shard", "ulysses", "context"],
@@ -171,7 +172,7 @@ def test_lora_layouts_train_to_the_same_weights(ranks2, base, sizes, settings):
 
 
 def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path):
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
+    words = f"model.type=language_model model.path={base} lora.rank=2 lora.dropout=0.3".split()
     words += [
         "optim.schedule=constant",
         "lora.train=['*.norm.weight']",

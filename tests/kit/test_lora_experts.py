@@ -1,15 +1,14 @@
 """LoRA on stacked experts: gradients, folders and merged weights are those of peft's `target_parameters`."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import config_of, layout_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, log_probs, steps, token_log_probs, weights
-from run_files import log_of
+from run_files import log_of, read_json
 from safetensors.torch import load_file
 
 from mvp_engine.distributed import Layout, World
@@ -47,7 +46,7 @@ def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(na
     found = log_probs(engine)[:8]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.export_hf(tmp_path / "merged")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "adapter" / "adapter_config.json")
     assert len(config["target_parameters"]) == 4
     own = AutoModelForCausalLM.from_pretrained(base)
     before = own_log_probs(own)
@@ -117,12 +116,7 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks
 
 def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
-    words = [
-        "model.type=language_model",
-        f"model.path={base}",
-        "lora.rank=2",
-        "log.backends=[file]",
-    ]
+    words = f"model.type=language_model model.path={base} lora.rank=2 log.backends=[file]".split()
     assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
     log = log_of(tmp_path / "run")
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "
@@ -158,7 +152,7 @@ def exported(base, folder):
     world.close()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(ranks2, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
     ranks2.run(exported, str(base), str(tmp_path))

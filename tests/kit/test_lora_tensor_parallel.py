@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import config_of, parallel
 from folders import alone, entries
 from lora_models import BATCH, engine_of, exported, log_probs, steps, token_log_probs, weights
@@ -92,7 +92,7 @@ def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases, t
     assert torch.allclose(picked, expected, atol=1e-5)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(ranks4, bases, tmp_path):
     families = ("qwen3", "phi3")
     check(

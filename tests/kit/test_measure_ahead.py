@@ -4,11 +4,10 @@ import os
 import signal
 
 import pytest
-from conftest import is_gone, losses, user_error
+from conftest import is_gone, losses, mvp, user_error
 from test_measure import assert_same_costs, image_rows
 from tiny_vlm import made, qwen3_vl, write
 
-from mvp_engine.cli import main
 from mvp_engine.engine import Engine
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
@@ -103,7 +102,7 @@ def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(vlm_f
     found = []
     for words in ([], ["model.compile=null"]):
         counters.clear()
-        assert main(["train", "train.yaml", *words]) == 0
+        assert mvp("train train.yaml", *words) == 0
         found.append(losses(vlm_folder / "outputs"))
     assert graphs[0] > 0
     assert found[0] == found[1]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from mixer_families import MIXERS, mixer_model
 from transformers import DynamicCache
 
@@ -18,7 +18,7 @@ QUICK = ["qwen3_5_text", "nemotron_h", "lfm2_moe", "mamba", "minimax", "rwkv"]
 
 
 def campaign(name):
-    return pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign(only=True))
+    return pytest.param(name, marks=[] if name in QUICK else CAMPAIGN)
 
 
 @pytest.mark.parametrize("name", [campaign(name) for name in MIXERS])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from test_optim import contents, net, read_state, same, settings, train
@@ -152,9 +149,6 @@ def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none():
     assert flat_offset(nn.Parameter(torch.zeros(()))) is None
 
 
-Update = Callable[[list[AdamWParam], dict[str, Any], DeviceFlags], None]
-
-
 def by_kernel(params, group, flags):
     offsets = [flat_offset(item.param) for item in params]
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
@@ -204,9 +198,14 @@ def states_after_five_steps(update, state_dtype, device):
         grad_scale = torch.full((), 2.0, device=device)
         found_inf = torch.full((), float(step == 3), device=device)
         with torch.no_grad():
-            items = [optimizer._adamw_param(optimizer._all_rows(param), group) for param in params]
+            items = [adamw_param(optimizer, param, group) for param in params]
             update(items, group, DeviceFlags(grad_scale, found_inf))
     return [{"weight": param, **optimizer.state[param]} for param in params]
+
+
+def adamw_param(optimizer, param, group):
+    state = optimizer.state[param]
+    return AdamWParam(param, state["step"], *optimizer._state_tensors(param, group, state))
 
 
 def compare_kernel_and_plain_operations(device):

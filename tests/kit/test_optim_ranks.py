@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import parallel
 from test_optim import contents, net, settings
 from torch import nn
@@ -63,8 +64,8 @@ KINDS = [
     {"state_dtype": "float32"},
     {"state_dtype": "int8"},
     {"kind": "muon"},
-    pytest.param({"state_dtype": "bfloat16"}, marks=pytest.mark.campaign(only=True)),
-    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({"state_dtype": "bfloat16"}, marks=CAMPAIGN),
+    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=CAMPAIGN),
 ]
 
 

@@ -1,17 +1,15 @@
 """QLoRA: adapters on a base in NF4 train like adapters on the dequantized base, on every layout and on disk."""
 
-import json
-
 import pytest
 import torch
-from conftest import user_error
+from conftest import mvp, user_error
 from families import config_of, parallel
 from folders import entries
 from lora_models import BATCH, adam, engine_of, exported, log_probs, steps, token_log_probs, weights
+from run_files import read_json
 from test_api import constant
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.model_parts import trained_parts
@@ -167,7 +165,7 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(base, rou
     engine.save_checkpoint(tmp_path / "saved")
     engine.export_hf(tmp_path / "exported")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     written = exported(tmp_path / "exported")
     for other in (exported(tmp_path / "merged"), dict(engine.get_per_tensor_param())):
         assert written.keys() == other.keys()
@@ -243,7 +241,7 @@ def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
     again.load_checkpoint(tmp_path / "saved")
     assert torch.equal(log_probs(again), log_probs(engine))
     engine.export_hf(tmp_path / "exported")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     merged = exported(tmp_path / "merged")
     for name, value in entries(tmp_path / "exported" / "model.safetensors"):
         assert torch.allclose(merged[name], value, atol=1e-6), name
@@ -271,6 +269,6 @@ def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     with user_error(r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"):
         engine_of(narrow, Lora(), train=False, quantize=NF4)
     engine_of(base, Lora(rank=4), quantize=NF4).save_checkpoint(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "hf" / "mvp.json").read_text())["quantize"] == NF4
+    assert read_json(tmp_path / "saved" / "hf" / "mvp.json")["quantize"] == NF4
     with user_error(r"trained with model.quantize=\{llm: nf4\}, and this model has other base"):
         engine_of(base, Lora(rank=4)).load_checkpoint(tmp_path / "saved")

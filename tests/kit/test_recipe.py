@@ -1,13 +1,12 @@
 """The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
-import json
 import re
 from multiprocessing import active_children
 
 import pytest
 import transformers as hf
-from conftest import ROOT
-from run_files import json_lines
+from conftest import CAMPAIGN, ROOT, mvp
+from run_files import json_lines, printed_json
 from templates.tiny import tokenizer
 from test_kit import chat, with_images, write
 
@@ -50,17 +49,16 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     )
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
-    assert main(["data", "inspect", "chat/configs/train.yaml", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["steps"] == len(lines)
+    assert mvp("data inspect chat/configs/train.yaml --json") == 0
+    assert printed_json(capsys)["plan"]["steps"] == len(lines)
     (run,) = recipe.glob("outputs/*")
-    assert main(["merge", str(run), "merged"]) == 0
+    assert mvp(f"merge {run} merged") == 0
     processor = hf.AutoProcessor.from_pretrained("merged")
     assert processor.image_processor.size["longest_edge"] == 512  # limits.max_pixels of the recipe
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     config = recipe / "chat" / "configs" / "train.yaml"
     text = (
@@ -69,7 +67,7 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
         .replace("repeats: 2.0", "stream: true")
     )
     config.write_text(text + "  stream_window: 2\n")
-    words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
+    words = f"train {config} log.interval=1 loop.epochs=null optim.schedule=constant".split()
     before = {*active_children()}
     assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
     for steps in (1, 3, 4):

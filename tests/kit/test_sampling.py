@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import FAMILIES, VISION, parallel
 from test_generate import built
 
@@ -134,10 +134,7 @@ def check_log_probs(engine, prompts, found):
 
 
 SOME = ["gemma2", "gpt_oss", "gemma3", "paligemma", "qwen2_audio", "qwen2_5_vl"]
-ALL = [
-    pytest.param(name, marks=[] if name in SOME else pytest.mark.campaign(only=True))
-    for name in [*FAMILIES, *VISION]
-]
+ALL = [pytest.param(name, marks=[] if name in SOME else CAMPAIGN) for name in [*FAMILIES, *VISION]]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -187,9 +184,9 @@ def test_sampled_tokens_on_two_ranks_are_those_of_one(ranks2, sizes):
 
 
 FOUR_RANKS = [
-    pytest.param({}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({}, marks=CAMPAIGN),
     {"shard": 2, "ulysses": 2},
-    pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({"shard": 2, "tensor": 2}, marks=CAMPAIGN),
 ]
 
 

@@ -17,6 +17,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import TINY, user_error
+from run_files import read_json, write_json
 from safetensors.torch import save_file
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
@@ -97,7 +98,7 @@ def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path, marker, pl
     tensors[place] = pickled({"step": 3, "bad": Payload(marker)})
     write_checkpoint(tmp_path / "made", **tensors)
     checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
-    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert train("resume=auto loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
 
@@ -105,7 +106,7 @@ def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path, secret):
     folder = tmp_path / "step"
     write_checkpoint(folder, x=torch.ones(3))
     checkpoint_format.verify(folder)
-    (folder / "meta.json").write_text(json.dumps({"files": {"../outside/id_rsa": 0}}))
+    write_json(folder / "meta.json", {"files": {"../outside/id_rsa": 0}})
     with pytest.raises(CorruptCheckpoint, match="names a file outside"):
         checkpoint_format.verify(folder)
     (folder / "meta.json").write_text("{}")
@@ -137,7 +138,7 @@ def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
     "name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"]
 )
 def test_weight_index_that_names_a_file_outside_is_refused(tmp_path, name):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": name}})
     with user_error("a file outside of its folder"):
         weight_paths(tmp_path)
 
@@ -158,8 +159,8 @@ def model_folder(tmp_path):
 def with_code(folder, config, marker, auto_map, **settings):
     (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
     file = folder / config
-    before = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**before, **settings, "auto_map": auto_map}))
+    before = read_json(file) if file.exists() else {}
+    write_json(file, {**before, **settings, "auto_map": auto_map})
 
 
 def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, monkeypatch):
@@ -213,7 +214,7 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
 @pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
 def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder, secret, value):
     file = model_folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
+    write_json(file, {**read_json(file), "vocab_file": value})
     with user_error("is outside of its folder"):
         load_processor(model_folder)
 
@@ -439,7 +440,7 @@ def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path):
     from mvp_engine.kit.data.settings import read_dataset_info
 
     for name in ("../outside/rows.json", "/etc/passwd"):
-        (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": name}}))
+        write_json(tmp_path / "dataset_info.json", {"x": {"file_name": name}})
         with user_error("outside of its folder"):
             read_dataset_info(f"{tmp_path}/dataset_info.json:x")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import user_error
+from run_files import write_json
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.packs import Mixture
@@ -54,7 +55,7 @@ def on_disk(folder):
     arrow(folder / "data-00000-of-00002.arrow", stream=True)
     arrow(folder / "data-00001-of-00002.arrow", stream=True)
     files = [{"filename": file.name} for file in sorted(folder.glob("*.arrow"))]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    write_json(folder / "state.json", {"_data_files": files})
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
@@ -397,8 +398,7 @@ def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three):
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(tmp_path, suffix):
     first = '{"prompt": "a", "completion": "b", "prompt": "c"}'
-    inner = '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}'
-    lines = [first, json.dumps(ROWS[0]), inner]
+    lines = [first, json.dumps(ROWS[0]), '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}']
     file = tmp_path / f"rows.{suffix}"
     file.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
     source = open_source(file)
@@ -449,8 +449,7 @@ def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_p
     assert sizes(folder) == 20
     assert sizes(f"{folder}:test") == 10
     assert sizes(f"{folder}:test", split="eval", name="held_out") == 10
-    words = r"no split eval: name one of its splits, .*set:test, .*set:train"
-    with user_error(words):
+    with user_error(r"no split eval: name one of its splits, .*set:test, .*set:train"):
         sizes(folder, split="eval")
     card(folder, "[{split: train, path: data/test-*}]")
     assert sizes(folder) == 10

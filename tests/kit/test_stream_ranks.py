@@ -88,8 +88,7 @@ def test_move_lanes_deals_out_even_shares(before, after, lanes):
 
 def test_move_lanes_of_many_ranks_stay_bounded():
     states = [{"lanes": start_lanes(4, rank, 1024), "turn": 2} for rank in range(1024)]
-    sizes = {len(cursors) for cursors in move_lanes(states, 4, 1023)}
-    assert sizes == {4, 5}
+    assert {len(cursors) for cursors in move_lanes(states, 4, 1023)} == {4, 5}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from run_files import json_lines
 from templates.tiny import tokenizer
 from test_kit import chat, made, qwen3_vl, write, write_image
@@ -25,7 +25,6 @@ from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 
 ROWS = 400
-CAMPAIGN = pytest.mark.campaign(only=True)
 
 
 def texts(rows=ROWS, seed=0):
@@ -177,7 +176,7 @@ def lengths_only(sizes, budget, window, lanes):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_stream_loader_realistic_lengths_fills_packs_to_99_percent():
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
     sizes = (

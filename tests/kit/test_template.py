@@ -1,7 +1,6 @@
 """Loss masks by chat template: exactly the expected characters of a rendered conversation carry loss."""
 
 import copy
-import json
 import pickle
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ from kit.templates.tiny import (
     texts_with_loss,
     tokenizer,
 )
+from run_files import read_json, write_json
 from tokenizers import AddedToken
 
 from mvp_engine.kit import load_processor
@@ -332,8 +332,7 @@ def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must
     form = template("phi3")
     text = "<|user|>\n\n hello<|end|>\n"
     ids = form.tokenizer(text).input_ids
-    words = [form.tokenizer.decode([id]) for id in ids]
-    assert words[:2] == ["<|user|>", "\n\n"]
+    assert [form.tokenizer.decode([id]) for id in ids][:2] == ["<|user|>", "\n\n"]
     for start, first in (8, 1), (9, 1), (10, 2):
         _, loss, _ = form.tokenize(Rendered(text, ((start, text.index("\n", 11)),)))
         assert [i for i, has in enumerate(loss) if has] == list(range(first, len(ids) - 1))
@@ -407,10 +406,9 @@ def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_i
 ):
     tokenizer("qwen_vl").save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    settings = {**json.loads(file.read_text()), "processor_class": "Qwen3VLProcessor"}
-    file.write_text(json.dumps(settings))
-    loaded = load_processor(tmp_path)
-    assert loaded.encode("two words") == tokenizer("qwen_vl").encode("two words")
+    settings = {**read_json(file), "processor_class": "Qwen3VLProcessor"}
+    write_json(file, settings)
+    assert load_processor(tmp_path).encode("two words") == tokenizer("qwen_vl").encode("two words")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
     with user_error("has no processor"):  # of a VLM, the processor is missing
         load_processor(tmp_path)

@@ -9,6 +9,7 @@ import re
 import pytest
 from conftest import ROOT
 from kit.templates.tiny import template, tokenizer
+from run_files import printed_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -214,8 +215,7 @@ def test_inspect_counts_turns_without_their_reasoning(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(2 * f"{json.dumps(row)}\n")
     arguments = ["data", "inspect", f"{tmp_path}/rows.jsonl", "--model", f"{tmp_path}/model"]
     assert not main([*arguments, "--json"])
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["sample"]["reasoning_left_out"] == 2
+    assert printed_json(capsys)["sample"]["reasoning_left_out"] == 2
     assert not main(arguments)
     assert "2 turns without loss" in " ".join(capsys.readouterr().out.split())
 

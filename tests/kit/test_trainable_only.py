@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import mvp, user_error
 from families import layout_of
 from folders import alone, folder_of, same
 from lora_models import adam, exported, steps
@@ -10,7 +10,6 @@ from test_api import constant
 from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
@@ -143,5 +142,5 @@ def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), tensors(engine))
     engine.export_hf(tmp_path / "export")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     assert same(exported(tmp_path / "merged"), exported(tmp_path / "export"))

@@ -176,8 +176,7 @@ def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(interval, sa
 
 
 def test_sparkline_of_a_falling_loss_falls():
-    line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
-    assert line == "█▇▆▅▄▃▂▁"
+    assert sparkline([math.exp(-i / 10) for i in range(80)], 8) == "█▇▆▅▄▃▂▁"
     assert sparkline([], 8) == ""
     assert sparkline([1.0], 8) == "▁"
 
@@ -185,9 +184,7 @@ def test_sparkline_of_a_falling_loss_falls():
 def test_backends_write_all_files_of_a_run(train, tmp_path, capsys):
     assert (
         train(
-            "log.backends=[terminal,file,jsonl,tensorboard,plot]",
-            "loop.eval_interval=6",
-            dir=tmp_path,
+            "log.backends=[terminal,file,jsonl,tensorboard,plot] loop.eval_interval=6", dir=tmp_path
         )
         == 0
     )
@@ -235,7 +232,7 @@ def test_tensorboard_after_resume_has_each_step_once(train, tmp_path):
 def test_log_file_after_resume_is_appended(train, tmp_path):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     before = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
-    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path) == 0
+    assert train("resume=auto loop.total_steps=6", dir=tmp_path) == 0
     after = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
     assert after.startswith(before)
     assert "resume=auto: continuing" in after[len(before) :]
@@ -322,9 +319,7 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
     file = tmp_path / "calls"
     entry = f"{{name:'board.py:Board',file:{file},fails:{fails}}}"
     assert (
-        train(
-            f"log.backends=[file,{entry}]", "loop.total_steps=4", config=board, dir=tmp_path / "out"
-        )
+        train(f"log.backends=[file,{entry}] loop.total_steps=4", config=board, dir=tmp_path / "out")
         == 0
     )
     assert file.read_text() == calls
@@ -373,8 +368,7 @@ def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
     fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
     assert (
-        train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path)
-        == 0
+        train(f"log.backends=[{{name:{name},entity:team}}] loop.total_steps=4", dir=tmp_path) == 0
     )
     assert calls[0]["project"] == "tiny"
     assert calls[0]["entity"] == "team"

@@ -254,8 +254,7 @@ def test_offload_without_host_memory_is_an_error(monkeypatch):
     device = torch.device("cuda")
     inputs = HostInputs(nn.Module())
     assert len(inputs.take(2**30, device)) == 2**30
-    message = r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"
-    with user_error(message):
+    with user_error(r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"):
         inputs.take(2**31, device)
 
 

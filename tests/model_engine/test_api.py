@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, user_error
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, refusal
 from test_packed_layouts import batch, gradients
-from tiny_engines import ALONE, CAMPAIGN, LM, assert_close, engine_of, message_of
+from tiny_engines import ALONE, LM, assert_close, engine_of, message_of
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.hf.model import tp_plan
@@ -56,7 +56,7 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
-    assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
+    assert train("model.type=language_model model.backend=mcore", config=LM) == 2
     known = "language_model on fsdp, language_model on megatron, module on fsdp"
     assert known in capsys.readouterr().err
 

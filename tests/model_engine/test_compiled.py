@@ -9,12 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from functorch.compile import make_boxed_func
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     assert_close,
     engine_of,
     fresh_graphs,
@@ -22,7 +20,7 @@ from tiny_engines import (
     message_of,
 )
 from tiny_models import build_model, close, packs_of
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
@@ -34,7 +32,6 @@ from mvp_engine.model_engine.fsdp import compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 
 pytestmark = pytest.mark.slow
-Found = tuple[list[Tensor], Tensors, list[int]]
 WARM = 3  # packs after which nothing is compiled any more
 KINDS = {"qwen3": 2, "qwen3_vl": 4}  # text blocks, their last norm, encoder, merger
 MEMBERS = [[2, 1], [1, 0, 1], [2, 2, 0, 1], [1]]

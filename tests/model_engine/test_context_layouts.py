@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
-from tiny_engines import ALONE, CAMPAIGN, Tensors, assert_close, engine_of, gradients
+from conftest import CAMPAIGN
+from tiny_engines import ALONE, assert_close, engine_of, gradients
 from tiny_models import build_model, packs_of
 
 from mvp_engine.hf import LanguageModel
 
-Found = tuple[list[Tensors], Tensors]
 OUTPUTS = ["log_probs", "entropy", "hidden_states"]
 
 # Sequences of one token; those that end at a cut of zigzag (16 = 8 chunks of 2) or of an equal slice (4, 4, 4, 4); a

@@ -66,19 +66,16 @@ def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path, precision):
-    words = [
-        "loop.total_steps=60",
-        "log.interval=20",
-        "log.backends=[jsonl]",
-        "loop.eval_interval=null",
-    ]
+    words = (
+        "loop.total_steps=60 log.interval=20 log.backends=[jsonl] loop.eval_interval=null".split()
+    )
     for name in ("fp32", precision):
         assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
 
 
 def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path):
-    words = ["tiny.dropout=0.3", "tiny.noise=0.1", "log.interval=3", "deterministic=true"]
+    words = "tiny.dropout=0.3 tiny.noise=0.1 log.interval=3 deterministic=true".split()
     try:
         assert train(*words, dir=tmp_path / "straight") == 0
         cut = [*words, "resume=auto", "tiny.fault=sigterm", "tiny.fault_step=5"]

@@ -29,8 +29,7 @@ def language_model(**config):
 
 
 def test_settings_unknown_compile_backend_is_rejected():
-    message = r"model\.compile=inducto is no backend .* Did you mean inductor"
-    with user_error(message):
+    with user_error(r"model\.compile=inducto is no backend .* Did you mean inductor"):
         engine_of("qwen3", optimizer=None, compile="inducto")
 
 
@@ -91,8 +90,7 @@ def test_settings_unknown_value_is_rejected(wrong):
 
 def test_settings_unknown_activation_checkpointing_lists_the_known_ones():
     for wrong in ("offloaded", {"llm": "offloaded"}):
-        message = "'offloaded' is none of none, selective, attention, full, offload"
-        with user_error(message):
+        with user_error("'offloaded' is none of none, selective, attention, full, offload"):
             Settings(activation_checkpointing=wrong)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of
-from tiny_engines import ALONE, CAMPAIGN, counting, engine_of
+from tiny_engines import ALONE, counting, engine_of
 
 
 def log_probs(layout):

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     adamw,
     assert_close,
     assert_equal,

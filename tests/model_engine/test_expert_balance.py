@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import read_metrics, user_error
+from conftest import CAMPAIGN, read_metrics, user_error
 from test_expert_parallel import all_batches, media_rows, micro_batches, shape_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
     assert_close,
     assert_equal,

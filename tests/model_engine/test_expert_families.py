@@ -1,10 +1,11 @@
 """Every text family with experts in transformers: expert parallel and balanced, with the gradients of one rank."""
 
 import torch
+from conftest import CAMPAIGN
 from model_sweep import causal_types
 from test_expert_parallel import all_batches, gradients, micro_batches
 from tiny_configs import tiny_config
-from tiny_engines import ALONE, CAMPAIGN, assert_close, engine_of
+from tiny_engines import ALONE, assert_close, engine_of
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.errors import UserError

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of, refusal
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     adamw,
     assert_close,
     assert_equal,
@@ -198,8 +198,7 @@ def test_expert_parallel_rank_without_tokens_gives_the_gradients_of_one_rank(
     assert any(held[0] not in chosen for _, held in results)  # a rank whose experts get no token
     expected, _ = skewed(ALONE, family, chosen, all_batches(sizes["shard"]))
     experts = next(grad for name, grad in expected.items() if name.endswith("gate_up_proj"))
-    used = [bool(grad.any()) for grad in experts]
-    assert used == [expert in chosen for expert in range(4)]
+    assert [bool(grad.any()) for grad in experts] == [expert in chosen for expert in range(4)]
     for found, _ in results:
         assert_close(found, expected, floor=1e-3, what=family)
 

@@ -190,8 +190,7 @@ def kinds_of_shared_weights(layout):
 
 
 def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(on_ranks):
-    found = on_ranks({"shard": 2}, kinds_of_shared_weights)
-    assert found[0] == [GatheredWeight, nn.Parameter]
+    assert on_ranks({"shard": 2}, kinds_of_shared_weights)[0] == [GatheredWeight, nn.Parameter]
 
 
 BATCH = counting(30, 12, 50, modulus=7)
@@ -249,6 +248,7 @@ def losses_with_lora(layout, base):
     return losses, kinds
 
 
+@pytest.mark.slow
 def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(on_ranks, tmp_path):
     base = pretrained(tmp_path / "base")
     expected, _ = losses_with_lora(ALONE, base)

@@ -216,8 +216,11 @@ def test_model_in_bf16_is_trained_in_float32():
 
 
 def test_gradient_clipping_bounds_the_norm_and_reports_the_unclipped_one():
-    clipped = engine_on(clip_grad_norm=0.01)
-    assert train(engine_on(), batches(3)) == train(clipped, batches(3)) > 0.01
+    plain, clipped, loose = (engine_on(clip_grad_norm=bound) for bound in (None, 0.01, 1e6))
+    for other in (clipped, loose):
+        assert train(engine_on(), batches(3)) == train(other, batches(3)) > 0.01
+    train(plain, batches(3))
+    assert_equal(gradients(loose.model), gradients(plain.model))
     total = torch.nn.utils.get_total_norm(gradients(clipped.model).values())
     assert float(total) == pytest.approx(0.01, rel=1e-3)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY
-from tiny_engines import ALONE, CAMPAIGN, adamw, engine_of, message_of
+from conftest import CAMPAIGN, ROOT, TINY
+from tiny_engines import ALONE, adamw, engine_of, message_of
 from transformers.modeling_outputs import BaseModelOutput
 
 from mvp_engine.checkpoint.format import from_bytes, to_bytes
@@ -37,8 +37,7 @@ def packed(length, *kinds, axes=0):
 
 def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch():
     batch = append_dummies(packed(6, axes=4), [packed(3)])
-    joined = batch.join()
-    assert joined.position_ids.shape == (4, 9)
+    assert batch.join().position_ids.shape == (4, 9)
     assert batch.num_tokens == 6
 
 
@@ -222,7 +221,7 @@ def _host_collectives(config, words, steps):
 
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.global_batch_size=4"]
+SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_size=4".split()
 
 
 @pytest.mark.slow

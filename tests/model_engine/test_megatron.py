@@ -5,11 +5,10 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import ROOT, user_error
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     assert_close,
     assert_equal,
     engine_of,
@@ -272,7 +271,7 @@ def test_megatron_that_is_not_installed_names_the_extra():
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
 def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(workspace, capsys):
     config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
-    words = ["train", str(config), "model.backend=megatron", f"made.folder={workspace}/made"]
+    words = f"train {config} model.backend=megatron made.folder={workspace}/made".split()
     assert main(words) == EXIT_USER_ERROR
     assert "pip install 'mvp-engine[megatron]'" in capsys.readouterr().err
     assert not (workspace / "made").exists()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import is_supported, mean_of_copies
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     adamw,
     assert_close,
     counting,

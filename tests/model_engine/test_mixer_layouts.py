@@ -3,10 +3,10 @@
 import pytest
 import tiny_models
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import parallel
 from mixer_families import MIXERS, VISION_MIXERS, mixer_config, mixer_model
-from tiny_engines import ALONE, CAMPAIGN, assert_close, engine_of, packed
+from tiny_engines import ALONE, assert_close, engine_of, packed
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_metrics, user_error
+from conftest import CAMPAIGN, read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
     assert_close,
     assert_metrics,
@@ -145,8 +144,7 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
 def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
-    message = f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
-    with user_error(message):
+    with user_error(f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
         check_heads(heads, kv_heads, ranks)
 
 

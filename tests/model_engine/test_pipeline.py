@@ -1,15 +1,13 @@
 """Pipeline parallel: gradients, log-probs and checkpoints of one rank, for packs of any lengths and numbers."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics, user_error
+from conftest import CAMPAIGN, read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
     adamw,
     assert_close,
@@ -37,11 +35,9 @@ TIED = {"tie_word_embeddings": True}
 FULL = {"activation_checkpointing": "full"}
 EAGER = {"compile": "aot_eager"}
 
-# Family, micro-batches of each data rank, changes of the config, settings of the engine
-Case = tuple[str, list[int], dict[str, Any], dict[str, Any]]
-
 
 def case(family, *counts, how=None, **changes):
+    """Family, micro-batches of each data rank, changes of the config, settings of the engine."""
     return family, list(counts), changes, how or {}
 
 
@@ -238,8 +234,7 @@ def test_stage_bounds_spread_parameters_evenly_and_leave_deepstack_on_the_first_
     assert stage_bounds(7, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 7]
     assert stage_bounds(8, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 8]
     # Qwen3-235B, whose embeddings are a quarter of a block: 1.032 between the stages with most and least.
-    bounds = stage_bounds(94, 4, 0, "", (0.25, 0.25))
-    assert bounds == [0, 23, 47, 71, 94]
+    assert stage_bounds(94, 4, 0, "", (0.25, 0.25)) == [0, 23, 47, 71, 94]
     assert stage_bounds(6, 3, 3, "") == [0, 3, 5, 6]
     with user_error("each stage needs one"):
         stage_bounds(2, 3, 0, "")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from families import TOKENS, VISION, mean_of_copies
-from tiny_engines import ALONE, CAMPAIGN, engine_of, gradients, scores_of, shares_of
+from tiny_engines import ALONE, engine_of, gradients, scores_of, shares_of
 from tiny_models import build_model, media_packs
 
 from mvp_engine.hf import LanguageModel, ValueModel
@@ -109,6 +109,5 @@ def test_pipeline_refuses_a_stage_without_trained_parameters():
 
 
 def test_pipeline_refuses_masks_that_depend_on_images():
-    message = "gemma3 cannot be cut into stages: a mask that depends on media"
-    with user_error(message):
+    with user_error("gemma3 cannot be cut into stages: a mask that depends on media"):
         check_supported(model_on_meta("gemma3", 2), "parallel.pipeline=2")

@@ -1,15 +1,13 @@
 """What trainings do with a model on pipeline stages: a second model, several calls, generation, half precision."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of
 from lora_models import pretrained
 from test_reward import NoLog
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     adamw,
     assert_close,
     engine_of,
@@ -20,16 +18,13 @@ from tiny_engines import (
     share_of,
     weights,
 )
-from torch import Tensor
 from torch.nn import functional as F
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Distil, DistilLossKit, Lora, MLLMModelKit
 from mvp_engine.kit.decoding import Decoding, complete
 from mvp_engine.model_engine import ModelSource, ValueModelEngine
 
-Step = Callable[[PackedBatch], tuple[Tensor, Tensor | float]]
 PAIRS = [packed(7, 5, 4, 9), packed(3, 8), packed(6, 6)]
 TIED = {**overrides_of("qwen3"), "tie_word_embeddings": True}
 

@@ -4,12 +4,13 @@ import probe_once
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import overrides_of, parallel
-from tiny_engines import CAMPAIGN, adamw, counting, engine_of, loss_of
+from tiny_engines import adamw, counting, engine_of, loss_of
 
 from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
-from mvp_engine.kit.plan.record import Collective, CollectiveRecorder, find_differences
+from mvp_engine.kit.plan.record import CollectiveRecorder, find_differences
 from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 from mvp_engine.model_engine import LanguageModelEngine
 
@@ -44,9 +45,6 @@ def train_step(engine):
     """One step of two micro-batches, with an odd number of tokens."""
     plan = StepPlan(((frozenset(),) * 2,) * engine.layout.data_size)
     engine.train_batch([counting(7, 3, 11, modulus=50)] * 2, loss_of(engine), plan)
-
-
-Facts = tuple[dict[str, int], list[Collective]]
 
 
 def on_real_rank(layout, family, how):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny_engines import ALONE, CAMPAIGN, engine_of, share_of, weights
+from conftest import CAMPAIGN
+from tiny_engines import ALONE, engine_of, share_of, weights
 
 from mvp_engine.model_engine import FSDPEngine
 

@@ -9,14 +9,11 @@ import torch
 from families import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
 
 MANY = settings(max_examples=50, deadline=None)
-
-Trained = tuple[Tensor, dict[str, Tensor], list[Tensor]]
 
 
 @cache

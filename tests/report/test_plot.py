@@ -1,9 +1,9 @@
 """Plots: how axes are scaled, where the legend is, and smoothing."""
 
 import pytest
+from conftest import mvp
 from run_folder import run_folder
 
-from mvp_engine.cli import main
 from mvp_engine.report.page import Curve, draw_curves, new_figure, plot_overview, smoothed
 
 
@@ -63,7 +63,7 @@ def test_long_curve_has_a_raw_and_a_smoothed_line():
 def test_overview_and_runs_plot_write_png_files(tmp_path, capsys):
     plot_overview(run_folder(tmp_path), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["runs", str(tmp_path), "--plot", "mfu", "--out", str(tmp_path / "mfu.png")]) == 0
+    assert mvp(f"runs {tmp_path} --plot mfu --out {tmp_path}/mfu.png") == 0
     assert "(5 points)" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path), "--plot", "gone"]) == 2
+    assert mvp(f"runs {tmp_path} --plot gone") == 2
     assert "exact_own, exact_web, fill, grad_norm" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from conftest import CAMPAIGN
 from forked_launcher import ForkedLauncher
 from worker_cases import TokenLoss, batch_of, spec_of
 
@@ -27,7 +28,7 @@ def step(group, number, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
     tmp_path,
 ):

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import is_gone, spawn, user_error
+from conftest import CAMPAIGN, is_gone, spawn, user_error
 from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from forked_launcher import ForkedLauncher
 from worker_cases import FailingLoss, TokenLoss, pids, spec_of
@@ -31,9 +31,9 @@ def running(group):
     return group
 
 
-IN_CAMPAIGN = pytest.mark.campaign(only=True)  # each restarts two processes
+CAMPAIGN = CAMPAIGN  # each restarts two processes
 METHODS = [
-    pytest.param(name, marks=() if name in ("update", "receive_weights") else IN_CAMPAIGN)
+    pytest.param(name, marks=() if name in ("update", "receive_weights") else CAMPAIGN)
     for name in CALLS
 ]
 
@@ -97,7 +97,7 @@ class RecipeLoss:
     return file
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_controller_killed_leaves_no_process(tmp_path):
     """With processes that start from nothing, as in a training."""
     controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn", fresh=True)

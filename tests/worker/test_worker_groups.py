@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import CAMPAIGN, user_error
 from pool_launcher import PoolLauncher
 from worker_cases import TokenLoss, batch_of, spec_of
 
@@ -72,10 +72,7 @@ def test_update_local_counts_every_token_once_and_learns(local):
         {"shard": 2},
         {"tensor": 2},
         {"pipeline": 2},
-        *(
-            pytest.param(size, marks=pytest.mark.campaign(only=True))
-            for size in ({}, {"ulysses": 2})
-        ),
+        *(pytest.param(size, marks=CAMPAIGN) for size in ({}, {"ulysses": 2})),
     ],
     ids=str,
 )
