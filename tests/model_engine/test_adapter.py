@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.model.adapter import HFAdapter
-from mvp_engine.model_engine.adapter import ModelAdapter, adapter_of
+from mvp_engine.hf.model.adapter import HFAdapter, ModelAdapter, adapter_of
 
 
 def test_hf_adapter_has_the_methods_and_parameters_of_the_plain_adapter():
