@@ -8,7 +8,7 @@ Rules that the formats share:
   the turns that chosen and rejected share, carry no loss unless a message says so.
 - `text` (or `caption`) together with media is a caption: the media are the user's turn, the text is the
   assistant's.
-- Media columns fill placeholders as described in `media_columns.py`.
+- Media columns fill placeholders as described in `messages.py`.
 - Columns that nothing reads are listed in `Row.unused`. A column that would change what is learnt is
   never left unread: its row is bad.
 """
