@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvp_engine.hf.actions.action_model import ActionModel
 from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.kit.actions.action_model import ActionModel
 from mvp_engine.kit.actions.engine import ActionEngine
 
 

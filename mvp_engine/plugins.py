@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,8 +26,8 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 
-POINTS: tuple[str, ...] = ("model_engine", "config", "model_folder", "inspect")
-POINTS += ("target", "data_command", "chat_option", "auto")
+POINTS: tuple[str, ...] = ("model_engine", "config", "model_folder", "model_part", "data_folder")
+POINTS += ("inspect", "target", "data_command", "chat_option", "auto")
 
 
 class ModelFolder:
@@ -58,6 +59,33 @@ class ModelFolder:
     def weight_name(cls, config: Any, name: str) -> str:
         """The name of a weight in the folder as transformers' table of conversions knows it."""
         return name
+
+
+class DataFolder:
+    """Folders that one kind of data kit reads: the base class of `data_folder` plug-ins. It imports no torch."""
+
+    marker = ""  # a file that these folders have, and others have not
+    reader = ""  # what such a folder is and what trains on it; an error puts its path in front
+
+    @classmethod
+    def open(cls, source: Any) -> tuple[Any, dict[str, Any]]:
+        """A `Source` of the rows of a `DataSource`, and facts for `mvp data inspect`."""
+        raise NotImplementedError(f"{cls.__name__} must define open")
+
+    @classmethod
+    def data_kit(cls, settings: Any, processor: Any, model: str, workers: int) -> Any:
+        """The data kit that reads such a folder for a model's folder, for `mvp data inspect --model`."""
+        raise NotImplementedError(f"{cls.__name__} must define data_kit")
+
+
+@dataclass(frozen=True)
+class InspectFact:
+    """A fact of `mvp data inspect` that a kit adds: what `inspect` plug-ins name."""
+
+    lines: Callable[
+        [Any, bool], Iterable[tuple[str, str, str]]
+    ]  # (value, in full) -> name, text, style
+    default: Any = None  # of sequences that have no such fact; None: their facts have no such key
 
 
 @cache
@@ -105,6 +133,26 @@ def folder_type(config: Any) -> str | None:
     """The model type of a kit that trains folders with this config of transformers; None if none does."""
     folders: dict[str, type[ModelFolder]] = load_all("model_folder")
     return next((name for name, folder in folders.items() if folder.is_of(config)), None)
+
+
+@cache
+def model_settings() -> frozenset[str]:
+    """Settings of model folders of all kits."""
+    return frozenset(name for folder in model_folders() for name in folder.settings)
+
+
+@cache
+def sequence_fields() -> frozenset[str]:
+    """Per-sequence fields of batches that models of kits read."""
+    return frozenset(name for folder in model_folders() for name in folder.sequence_fields)
+
+
+def data_folder(path: Any) -> type[DataFolder] | None:
+    """What reads the folder of data at a path; None for paths that every data kit reads."""
+    if not isinstance(path, str | Path):
+        return None
+    folders: list[type[DataFolder]] = list(load_all("data_folder").values())
+    return next((f for f in folders if (Path(path).expanduser() / f.marker).is_file()), None)
 
 
 def without_text() -> dict[str, str]:

@@ -25,11 +25,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
 from campaign_compare import difference, last_step, records, size_of
 from conftest import ROOT, TINY, spawn
@@ -105,17 +104,17 @@ class Recipe:
     workers: Callable[[int], bool] | None = None  # which processes of a rank may be killed, too
 
 
-def tiny(steps: int = 120) -> Recipe:
-    return Recipe("text", TINY, TINY_SETTINGS, JOBS, steps)
+def tiny(steps=120, jobs=JOBS):
+    return Recipe("text", TINY, TINY_SETTINGS, jobs, steps)
 
 
-def vision_language() -> Recipe:
+def vision_language():
     config = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
     jobs = [(1, []), (2, []), (4, ["parallel.shard=2"])]
     return Recipe("vision-language", config, VLM_SETTINGS, jobs, 40, workers=lambda _: True)
 
 
-def reinforcement_learning(folder: Path) -> Recipe:
+def reinforcement_learning(folder):
     """GRPO from a short SFT in `folder`, by a controller with two ranks that it spawns."""
     configs = ROOT / "recipes" / "reverse_rl" / "configs"
     base = Recipe(
@@ -143,7 +142,7 @@ def reinforcement_learning(folder: Path) -> Recipe:
     return Recipe("RL", configs / "grpo.yaml", settings, jobs, 16, moments, workers=is_spawned)
 
 
-def is_spawned(pid: int) -> bool:
+def is_spawned(pid):
     with contextlib.suppress(OSError):
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
@@ -171,12 +170,12 @@ class Job:
 
     def __init__(
         self,
-        recipe: Recipe,
-        nproc: int,
-        words: list[str],
-        log: Path,
-        module: str = "mvp_engine.launch",
-        **env: str,
+        recipe,
+        nproc,
+        words,
+        log,
+        module="mvp_engine.launch",
+        **env,
     ):
         shared = {
             "OMP_NUM_THREADS": "1",
@@ -204,10 +203,10 @@ class Job:
             out.write(text)
 
     @property
-    def is_running(self) -> bool:
+    def is_running(self):
         return any(rank.poll() is None for rank in self.ranks)
 
-    def wait(self, seconds: float, progress: Callable[[], Any] = lambda: None) -> bool:
+    def wait(self, seconds, progress=lambda: None):
         """Wait for the end of all ranks; False if some run and `progress` is the same for so long. Those are killed.
 
         As torchrun does, it sends SIGTERM to the others when a rank has failed.
@@ -233,12 +232,12 @@ class Job:
         return ended
 
     @property
-    def codes(self) -> list[int]:
+    def codes(self):
         return [rank.returncode or 0 for rank in self.ranks]
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, report: Callable[[str, Tally], None]):
+    def __init__(self, folder, seed, report):
         self.folder = folder
         self.dice = random.Random(seed)
         self.report = report  # called after every launch
@@ -248,7 +247,7 @@ class Campaign:
         self._straight: dict[str, Path] = {}
         adopt_orphans()  # survivors of a launch become children of this process
 
-    def words(self, recipe: Recipe, extra: list[str], runs: Path) -> list[str]:
+    def words(self, recipe, extra, runs):
         last = [
             f"loop.total_steps={recipe.steps}",
             "loop.epochs=null",
@@ -257,7 +256,7 @@ class Campaign:
         ]
         return [*recipe.settings, *extra, *last]
 
-    def straight(self, recipe: Recipe, nproc: int, extra: list[str]) -> Path:
+    def straight(self, recipe, nproc, extra):
         """The runs folder of an undisturbed training."""
         key = f"{recipe.name} {nproc} {extra}"
         if key not in self._straight:
@@ -268,12 +267,12 @@ class Campaign:
             self._straight[key] = runs
         return self._straight[key]
 
-    def tail(self) -> str:
+    def tail(self):
         return self.log.read_text()[-3000:]
 
     # ---- Faults ---------------------------------------------------------------------------------------------------
 
-    def disturb(self, fault: Fault):
+    def disturb(self, fault):
         """One training under faults, one for each of its launches."""
         tally, recipe = fault.tally, fault.recipe
         nproc, extra = self.dice.choice(recipe.jobs)
@@ -290,7 +289,7 @@ class Campaign:
             shutil.rmtree(runs)
         self.report(fault.name, tally)
 
-    def _train(self, fault: Fault, nproc: int, extra: list[str], runs: Path) -> bool:
+    def _train(self, fault, nproc, extra, runs):
         """Launch a training until it ends; False if it cannot continue."""
         tally, recipe = fault.tally, fault.recipe
         words = self.words(recipe, extra, runs)
@@ -328,7 +327,7 @@ class Campaign:
             if is_lost or set(job.codes) == {0}:
                 return not is_lost
 
-    def _count_survivors(self, tally: Tally, kind: str | None):
+    def _count_survivors(self, tally, kind):
         """Count the processes that a launch has left, and kill them."""
         ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
         deadline = time.monotonic() + SURVIVOR_SECONDS
@@ -341,7 +340,7 @@ class Campaign:
                 os.kill(pid, signal.SIGKILL)
                 tally.survivors += 1
 
-    def _compare(self, tally: Tally, recipe: Recipe, nproc: int, extra: list[str], runs: Path):
+    def _compare(self, tally, recipe, nproc, extra, runs):
         """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
         if not list_runs(runs):
             return  # it was ended before it had a run
@@ -360,7 +359,7 @@ class Campaign:
                     f"{recipe.name}, {nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})"
                 )
 
-    def kill(self, fault: Fault, job: Job, runs: Path) -> str | None:
+    def kill(self, fault, job, runs):
         """Kill -9 of one random rank, of a worker, or of all ranks."""
         moment = self.dice.choice(fault.recipe.moments)
         if not self.wait_for(moment, job, runs):
@@ -375,7 +374,7 @@ class Campaign:
                 os.kill(pid, signal.SIGKILL)
         return moment
 
-    def storm(self, fault: Fault, job: Job, runs: Path) -> str | None:
+    def storm(self, fault, job, runs):
         """Several SIGTERM within a second, to single ranks and to all."""
         moment = self.dice.choice(fault.recipe.moments)
         if not self.wait_for(moment, job, runs):
@@ -387,7 +386,7 @@ class Campaign:
             time.sleep(self.dice.uniform(0.0, 0.1))
         return moment
 
-    def full_disk(self, fault: Fault, job: Job, runs: Path) -> str | None:
+    def full_disk(self, fault, job, runs):
         """Fill the disk for a while, at a random moment."""
         if not self.wait_for(self.dice.choice(["first steps", "save", "any"]), job, runs):
             return None
@@ -399,7 +398,7 @@ class Campaign:
         filler.unlink()
         return "full"
 
-    def read_only(self, fault: Fault, job: Job, runs: Path) -> str | None:
+    def read_only(self, fault, job, runs):
         """Make the folder of the checkpoints read-only for a while."""
         if not self.wait_for(self.dice.choice(["first steps", "save", "any"]), job, runs):
             return None
@@ -412,7 +411,7 @@ class Campaign:
 
     # ---- Moments --------------------------------------------------------------------------------------------------
 
-    def wait_for(self, moment: str, job: Job, runs: Path) -> bool:
+    def wait_for(self, moment, job, runs):
         """Wait for a moment of the training; False if it ended before."""
         if moment == "start":
             time.sleep(self.dice.uniform(0.0, 1.5))
@@ -444,7 +443,7 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def small_disk(parent: Path) -> Iterator[Path | None]:
+def small_disk(parent):
     """A disk of three MB; None where mounting is not allowed."""
     disk = parent / "disk"
     disk.mkdir()
@@ -475,28 +474,31 @@ class Fault:
     tally: Tally = field(default_factory=Tally)
 
     @property
-    def done(self) -> int:
+    def done(self):
         return sum(self.tally.faults.values())
 
     @property
-    def is_done(self) -> bool:
+    def is_done(self):
         return self.done >= self.wanted or self.tally.lost + self.tally.hung > 5
 
 
 def run(
-    folder: Path,
-    kills: int,
-    storms: int,
-    disks: int,
-    seed: int = 0,
-    minutes: float = float("inf"),
-    out: Path | None = None,
-    recipes: Callable[[Path], list[tuple[Recipe, float]]] | None = None,
-) -> dict[str, Tally]:
+    folder,
+    kills,
+    storms,
+    disks,
+    seed=0,
+    minutes=float("inf"),
+    out=None,
+    recipes=None,
+    text=None,
+):
+    """`text`: the training that is stopped by signals and runs on bad disks."""
+    text = text or tiny()
     began = time.monotonic()
     faults = []
 
-    def report(name: str, tally: Tally):
+    def report(name, tally):
         """Print a line, and write the table."""
         clock = f"{(time.monotonic() - began) / 60:.1f} min"
         all_faults = sum(fault.done for fault in faults)
@@ -520,19 +522,19 @@ def run(
             )
         stopped = (EXIT_INTERRUPTED, -signal.SIGTERM, 0, 1)
         faults.append(
-            Fault("SIGTERM storm", Campaign.storm, tiny(), storms, lambda code: code in stopped)
+            Fault("SIGTERM storm", Campaign.storm, text, storms, lambda code: code in stopped)
         )
         slow = {
             "module": str(ROOT / "tests" / "slow_disk.py"),
             "env": {"MVP_FSYNC_SECONDS": "0.05"},
         }
-        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, tiny(), disks, **slow))
+        faults.append(Fault("kill -9 on a slow disk", Campaign.kill, text, disks, **slow))
         for name, inject, place in (
             ("full disk", Campaign.full_disk, disk),
             ("read-only disk", Campaign.read_only, folder),
         ):
             if disk is not None:
-                fault = Fault(name, inject, tiny(), disks, folder=place, all_records=False)
+                fault = Fault(name, inject, text, disks, folder=place, all_records=False)
                 fault.allowed = lambda code: code in (0, EXIT_USER_ERROR)
                 faults.append(fault)
         faults[:] = [fault for fault in faults if fault.wanted]
@@ -543,12 +545,12 @@ def run(
     return {fault.name: fault.tally for fault in faults}
 
 
-def all_recipes(folder: Path) -> list[tuple[Recipe, float]]:
+def all_recipes(folder):
     """The recipes whose ranks are killed, and their shares of the kills."""
     return [(tiny(), 0.5), (vision_language(), 0.35), (reinforcement_learning(folder), 0.15)]
 
 
-def table(faults: list[Fault], began: float) -> str:
+def table(faults, began):
     head = [
         "fault",
         "runs",
@@ -571,7 +573,7 @@ def table(faults: list[Fault], began: float) -> str:
     return f"{text}\n\n{total}\n{notes}\n"
 
 
-def cells(tally: Tally) -> list[str]:
+def cells(tally):
     moments = ", ".join(f"{kind} {number}" for kind, number in sorted(tally.faults.items()))
     numbers = [
         tally.runs,
@@ -589,7 +591,7 @@ def cells(tally: Tally) -> list[str]:
     ]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,23 +1,19 @@
 """What a training of the fault campaign left: last step, metrics, and how it differs from an undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from mvp_engine.checkpoint.format import Reader, verify
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def size_of(runs: Path, name: str) -> int:
+def size_of(runs, name):
     return sum(file.stat().st_size for file in runs.glob(f"*/{name}"))
 
 
-def last_step(runs: Path) -> int:
+def last_step(runs):
     """The step of the last line of `metrics.jsonl`."""
     for file in runs.glob("*/metrics.jsonl"):
         with open(file, "rb") as lines:
@@ -27,7 +23,7 @@ def last_step(runs: Path) -> int:
     return -1
 
 
-def records(run: Run, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
+def records(run, cut_short=False):
     """All metrics of a run but its timings, by step and split; `cut_short`: the last line may not be complete."""
     found = {}
     file = run.dir / "metrics.jsonl"
@@ -42,7 +38,7 @@ def records(run: Run, cut_short: bool = False) -> dict[tuple[int, str], dict[str
     return found
 
 
-def difference(expected: Path, found: Path, all_records: bool) -> str | None:
+def difference(expected, found, all_records):
     """How two trainings differ: in the metrics of a step, in a bit of the last checkpoint, in its position.
 
     Of several runs the newest counts: a launch that fails before the first checkpoint is not resumed.
@@ -77,7 +73,7 @@ def difference(expected: Path, found: Path, all_records: bool) -> str | None:
     return None
 
 
-def models(checkpoint: Path) -> list[str]:
+def models(checkpoint):
     """The folders of a checkpoint with weights: its own, or in reinforcement learning those of several models."""
     return sorted(
         str(file.parent.relative_to(checkpoint))

@@ -1,21 +1,20 @@
 """Shared fixtures and helpers: the tiny recipe, ways to launch it (in this process, in subprocesses, on warm ranks),
 and the meaning of the markers `gpu` and `campaign`."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import probe_once
 import pytest
@@ -25,6 +24,7 @@ from ranks import RankPool, RankProcesses, reserve_port
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
 MAGIC = ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml"
+CAMPAIGN = pytest.mark.campaign(only=True)
 
 # The files that take longest, by measured CPU seconds. Workers take files from the front: with the long ones
 # first, the many short files at the end let all workers finish together.
@@ -39,7 +39,7 @@ LONGEST_FILES = [
     "kit/test_mllm.py",
     "test_docs.py",
     "model_engine/test_omni_ranks.py",
-    "model_engine/test_action_engine.py",
+    "kit/actions/test_action_engine.py",
     "kit/test_auto.py",
     "recipes/test_qwen_audio.py",
     "model_engine/test_expert_parallel.py",
@@ -79,13 +79,13 @@ save_time()
 gc.disable()  # until all test files are imported, of which everything stays
 
 
-def pytest_addoption(parser: pytest.Parser):
+def pytest_addoption(parser):
     parser.addoption(
         "--campaign", action="store_true", help="run the tests marked `campaign` at full length"
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+def pytest_collection_modifyitems(config, items):
     """Put the longest files first. Skip tests that need a GPU, or a package for it, where it is missing, and those
     marked `campaign(only=True)` outside of a campaign."""
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
@@ -112,7 +112,7 @@ def pytest_runtest_setup():
     probe_once.install()
 
 
-def _missing_for_gpu(required: bool = True, package: str | None = None) -> str | None:
+def _missing_for_gpu(required=True, package=None):
     """What a test marked `gpu` lacks here. With `required=False` it runs on the CPU where torch sees no GPU."""
     import torch
 
@@ -130,7 +130,21 @@ def campaign_size(request):
     return lambda short, full: full if is_full else short
 
 
-def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+def user_error(text):
+    """A context in which a `UserError` must be raised whose message matches `text`."""
+    from mvp_engine.errors import UserError
+
+    return pytest.raises(UserError, match=text)
+
+
+def mvp(words, *more):
+    """The exit code of `mvp` with these words, which are split as by a shell, and `more` as they are."""
+    from mvp_engine.cli import main
+
+    return main([*shlex.split(words), *map(str, more)])
+
+
+def read_metrics(folder, split="train"):
     """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
 
@@ -141,7 +155,7 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k != "perf"} for r in records if r["split"] == split]
 
 
-def readme_commands(recipe: str) -> list[list[str]]:
+def readme_commands(recipe):
     """The words of each `mvp` command in a recipe's README, without trailing comments."""
     text = (ROOT / "recipes" / recipe / "README.md").read_text().replace("\\\n", "")
     lines = [
@@ -152,29 +166,78 @@ def readme_commands(recipe: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [record["loss"] for record in read_metrics(folder)]
 
 
 @pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """`tmp_path` as the current folder, with a cache folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def vlm_folder(workspace, tmp_path_factory):
+    """The workspace, with a tiny Qwen3-VL in `model`."""
+    from tiny_vlm import saved_model
+
+    shutil.copytree(saved_model(tmp_path_factory.getbasetemp()), workspace / "model")
+    return workspace
+
+
+@pytest.fixture
+def lazy_streams(monkeypatch):
+    """Every side stream is lazy; the list of those that were made."""
+    from lazy_streams import use_lazy_streams
+
+    return use_lazy_streams(monkeypatch)
+
+
+@pytest.fixture
+def tiny_hooks(monkeypatch):
+    """tiny_hooks(NAME=f, ...): hooks of the tiny recipe's engine from now on; returns those before, by name."""
+    from mvp_engine.config import compose
+
+    def replace(**hooks):
+        engine = compose(TINY).engine_class
+        before = SimpleNamespace(**{name: getattr(engine, name) for name in hooks})
+        for name, hook in hooks.items():
+            monkeypatch.setattr(engine, name, hook)
+        return before
+
+    return replace
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is forgotten afterwards."""
+    from mvp_engine.model_engine import base
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+@pytest.fixture
 def train(tmp_path):
-    """Launch the tiny recipe in this process: train("loop.total_steps=3", dir=...) -> exit code."""
+    """Launch the tiny recipe in this process: train("loop.total_steps=3 seed=1", *more, dir=...) -> exit code."""
     from mvp_engine.launch import launch
 
-    def run(*overrides, config=TINY, dir=tmp_path):
-        return launch(str(config), [f"project.dir={dir}", *overrides])
+    def run(words="", *more, config=TINY, dir=tmp_path):
+        first = re.split(r" (?=\S+=)", words) if words else []  # values may have blanks
+        return launch(str(config), [f"project.dir={dir}", *first, *more])
 
     return run
 
 
 def spawn(
-    *args: str,
-    env: dict[str, str] | None = None,
+    *args,
+    env=None,
     cwd=ROOT,
-    fresh: bool = False,
-    fresh_workers: bool = False,
+    fresh=False,
+    fresh_workers=False,
     **options,
-) -> subprocess.Popen[str]:
+):
     """Start a Python process in its own session and capture its output.
 
     `-m module` or a file is forked from the fork server, which saves the imports; with `fresh` it starts from nothing.
@@ -196,14 +259,14 @@ def spawn(
     )
 
 
-def run_process(*args: str, **options) -> tuple[int, str]:
+def run_process(*args, **options):
     """Run a Python process to its end and return its exit code and output. `options`: see `spawn`."""
     process = spawn(*args, **options)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 60.0):
+def wait_until(happened, seconds=60.0):
     """Wait for what takes a moment, and on a busy machine seconds."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -211,7 +274,7 @@ def wait_until(happened: Callable[[], bool], seconds: float = 60.0):
         time.sleep(0.01)
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid):
     """Whether a process has ended, also as a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -259,17 +322,25 @@ def on_ranks(rank_processes):
 
 
 @pytest.fixture
-def logged(monkeypatch):
-    """logged(module): the texts that the module's logger is given from now on, at these levels."""
+def logged():
+    """logged(*levels): the messages that the package logs from now on, at these levels; by default warnings."""
+    logger = logging.getLogger("mvp_engine")
+    level, filters = logger.level, []
 
-    def watch(module, *levels):
+    def watch(*levels):
         texts = []
 
-        def note(text, *words):
-            texts.append(text % words if words else text)
+        def note(record):
+            if record.levelname.lower() in (levels or ("warning",)):
+                texts.append(record.getMessage())
+            return True
 
-        for level in levels or ("warning",):
-            monkeypatch.setattr(module.LOGGER, level, note)
+        filters.append(note)
+        logger.addFilter(note)
+        logger.setLevel(logging.INFO)
         return texts
 
-    return watch
+    yield watch
+    for note in filters:
+        logger.removeFilter(note)
+    logger.setLevel(level)

@@ -7,14 +7,11 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
-
-import pytest
 
 Files = dict[str, bytes]
 
@@ -26,7 +23,7 @@ class Repo:
     gated: bool = False
     private: bool = False
 
-    def commit(self, files: Files, branch: str = "main") -> str:
+    def commit(self, files, branch="main"):
         digest = hashlib.sha1(branch.encode())
         for name, content in sorted(files.items()):
             digest.update(name.encode() + content)
@@ -44,7 +41,7 @@ class FakeHub:
     uploads: dict[str, bytes] = field(default_factory=dict)  # large files by their hash
     url: str = ""
 
-    def add(self, name: str, files: Files | Path, branch: str = "main", **options) -> str:
+    def add(self, name, files, branch="main", **options):
         """Add a commit to a repository, from a folder or from contents by name; returns its hash."""
         if isinstance(files, Path):
             found = [file for file in files.rglob("*") if file.is_file()]
@@ -52,7 +49,7 @@ class FakeHub:
         repo = self.repos.setdefault(name, Repo(**options))
         return repo.commit({".gitattributes": b"", **files}, branch)
 
-    def downloads(self) -> list[str]:
+    def downloads(self):
         """The files that were downloaded, in order."""
         return [
             line.rpartition("/")[2]
@@ -61,7 +58,7 @@ class FakeHub:
         ]
 
     @contextmanager
-    def serve(self) -> Iterator[FakeHub]:
+    def serve(self):
         handler = type("Handler", (_Handler,), {"hub": self})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -74,7 +71,7 @@ class FakeHub:
             server.server_close()
 
 
-def use_hub(url: str, home: Path, patch: pytest.MonkeyPatch | None = None):
+def use_hub(url, home, patch=None):
     """Let `huggingface_hub` use the Hub at `url`, with its cache in `home`. It reads its variables when imported."""
     from huggingface_hub import constants
 
@@ -129,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._repo_request(path, body)
 
-    def _repo_request(self, path: str, body: bytes):
+    def _repo_request(self, path, body):
         api = re.fullmatch(
             r"/api/(models/|(?=datasets/))(?P<repo>(datasets/)?[^/]+/[^/]+)(/(?P<rest>.*))?", path
         )
@@ -158,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._api(repo, found["repo"], found["rest"] or "revision/main", body)
 
-    def _api(self, repo: Repo, name: str, rest: str, body: bytes):
+    def _api(self, repo, name, rest, body):
         action, _, rest = rest.partition("/")
         if action == "preupload":
             files = json.loads(body)["files"]
@@ -199,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
 
-    def _commit(self, repo: Repo, name: str, body: bytes):
+    def _commit(self, repo, name, body):
         files = dict(repo.commits[repo.branches["main"]])
         for line in body.splitlines():
             entry = json.loads(line)
@@ -231,14 +228,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._answer({"url": url, "name": name})
 
-    def _list(self, path: str, author: str):
+    def _list(self, path, author):
         prefix = f"datasets/{author}/" if path.endswith("datasets") else f"{author}/"
         names = [
             name.removeprefix("datasets/") for name in self.hub.repos if name.startswith(prefix)
         ]
         self._answer([{"id": name} for name in names])
 
-    def _split_revision(self, repo: Repo, rest: str) -> tuple[str | None, str]:
+    def _split_revision(self, repo, rest):
         """The commit at the front of a path, and what follows. Branches may have slashes."""
         for branch, commit in [
             *repo.branches.items(),
@@ -248,10 +245,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return commit, rest.removeprefix(branch).removeprefix("/")
         return None, ""
 
-    def _refuse(self, status: int, code: str):
+    def _refuse(self, status, code):
         self._answer({"error": code}, {"X-Error-Code": code} if code else {}, status)
 
-    def _answer(self, content, headers: dict[str, str] | None = None, status: int = 200):
+    def _answer(self, content, headers=None, status=200):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():

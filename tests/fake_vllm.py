@@ -28,7 +28,7 @@ from mvp_engine.kit.decoding import Decoding, complete
 
 
 class Refused(Exception):
-    def __init__(self, status: int, text: str):
+    def __init__(self, status, text):
         super().__init__(text)
         self.status = status
 
@@ -36,7 +36,7 @@ class Refused(Exception):
 class FakeVLLM:
     """`folder`: the model that the server starts with. `restart` starts it again on the same port."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
         self.processed = True  # --logprobs-mode processed_logprobs
         self.has_token_ids = True
@@ -53,7 +53,7 @@ class FakeVLLM:
         self.start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
@@ -122,7 +122,7 @@ class FakeVLLM:
             handler.wfile.write(data)
         self.connections.discard(handler.connection)
 
-    def answer(self, path: str, body):
+    def answer(self, path, body):
         if path == "/health":
             if self.engine_died:
                 raise Refused(503, "EngineCore encountered an issue")
@@ -151,7 +151,7 @@ class FakeVLLM:
                     self.update(path, body)
             return {}
 
-    def update(self, path: str, body):
+    def update(self, path, body):
         if not self.configured:
             raise Refused(500, "Weight transfer not configured. Please set weight_transfer_config")
         match path:
@@ -215,13 +215,13 @@ class FakeVLLM:
             choices.append(choice)
         return {"choices": choices}
 
-    def expanded(self, ids: list[int], items: int) -> list[int]:
+    def expanded(self, ids, items):
         assert ids.count(self.media_token if self.media_token is not None else -1) == items
         return [
             i for one in ids for i in [one] * (self.media_tokens if one == self.media_token else 1)
         ]
 
-    def write(self, ids: list[int], parameters) -> list[tuple[list[int], list[float], str]]:
+    def write(self, ids, parameters):
         bias = {int(token): value for token, value in (parameters.get("logit_bias") or {}).items()}
         if certain := [token for token, value in bias.items() if value > 0]:
             return [(certain, [0.0 if self.processed else -5.0], "length")]

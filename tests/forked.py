@@ -6,8 +6,6 @@ other; what they do not test is a start from nothing. The workers of a forked to
 needs them to be torchrun's children.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -64,11 +62,11 @@ class ForkedModule:
 
     def __init__(
         self,
-        module: str,
-        args: list[str],
-        environment: dict[str, str],
-        folder: str,
-        fresh_workers: bool,
+        module,
+        args,
+        environment,
+        folder,
+        fresh_workers,
     ):
         context = fork_context()
         forkserver.ensure_running()
@@ -83,19 +81,19 @@ class ForkedModule:
         self.pid = self._process.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def communicate(self, timeout=None):
         """Wait for the end of the process and return what it printed since the last read."""
         output = []
         reading = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
@@ -107,7 +105,7 @@ class ForkedModule:
         self.stdout.close()
         return output[0], None
 
-    def send_signal(self, number: int):
+    def send_signal(self, number):
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it ended since
                 os.kill(self.pid, number)
@@ -119,7 +117,7 @@ class ForkedModule:
 class ForkedWorker(ForkedModule):
     """A worker of torchrun, which writes to torchrun's own output."""
 
-    def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
+    def __init__(self, command, environment):
         module = command.index("-m") + 1
         output = Connection(os.dup(1), readable=False)
         words = list(command[module + 1 :])
@@ -130,7 +128,7 @@ class ForkedWorker(ForkedModule):
         self.pid = self._process.pid
 
 
-def _fork_workers(server: str):
+def _fork_workers(server):
     """Let torchrun in this process fork its workers from the server at this address."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -140,20 +138,20 @@ def _fork_workers(server: str):
     handler._popen = lambda self, command, environment: ForkedWorker(command, environment)
 
 
-def _end_with(launcher: int):
+def _end_with(launcher):
     """End this process when its launcher has: a child of torchrun would notice, one of the fork server would not."""
     select.select([os.pidfd_open(launcher)], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run_module(
-    module: str,
-    args: list[str],
-    environment: dict[str, str],
-    folder: str,
+    module,
+    args,
+    environment,
+    folder,
     output,
-    server: str | None,
-    launcher: int | None = None,
+    server,
+    launcher=None,
 ):
     os.setsid()
     if launcher is not None:
@@ -188,7 +186,7 @@ def _run_module(
     os._exit(code)
 
 
-def _exit_code(module: str) -> int:
+def _exit_code(module):
     try:
         if module.endswith(".py"):
             runpy.run_path(module, run_name="__main__")

@@ -6,8 +6,6 @@ Kills the whole process group, so that no process can clean up. Passes when ever
 checkpoint, and the final metrics.jsonl has the same steps and is bit-equal to that of the uninterrupted run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from conftest import ROOT, TINY, spawn
 from ranks import reserve_port
@@ -39,11 +36,11 @@ SETTINGS = [
 class Job(Protocol):
     """A running training on one or several ranks."""
 
-    def is_running(self) -> bool: ...
+    def is_running(self): ...
 
     def kill(self): ...
 
-    def exit_code(self) -> int:
+    def exit_code(self):
         """Wait for the end of all processes."""
         ...
 
@@ -51,7 +48,7 @@ class Job(Protocol):
 class FreshJob:
     """Processes that start from nothing, several ranks under torchrun."""
 
-    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path):
+    def __init__(self, config, nproc, settings, log):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
         launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
         command = [sys.executable, *(torchrun if nproc > 1 else []), *launch]
@@ -61,7 +58,7 @@ class FreshJob:
             )
         self.nproc = nproc
 
-    def is_running(self) -> bool:
+    def is_running(self):
         return self.process.poll() is None
 
     def kill(self):
@@ -72,14 +69,14 @@ class FreshJob:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
 
-    def exit_code(self) -> int:
+    def exit_code(self):
         return self.process.wait()
 
 
 class ForkedJob:
     """Ranks forked from the tests' fork server: no imports, no torchrun, otherwise the same."""
 
-    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path):
+    def __init__(self, config, nproc, settings, log):
         launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
         job = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         self.held = reserve_port()  # for as long as this job lives
@@ -88,25 +85,25 @@ class ForkedJob:
         self.ranks = [spawn(*launch, env=env if nproc > 1 else None) for env in environments]
         self.log = log
 
-    def is_running(self) -> bool:
+    def is_running(self):
         return any(rank.poll() is None for rank in self.ranks)
 
     def kill(self):
         for rank in self.ranks:
             rank.kill()
 
-    def exit_code(self) -> int:
+    def exit_code(self):
         outputs = [rank.communicate(timeout=600)[0] for rank in self.ranks]
         with open(self.log, "a") as out:
             out.writelines(outputs)
         return next((rank.returncode for rank in self.ranks if rank.returncode), 0)
 
 
-def child_pids(pid: int) -> list[int]:
+def child_pids(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def run_and_kill(job: Job, folder: Path, kill_after: float) -> int:
+def run_and_kill(job, folder, kill_after):
     """Kill -9 `kill_after` seconds after training began or resumed; a negative number counts from the launch."""
     size_before = _log_size(folder)
     while kill_after >= 0 and job.is_running() and _log_size(folder) == size_before:
@@ -119,11 +116,11 @@ def run_and_kill(job: Job, folder: Path, kill_after: float) -> int:
     return job.exit_code()
 
 
-def _log_size(folder: Path) -> int:
+def _log_size(folder):
     return sum(file.stat().st_size for file in folder.glob("*/log.txt"))
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder):
     [file] = folder.glob("*/metrics.jsonl")
     return [
         {k: v for k, v in json.loads(line).items() if k != "perf"}
@@ -132,14 +129,14 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def compare(
-    kills: int,
-    nproc: int,
-    settings: list[str],
-    folder: Path,
+    kills,
+    nproc,
+    settings,
+    folder,
     *,
-    config: Path = TINY,
-    seed: int = 0,
-    start: Callable[[Path, int, list[str], Path], Job] = FreshJob,
+    config=TINY,
+    seed=0,
+    start=FreshJob,
 ):
     """Train once without and once with `kills` kills; raises AssertionError where the two differ."""
     log = folder / "output.txt"
@@ -167,7 +164,7 @@ def compare(
     return {"kills": done, "during_save": during_save, "records": len(found), "bit_equal": True}
 
 
-def settings_for(kills: int) -> list[str]:
+def settings_for(kills):
     """Settings of the tiny recipe with steps enough for so many kills."""
     return [*SETTINGS, f"loop.total_steps={60 + 60 * kills}"]
 

@@ -5,8 +5,6 @@ compares its gradients with those of one rank, a comparison that would find more
 probe itself are in the files of `ALWAYS`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -22,7 +20,7 @@ FILE = [""]  # the test file that is running, in a rank process
 _PASSED = set()
 
 
-def current_file() -> str:
+def current_file():
     """The name of the test file that this process runs."""
     return Path(os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]).stem
 
@@ -32,14 +30,14 @@ def forget():
     _PASSED.clear()
 
 
-def install(on_ranks: bool = False):
+def install(on_ranks=False):
     """Replace the probe by one that remembers what has passed, as soon as it is imported."""
     module = sys.modules.get("mvp_engine.hf.model.adapter")
     if module is None or hasattr(module.HFAdapter.preflight, "always"):
         return
     always = module.HFAdapter.preflight
 
-    def preflight(self, layout, exact: bool):
+    def preflight(self, layout, exact):
         file = FILE[0] if on_ranks else current_file()
         sizes = [
             getattr(layout, name)

@@ -1,7 +1,5 @@
 """Rank processes that stay up between tests, forked from a server that has done the imports."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing
@@ -11,8 +9,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import probe_once
 from forked import fork_context, save_time
@@ -25,7 +21,7 @@ class RankProcesses:
         self.pipes = []
         self.processes = []
 
-    def grow(self, size: int):
+    def grow(self, size):
         context = fork_context()
         for rank in range(len(self.processes), size):
             ours, theirs = context.Pipe()
@@ -49,7 +45,7 @@ class RankPool:
     Each call sets torchrun's environment variables with a fresh port, so `f` may join and leave a process group.
     """
 
-    def __init__(self, size: int, shared: RankProcesses | None = None):
+    def __init__(self, size, shared=None):
         """`shared`: processes that other pools use, too, and that outlive this one."""
         self.size = size
         self._shared = shared
@@ -57,21 +53,19 @@ class RankPool:
         self._own.grow(size)
 
     @property
-    def pipes(self) -> list[Any]:
+    def pipes(self):
         return self._own.pipes[: self.size]
 
     @property
-    def processes(self) -> list[Any]:
+    def processes(self):
         return self._own.processes[: self.size]
 
-    def run(self, function: Callable[..., Any], *args, timeout: float = 120.0) -> list[Any]:
+    def run(self, function, *args, timeout=120.0):
         self._own.grow(self.size)  # another pool may have ended them
         with reserve_port() as held:
             return self._run(function, args, timeout, held.getsockname()[1])
 
-    def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int
-    ) -> list[Any]:
+    def _run(self, function, args, timeout, port):
         for pipe in self.pipes:
             pipe.send((function, args, self.size, port, probe_once.current_file()))
         answers = []
@@ -98,7 +92,7 @@ class RankPool:
                 raise AssertionError(f"rank {rank} failed:\n{error}")
         return [value for _, value in answers]
 
-    def _restart(self, rank: int) -> int | None:
+    def _restart(self, rank):
         """New processes, for the tests that follow; returns the exit code of a rank."""
         self.processes[rank].join(1.0)
         code = self.processes[rank].exitcode
@@ -106,27 +100,27 @@ class RankPool:
         self._own.grow(self.size)
         return code
 
-    def launch(self, config, *overrides: str) -> list[int]:
+    def launch(self, config, *overrides):
         return self.run(_launch, str(config), list(overrides))
 
     def close(self):
         if self._shared is None:
             self._own.close()
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
 
 
-def _launch(config: str, overrides: list[str]) -> int:
+def _launch(config, overrides):
     from mvp_engine.launch import launch
 
     return launch(config, overrides)
 
 
-def _serve(rank: int, pipe):
+def _serve(rank, pipe):
     import torch
 
     import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
@@ -153,12 +147,12 @@ def _serve(rank: int, pipe):
         pipe.send_bytes(answer)
 
 
-def free_port() -> int:
+def free_port():
     with reserve_port() as held:
         return int(held.getsockname()[1])
 
 
-def reserve_port() -> socket.socket:
+def reserve_port():
     """A socket that keeps a port: no other process is given it, and a server of ours may listen on it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

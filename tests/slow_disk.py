@@ -9,7 +9,7 @@ from mvp_engine import launch
 _fsync = os.fsync
 
 
-def _slow_fsync(descriptor: int):
+def _slow_fsync(descriptor):
     time.sleep(float(os.environ["MVP_FSYNC_SECONDS"]))
     _fsync(descriptor)
 

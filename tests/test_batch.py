@@ -1,7 +1,5 @@
 """PackedBatch: nothing lost, nothing leaked, never over budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from itertools import pairwise
@@ -22,13 +20,13 @@ from mvp_engine.worker.padded import (
 )
 
 
-def refused(words: str, make, *args, **options):
+def refused(words, make, *args, **options):
     """The call raises an error with these words."""
     with pytest.raises(ValueError, match=words):
         make(*args, **options)
 
 
-def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
+def make(lengths, seed=0, axes=0):
     """Random sequences with every kind of field; sequence s has s % 3 images of 1 to 4 patches."""
     g = torch.Generator().manual_seed(seed)
     count = torch.arange(len(lengths))
@@ -88,10 +86,10 @@ def test_best_fit_is_close_to_the_optimal_number_of_bins(sizes):
 def test_split_counts_media_costs_against_the_budget():
     batch = make([10, 10, 10])
     assert [len(m) for m in batch.split(30, costs=[25, 5, 20]).members] == [2, 1]
-    words = "sequence 1 costs 31 tokens, more than the budget of 30"
-    refused(words, batch.split, 30, costs=[1, 31, 1])
-    words = r"sequences \[0, 2\], which stay together, cost 20 tokens"
-    refused(words, batch.split, 19, together=[7, 8, 7])
+    more = "sequence 1 costs 31 tokens, more than the budget of 30"
+    refused(more, batch.split, 30, costs=[1, 31, 1])
+    both = r"sequences \[0, 2\], which stay together, cost 20 tokens"
+    refused(both, batch.split, 19, together=[7, 8, 7])
     refused("3 costs and 2 ids were given for 3 sequences", batch.split, 30, together=[0, 1])
 
 
@@ -125,7 +123,7 @@ def test_select_and_concat_keep_media_with_their_sequences():
 
 
 def test_concat_and_select_hold_shared_media_once():
-    def owners(batch: PackedBatch):
+    def owners(batch):
         media = batch.media["image"]
         return media.sequence_ids.tolist(), media.shared_with.tolist()
 
@@ -233,7 +231,7 @@ def test_equals_compares_all_fields_bit_by_bit():
     assert not one.equals(two)
 
 
-def padded_batch(prompts: list[int], answers: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+def padded_batch(prompts, answers, seed=0):
     """`[pad, prompt, response, pad]` rows, with a field of R columns and one of L columns."""
     g = torch.Generator().manual_seed(seed)
     p, r = max(prompts), max(answers)

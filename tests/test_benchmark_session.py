@@ -1,7 +1,5 @@
 """Benchmarks on a GPU machine: jobs end at their limits, and leave no processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

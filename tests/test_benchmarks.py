@@ -1,20 +1,16 @@
 """Benchmark scripts: counts of FLOPs and tokens, comparisons on equal data, tables that match their results."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from run_files import json_lines
+from conftest import CAMPAIGN, ROOT
+from run_files import json_lines, read_json
 from torch.nn.functional import scaled_dot_product_attention
 
 from mvp_engine.errors import EXIT_INTERRUPTED
@@ -27,7 +23,7 @@ SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
 @pytest.mark.campaign
 def test_hardware_cells_are_what_is_estimated(campaign_size):
-    cells = json.loads(HARDWARE.RESULTS.read_text())["cells"]
+    cells = read_json(HARDWARE.RESULTS)["cells"]
     for cell in cells[: campaign_size(1, len(cells))]:
         assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell
 
@@ -40,7 +36,7 @@ def bench(monkeypatch):
     return module
 
 
-def across_boundaries(bench: ModuleType):
+def across_boundaries(bench):
     def attend(*qkv):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
@@ -68,7 +64,7 @@ def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_
     monkeypatch, capsys
 ):
     share = import_file(ROOT / "benchmarks" / "context_share.py")
-    monkeypatch.setattr(sys, "argv", ["context_share.py", "--dry", "--context", "4"])
+    monkeypatch.setattr(sys, "argv", "context_share.py --dry --context 4".split())
     share.main()
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
     lengths, cpu = [300, 40, 7], share.torch.device("cpu")
@@ -104,11 +100,11 @@ def compare(monkeypatch):
     return import_file(folder / "compare.py")
 
 
-def stored(name: str):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+def stored(name):
+    return read_json(ROOT / "benchmarks" / "results" / f"{name}.json")
 
 
-def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path):
+def test_sft_tables_in_docs_equal_the_stored_results(compare, tmp_path):
     docs = (ROOT / "docs" / "performance.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(docs.replace("| ours |", "| theirs |"))
@@ -168,7 +164,7 @@ def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch):
     assert packed.labels[packed.labels >= 0].equal(with_loss[with_loss >= 0])
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, monkeypatch, train):
     pytest.importorskip("sklearn")
     engine = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
@@ -180,12 +176,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
         "sft.shape=tiny_vl",
         f"sft.folder={tmp_path / 'files'}",
     ]
-    keys += [
-        "data.micro_batch_size=1",
-        "data.global_batch_size=2",
-        "data.num_workers=0",
-        "model.compile=null",
-    ]
+    keys += "data.micro_batch_size=1 data.global_batch_size=2 data.num_workers=0 model.compile=null".split()
     keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
@@ -303,25 +294,12 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):
     assert padded["rounds"][0]["slots"] > padded["rounds"][0]["useful"]
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_generation_benchmark_compares_equal_tokens(tmp_path):
     bench = import_file(ROOT / "benchmarks" / "generation.py")
-    words = [
-        "--shape",
-        "tiny",
-        "--prompts",
-        "3",
-        "--new",
-        "4",
-        "--held",
-        "20",
-        "--packs",
-        "1",
-        "--steps",
-        "1",
-    ]
+    words = "--shape tiny --prompts 3 --new 4 --held 20 --packs 1 --steps 1".split()
     bench.main([*words, "--out", str(tmp_path / "out.json")])
-    result = json.loads((tmp_path / "out.json").read_text())
+    result = read_json(tmp_path / "out.json")
     assert [row.get("same_tokens") for row in result["rows"]] == [1.0, 1.0, None]
     assert result["evaluation"]["answers"] == 2
     page = tmp_path / "page.md"
@@ -333,7 +311,7 @@ def test_generation_benchmark_compares_equal_tokens(tmp_path):
 
 def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_targets():
     bench = import_file(ROOT / "benchmarks" / "generation.py")
-    result = json.loads((ROOT / "benchmarks" / "results" / "generation.json").read_text())
+    result = read_json(ROOT / "benchmarks" / "results" / "generation.json")
     assert bench.table(result) in (ROOT / "docs" / "performance.md").read_text()
     seconds = {row["side"]: row["seconds"] for row in result["rows"]}
     assert seconds["no cache"] > 10 * seconds["KV cache"]
@@ -341,7 +319,7 @@ def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_ta
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     tmp_path, monkeypatch, campaign_size
 ):
@@ -363,24 +341,15 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
 
 
 def test_hardware_table_of_the_docs_is_that_of_its_data():
-    cells = json.loads(HARDWARE.RESULTS.read_text())["cells"]
+    cells = read_json(HARDWARE.RESULTS)["cells"]
     assert HARDWARE.table(cells) in (ROOT / "docs" / "hardware.md").read_text()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_activation_offload_benchmark_finds_equal_results(tmp_path):
     out = tmp_path / "found.json"
-    words = [
-        "benchmarks/activation_offload.py",
-        "--tiny",
-        "--layers",
-        "3",
-        "--steps",
-        "1",
-        "--out",
-        str(out),
-    ]
+    words = f"benchmarks/activation_offload.py --tiny --layers 3 --steps 1 --out {out}".split()
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
-    rows = {row["mode"]: row for row in json.loads(out.read_text())["rows"]}
+    rows = {row["mode"]: row for row in read_json(out)["rows"]}
     assert rows["offload"]["equal"]
     assert rows["offload"]["host_gib"] > rows["full"]["host_gib"] == 0

@@ -1,17 +1,15 @@
 """`mvp check`: it reports every problem, measures a few steps, and leaves no files behind."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import MAGIC, ROOT, TINY, run_process
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, mvp, run_process
 from PIL import Image
+from run_files import printed_json
+from tiny_vlm import chat
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.check.engine import STEPS
 from mvp_engine.tools.check.record import read_facts
@@ -32,28 +30,36 @@ QUICK = [
 ]
 
 
-def checked(capsys: Any, config: Path, *words: str, code: int = 0) -> dict[str, Any]:
+CHAT = chat("Which digit is this?", "7")
+
+
+def checked(capsys, config, *words, code=0):
     capsys.readouterr()
-    assert main(["check", str(config), "--json", *words]) == code
-    found = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {config} --json", *words) == code
+    found = printed_json(capsys)
     assert found["ok"] == (code == 0)
     assert bool(found["problems"]) == (code != 0)
     return found
 
 
-def stages(found: dict[str, Any]) -> dict[str, bool]:
+def write_rows(folder, *rows):
+    """A file of rows; returns the words that train on it without evaluations. A row that is no text is a chat."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return ["loop.eval_interval=null", "eval_generation=null"]
+
+
+def stages(found):
     return {stage["name"]: stage["ok"] for stage in found["stages"]}
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def digits(tmp_path_factory):
     """Overrides that make the recipe small, with its data in a folder that the tests share."""
     return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
 
 
-def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path, capsys):
     folder = tmp_path / "outputs"
     found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
     assert list(stages(found).items()) == [
@@ -75,7 +81,7 @@ def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(
     assert not folder.exists()
 
 
-def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
+def test_check_json_keys_are_documented(tmp_path, capsys):
     found = checked(capsys, TINY, f"project.dir={tmp_path}")
     documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
     inner = [
@@ -88,18 +94,14 @@ def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
     assert set(found).union(*inner) - documented == set()
 
 
-def test_check_slow_loader_warns_with_the_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_slow_loader_warns_with_the_fix(tmp_path, capsys):
     found = checked(capsys, TINY, f"project.dir={tmp_path}", "tiny.load_seconds=0.02")
     (warning,) = [text for text in found["warnings"] if "wait for data" in text]
     assert "raise data.num_workers (now 0; the machine has " in warning
 
 
 @pytest.mark.slow
-def test_check_of_a_data_kit_inspects_rows_and_evaluates(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsys):
     export = tmp_path / "export"
     found = checked(
         capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3"
@@ -126,7 +128,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(
         "digits_data"
     ]
     assert not export.exists()
-    assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
+    assert mvp(f"check {DIGITS}", *digits, "model.freeze=[vision]") == 0
     text = capsys.readouterr().out
     for words in (
         "«0<|im_end|>»",
@@ -139,9 +141,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(
         assert words in text
 
 
-def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, capsys):
     words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
@@ -157,9 +157,8 @@ def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(
     assert not list(tmp_path.iterdir())
 
 
-def test_check_settings_that_fail_late_are_problems_at_once(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+@pytest.mark.slow
+def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, capsys):
     here = f"project.dir={tmp_path}"
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
@@ -187,18 +186,10 @@ def test_check_settings_that_fail_late_are_problems_at_once(
     assert stages(found) == {"config": True, "data": False}
 
 
-def test_check_bad_rows_are_a_warning_or_an_error(
-    digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    chat = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    rows = ["{broken", *[json.dumps({"messages": chat, "origin": "web"})] * 30]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
-    assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
+def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
+    words = write_rows(tmp_path, "{broken", *[{**CHAT, "origin": "web"}] * 30)
+    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    assert mvp(f"check {DIGITS}", *words) == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert re.search(
         r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
@@ -218,24 +209,22 @@ def test_check_bad_rows_are_a_warning_or_an_error(
     assert found["evaluation"] is None
 
 
-def test_check_unknown_config_key_fails_the_config_stage(capsys: Any) -> None:
+def test_check_unknown_config_key_fails_the_config_stage(capsys):
     found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
     assert stages(found) == {"config": False}
     assert "Did you mean 'optim.lr'?" in found["problems"][0]
-    assert main(["check", str(TINY), "optim.lrr=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {TINY} optim.lrr=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert output.out.split() == ["FAILED", "config"]
     assert "Did you mean 'optim.lr'?" in output.err
 
 
-def _check(folder: str, words: list[str]) -> int:
+def _check(folder, words):
     return check_rank(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
-@pytest.mark.campaign(only=True)
-def test_check_on_two_ranks_equals_one_rank(
-    ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any
-) -> None:
+@CAMPAIGN
+def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
     two, one = read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
@@ -246,13 +235,10 @@ def test_check_on_two_ranks_equals_one_rank(
 
 
 @pytest.mark.slow
-def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
-    words = [
-        f"project.dir={tmp_path}",
-        "tiny.fault=nan_once",
-        "tiny.fault_step=1",
-        "tiny.fault_rank=1",
-    ]
+def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
+    words = (
+        f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_step=1 tiny.fault_rank=1".split()
+    )
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
     assert output.count("ok      config") == 1
@@ -260,55 +246,37 @@ def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_check_bad_rows_of_a_stream_are_listed(
-    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "mvp_engine.tools.inspect_rows.SAMPLE", 100
     )  # rows of a stream that the data stage reads
-    chat = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    rows = [json.dumps({"messages": chat})] * 400
+    rows = [CHAT] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = [
-        *digits,
-        f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]",
-        "loop.total_steps=4",
-    ]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
+    words = [*write_rows(tmp_path, *rows), *digits, "loop.total_steps=4"]
+    words.append(f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]")
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
     assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}
-    assert main(["check", str(DIGITS), *words, "mllm.max_bad_rows=1"]) == EXIT_USER_ERROR
+    assert mvp(f"check {DIGITS}", *words, "mllm.max_bad_rows=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert "bad_json  rows.jsonl:151: " in output.out
     assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)
     assert "mvp-check-" not in output.out + output.err
 
 
-def test_check_media_that_no_step_has_are_tried(
-    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_check_media_that_no_step_has_are_tried(digits, tmp_path, capsys, monkeypatch):
     """One row of 400 has an image, and the encoder fails: the training would find out in the middle of an epoch."""
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     Image.new("RGB", (32, 32)).save(tmp_path / "image.png")
-    text = [
-        {"role": "user", "content": "Which digit is this?"},
-        {"role": "assistant", "content": "7"},
-    ]
-    image = [{**text[0], "content": "<image>Which digit is this?"}, text[1]]
-    rows = [*[{"messages": text}] * 400, {"messages": image, "images": ["image.png"]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
-    words += ["loop.eval_interval=null", "eval_generation=null"]
+    image = {**chat("<image>Which digit is this?", "7"), "images": ["image.png"]}
+    words = write_rows(tmp_path, *[CHAT] * 400, image)
+    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
     without_gradient = checked(capsys, DIGITS, *words)["without_gradient"]
     assert any(".visual." in name for name in without_gradient)  # no step had the image
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", fail)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import ROOT, losses, mvp
+from run_files import printed_json
 
-from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.row_checks import merge_pairs, split_each, split_micro_batch
@@ -21,10 +18,10 @@ from mvp_engine.tools.check import record, stages
 RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 
 
-def checked(capsys: Any, *words: str, config: Path = RECIPE) -> tuple[int, dict[str, Any]]:
+def checked(capsys, *words, config=RECIPE):
     capsys.readouterr()
-    code = main(["check", str(config), "--json", "project.dir=unused", *words])
-    found = json.loads(capsys.readouterr().out)
+    code = mvp(f"check {config} --json project.dir=unused", *words)
+    found = printed_json(capsys)
     found["warnings"] = [
         text for text in found["warnings"] if "wait for data" not in text
     ]  # on a busy machine
@@ -40,9 +37,7 @@ def checked(capsys: Any, *words: str, config: Path = RECIPE) -> tuple[int, dict[
         ("negatives", "compared with other rows of their micro-batch only (in-batch negatives"),
     ],
 )
-def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(
-    kind: str, cause: str, capsys: Any
-) -> None:
+def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(kind, cause, capsys):
     code, found = checked(capsys, f"losses.kind={kind}")
     assert code == EXIT_USER_ERROR
     (problem,) = found["problems"]
@@ -57,7 +52,7 @@ def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(
     assert not found["stages"][-1]["ok"]
 
 
-def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys: Any) -> None:
+def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys):
     code, found = checked(
         capsys, "losses.kind=negatives", "data.micro_batch_size=1", "data.global_batch_size=4"
     )
@@ -68,9 +63,9 @@ def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys: A
 
 
 @pytest.mark.parametrize(
-    "words", ["kind=sum", "kind=cancel", "kind=noise", "kind=random_weight", "layer=dropout"]
+    "words", "kind=sum kind=cancel kind=noise kind=random_weight layer=dropout".split()
 )
-def test_check_loss_that_is_right_or_random_passes(words: str, capsys: Any) -> None:
+def test_check_loss_that_is_right_or_random_passes(words, capsys):
     for seed in range(3):
         code, found = checked(capsys, f"losses.{words}", f"seed={seed}")
         assert (code, found["problems"]) == (0, [])
@@ -80,13 +75,13 @@ def test_check_loss_that_is_right_or_random_passes(words: str, capsys: Any) -> N
             assert found["split"]["loss"][0] == pytest.approx(found["split"]["loss"][1], abs=1e-5)
 
 
-def test_check_random_model_with_wrong_loss_is_a_problem(capsys: Any) -> None:
+def test_check_random_model_with_wrong_loss_is_a_problem(capsys):
     code, found = checked(capsys, "losses.layer=dropout", "losses.kind=mean_of_means")
     assert code == EXIT_USER_ERROR
     assert "this is a mean of means" in found["problems"][0]
 
 
-def test_check_batch_norm_is_a_warning(capsys: Any) -> None:
+def test_check_batch_norm_is_a_warning(capsys):
     code, found = checked(capsys, "losses.layer=batch_norm")
     assert code == 0
     assert (
@@ -95,7 +90,7 @@ def test_check_batch_norm_is_a_warning(capsys: Any) -> None:
     )
 
 
-def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:
+def test_check_parameters_without_gradient_are_named(capsys):
     code, found = checked(capsys, "losses.unused=true")
     assert code == 0
     assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
@@ -106,7 +101,7 @@ def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:
     assert checked(capsys)[1]["without_gradient"] == []
 
 
-def test_check_rising_loss_is_a_warning(capsys: Any) -> None:
+def test_check_rising_loss_is_a_warning(capsys):
     code, found = checked(capsys, "optim.lr=3")
     assert code == 0
     (warning,) = found["warnings"]
@@ -115,38 +110,31 @@ def test_check_rising_loss_is_a_warning(capsys: Any) -> None:
     )
 
 
-def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys: Any) -> None:
-    assert main(["check", str(RECIPE), "losses.kind=no_weight"]) == 1
+def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys):
+    assert mvp(f"check {RECIPE} losses.kind=no_weight") == 1
     error = capsys.readouterr().err
     assert "forward_step must return (loss_sum, weight), not Tensor" in error
     assert "mvp check /" not in error  # its folder is gone
     assert "mvp-check-" not in error
 
 
-def _check(folder: str, words: list[str]) -> int:
+def _check(folder, words):
     return stages.main(["--config", str(RECIPE), "--folder", folder, "--quiet", *words])
 
 
 @pytest.mark.slow
-def test_check_on_two_ranks_compares_the_rows_of_both(ranks2: Any, tmp_path: Path) -> None:
+def test_check_on_two_ranks_compares_the_rows_of_both(ranks2, tmp_path):
     for kind, shard, code in (("sum", 2, 0), ("sum", 1, 0), ("negatives", 1, EXIT_USER_ERROR)):
         folder = tmp_path / f"{kind}{shard}"
         folder.mkdir()
-        words = [
-            f"losses.kind={kind}",
-            f"parallel.shard={shard}",
-            "data.micro_batch_size=4",
-            "losses.unused=true",
-        ]
+        words = f"losses.kind={kind} parallel.shard={shard} data.micro_batch_size=4 losses.unused=true".split()
         assert ranks2.run(_check, str(folder), words) == [code, code]
         found = record.read_facts(folder)
         assert found["split"]["micro_batches"] == [4, 8]
         assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
 
 
-def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path, capsys):
     page = (ROOT / "docs" / "whole_step_loss.md").read_text()
     for name, language in (("engine.py", "python"), ("train.yaml", "yaml")):
         (code,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
@@ -171,7 +159,7 @@ def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(
     assert expected[0] > 2.0
 
 
-def test_split_micro_batch_keeps_every_row_once() -> None:
+def test_split_micro_batch_keeps_every_row_once():
     lengths = [9, 2, 7, 3]
     sides = PackedBatch.from_sequences(
         [torch.arange(n) for n in lengths], sequence_fields={"sample": torch.tensor([5, 5, 8, 8])}

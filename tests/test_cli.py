@@ -1,7 +1,5 @@
 """`mvp`: what each command prints, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import MAGIC, ROOT, TINY
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -17,35 +16,30 @@ from mvp_engine.runs import Run, list_runs
 
 
 @pytest.fixture
-def two_runs(train, tmp_path: Path) -> Path:
-    assert train("loop.total_steps=6", "loop.eval_interval=3", "project.run_id=first") == 0
-    assert train("loop.total_steps=6", "optim.lr=0.1", "project.run_id=second") == 0
+def two_runs(train, tmp_path):
+    assert train("loop.total_steps=6 loop.eval_interval=3 project.run_id=first") == 0
+    assert train("loop.total_steps=6 optim.lr=0.1 project.run_id=second") == 0
     return tmp_path
 
 
-def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path: Path, capsys) -> None:
+def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path, capsys):
     folder = f"project.dir={tmp_path}"
-    assert main(["train", str(TINY), "loop.total_steps=3", "--nproc", "1", folder]) == 0
-    assert main(["evaluate", str(TINY), folder]) == 0
+    assert mvp(f"train {TINY} loop.total_steps=3 --nproc 1 {folder}") == 0
+    assert mvp(f"evaluate {TINY} {folder}") == 0
     assert "eval step 3" in capsys.readouterr().out
     assert len(list_runs(tmp_path)) == 1
 
 
-def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
-    assert main(["config", str(TINY), "seed=4"]) == 0
+def test_config_show_output_trains_again(tmp_path, capsys):
+    assert mvp(f"config {TINY} seed=4") == 0
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
     assert yaml.safe_load(shown)["seed"] == 4
-    assert (
-        main(
-            ["train", str(tmp_path / "again.yaml"), f"project.dir={tmp_path}", "loop.total_steps=2"]
-        )
-        == 0
-    )
+    assert mvp(f"train {tmp_path}/again.yaml project.dir={tmp_path} loop.total_steps=2") == 0
 
 
-def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
-    assert main(["train", str(two_runs / "first" / "config.yaml"), "project.run_id=third"]) == 0
+def test_saved_config_of_a_run_trains_with_equal_losses(two_runs):
+    assert mvp(f"train {two_runs}/first/config.yaml project.run_id=third") == 0
     first, third = (
         list((two_runs / name / "metrics.jsonl").read_text().splitlines())
         for name in ("first", "third")
@@ -55,64 +49,61 @@ def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
     ]
 
 
-def test_config_schema_prints_json(capsys) -> None:
-    assert main(["config", str(MAGIC), "--schema"]) == 0
-    assert (
-        json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"]
-        == 12
-    )
+def test_config_schema_prints_json(capsys):
+    assert mvp(f"config {MAGIC} --schema") == 0
+    assert printed_json(capsys)["$defs"]["Task"]["properties"]["digits"]["default"] == 12
 
 
-def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> None:
-    assert main(["runs", "--dir", str(two_runs)]) == 0
+def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
+    assert mvp(f"runs --dir {two_runs}") == 0
     text = capsys.readouterr().out
     assert "first" in text
     assert "second" in text
     assert "finished" in text
-    assert main(["runs", "first", "--dir", str(two_runs)]) == 0
+    assert mvp(f"runs first --dir {two_runs}") == 0
     text = capsys.readouterr().out
     assert "first: finished at step 6" in text
     assert "best" in text
-    assert main(["runs", "latest", "--dir", str(two_runs), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"runs latest --dir {two_runs} --json") == 0
+    facts = printed_json(capsys)
     assert facts["id"] == "second"
     assert facts["train"]["step"] == 6
 
 
-def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path: Path, capsys) -> None:
+def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path, capsys):
     words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=2"]
     assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
-    assert main(["runs", "latest", "--dir", str(tmp_path)]) == 0
+    assert mvp(f"runs latest --dir {tmp_path}") == 0
     printed = capsys.readouterr().out
     assert "first: failed at step 4" in printed
     assert "  error       " in printed
     assert "stopped at step 4: skipped 2 steps in a row" in printed
-    assert train("project.run_id=first", "resume=auto") == 0
+    assert train("project.run_id=first resume=auto") == 0
     capsys.readouterr()
-    assert main(["runs", "latest", "--dir", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["error"] is None
+    assert mvp(f"runs latest --dir {tmp_path} --json") == 0
+    assert printed_json(capsys)["error"] is None
 
 
-def test_runs_show_reads_the_last_record_of_each_split(tmp_path: Path, capsys) -> None:
+def test_runs_show_reads_the_last_record_of_each_split(tmp_path, capsys):
     run = Run.create(tmp_path, "tiny", "first")
     lines = [json.dumps({"step": step, "split": "train", "loss": 1.0 / step}) for step in (1, 2)]
     lines.insert(1, json.dumps({"step": 1, "split": "eval", "loss": 7.0}))
     (run.dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "split": "train", "lo')
-    assert main(["runs", "latest", "--dir", str(tmp_path), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    assert mvp(f"runs latest --dir {tmp_path} --json") == 0
+    shown = printed_json(capsys)
     assert (shown["step"], shown["train"]["loss"], shown["eval"]["loss"]) == (2, 0.5, 7.0)
 
 
-def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
-    assert main(["runs", "first", "second", "--dir", str(two_runs)]) == 0
+def test_runs_diff_prints_config_keys_and_metrics(two_runs, capsys):
+    assert mvp(f"runs first second --dir {two_runs}") == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
-    assert main(["runs", "first", "second", "--dir", str(two_runs), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    assert mvp(f"runs first second --dir {two_runs} --json") == 0
+    answer = printed_json(capsys)
     assert answer["config"]["optim.lr"] == [0.02, 0.1]
     assert "train.loss" in answer["figures"]
 
 
-def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
+def test_runs_plot_writes_a_png(two_runs, capsys):
     out = two_runs / "both.png"
     words = [
         "runs",
@@ -127,7 +118,7 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
     ]
     assert main(words) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert main(["runs", "first", "--plot", "beauty", "--dir", str(two_runs)]) == EXIT_USER_ERROR
+    assert mvp(f"runs first --plot beauty --dir {two_runs}") == EXIT_USER_ERROR
     assert "no values of 'beauty' in these runs; they have:" in capsys.readouterr().err
 
 
@@ -139,52 +130,47 @@ def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
         (["runs"], "no runs in"),
     ],
 )
-def test_runs_without_a_match_print_a_message(
-    tmp_path: Path, capsys, words: list[str], expected: str
-) -> None:
+def test_runs_without_a_match_print_a_message(tmp_path, capsys, words, expected):
     main([*words, "--dir", str(tmp_path)])
     output = capsys.readouterr()
     assert expected in output.out + output.err
 
 
-def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
+def test_misspelt_files_and_runs_get_a_hint(tmp_path, capsys):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("{}\n")
-    assert main(["data", "inspect", str(tmp_path / "row" / "train.json")]) == EXIT_USER_ERROR
+    assert mvp(f"data inspect {tmp_path}/row/train.json") == EXIT_USER_ERROR
     assert f"Did you mean {tmp_path}/rows/train.jsonl?" in capsys.readouterr().err
     Run.create(tmp_path, "tiny", "first")
-    assert main(["runs", "frist", "--dir", str(tmp_path)]) == EXIT_USER_ERROR
+    assert mvp(f"runs frist --dir {tmp_path}") == EXIT_USER_ERROR
     assert "Did you mean first?" in capsys.readouterr().err
-    assert (
-        main(["train", str(TINY), f"resume={tmp_path}/firts", f"project.dir={tmp_path}"])
-        == EXIT_USER_ERROR
-    )
+    assert mvp(f"train {TINY} resume={tmp_path}/firts project.dir={tmp_path}") == EXIT_USER_ERROR
     assert f"Did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 
 def test_misspelt_file_in_a_folder_that_may_not_be_listed_is_a_user_error(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(folder: Path) -> None:
+    tmp_path, capsys, monkeypatch
+):
+    def refuse(folder):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # root may list every folder
-    assert main(["data", "inspect", str(tmp_path / "rows.jsonl")]) == EXIT_USER_ERROR
+    assert mvp(f"data inspect {tmp_path}/rows.jsonl") == EXIT_USER_ERROR
     assert "nothing at" in capsys.readouterr().err
 
 
-def test_user_errors_are_one_line(capsys) -> None:
-    assert main(["config", "nowhere.yaml"]) == EXIT_USER_ERROR
-    assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
+def test_user_errors_are_one_line(capsys):
+    assert mvp("config nowhere.yaml") == EXIT_USER_ERROR
+    assert mvp(f"train {TINY} --nproc 0") == EXIT_USER_ERROR
     with pytest.raises(SystemExit, match="2"):
-        main(["train", str(TINY), "--nproz", "2"])
+        mvp(f"train {TINY} --nproz 2")
     text = capsys.readouterr().err
     assert "config file not found: nowhere.yaml" in text
     assert "--nproc 0" in text
     assert "unrecognized arguments: --nproz" in text
 
 
-def read_one_line(command: str) -> tuple[int, str, str]:
+def read_one_line(command):
     """Exit code, stdout and stderr of a command with a reader that closes the pipe after one line."""
     script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
     done = subprocess.run(
@@ -194,7 +180,7 @@ def read_one_line(command: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("python", ["", "-u"])
-def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) -> None:
+def test_output_after_a_broken_pipe_is_discarded(tmp_path, python):
     lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
     code = f"import sys\nfrom mvp_engine.process.watchdog import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
     (tmp_path / "prints.py").write_text(code)
@@ -203,15 +189,15 @@ def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
-def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
+@CAMPAIGN
+def test_profile_with_a_broken_pipe_writes_its_files(tmp_path):
     words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
     code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")
     assert (code, len(stdout.splitlines()), "BrokenPipeError" in stderr) == (0, 1, False)
     assert (tmp_path / "profile.md").read_text()
 
 
-def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
+def test_runs_and_help_import_neither_torch_nor_pydantic():
     code = "import sys, mvp_engine.cli, mvp_engine.tools.runs; print({'torch', 'pydantic'} & set(sys.modules))"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -219,10 +205,8 @@ def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
     assert printed.stdout.strip() == "set()"
 
 
-def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(
-    monkeypatch, capsys
-) -> None:
-    def interrupted(**options: object) -> None:
+def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(monkeypatch, capsys):
+    def interrupted(**options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mvp_engine.cli.call", interrupted)

@@ -1,7 +1,5 @@
 """SampleLoader: one global order, whatever the ranks, the batch sizes or the place where it starts again."""
 
-from __future__ import annotations
-
 import random
 import threading
 import traceback
@@ -11,27 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import user_error
 from torch.utils.data import Dataset
 
 from mvp_engine.data import SampleLoader, accumulation_steps
 from mvp_engine.data import loader as data_loader
-from mvp_engine.errors import UserError
 
 
 class Numbers(Dataset[Any]):
-    def __init__(self, size: int):
+    def __init__(self, size):
         self.size = size
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.size
 
-    def __getitem__(self, index: int) -> tuple[int, float]:
+    def __getitem__(self, index):
         return index, random.random() + np.random.rand() + float(torch.rand(()))
 
 
-def loader(
-    size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more
-) -> SampleLoader:
+def loader(size=50, rank=0, world=1, micro=2, total=8, **more):
     return SampleLoader(
         Numbers(size),
         micro_batch_size=micro,
@@ -42,7 +38,7 @@ def loader(
     )
 
 
-def order(loaders: list[SampleLoader]) -> list[set[int]]:
+def order(loaders):
     """The samples of each global step, put together from all ranks."""
     steps = []
     for part in loaders:
@@ -140,7 +136,7 @@ def test_sample_loader_limited_to_micro_batches_reads_the_same_samples_on_any_ra
 
 
 class Growing(Numbers):
-    def set_epoch(self, epoch: int):
+    def set_epoch(self, epoch):
         self.size = 7 + 5 * epoch
 
 
@@ -151,7 +147,7 @@ def test_sample_loader_steps_of_another_epoch_are_counted_without_leaving_this_o
 
 
 class Broken(Numbers):
-    def __getitem__(self, index: int):
+    def __getitem__(self, index):
         raise StopIteration if index % 2 else ValueError("rotten")
 
 
@@ -222,7 +218,7 @@ def test_pinning_thread_that_fails_raises_in_the_training(monkeypatch):
 
 
 class Large(Numbers):
-    def __getitem__(self, index: int):
+    def __getitem__(self, index):
         """How many of the large ones before are still there, in this process."""
         self.before = [one for one in getattr(self, "before", []) if one() is not None]
         made = torch.full((1 << 10,), float(len(self.before)))
@@ -250,5 +246,5 @@ def test_accumulation_steps_of_uneven_parts_are_each_ranks_own():
 
 
 def test_sample_loader_on_an_iterator_is_refused():
-    with pytest.raises(UserError, match="needs a map-style dataset"):
+    with user_error("needs a map-style dataset"):
         SampleLoader(iter([1]), micro_batch_size=1)

@@ -1,11 +1,8 @@
 """The docs are true: their code runs, their links resolve, their config keys and hooks exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import pytest
 from conftest import MAGIC, ROOT, run_process
@@ -14,9 +11,8 @@ from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.compose import all_keys
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.model_engine import base
 from mvp_engine.runs import flat_keys, list_runs
-from mvp_engine.tools.config import schemas_of
+from mvp_engine.tools.config import recipe_schemas, schemas_of
 
 PAGES = [
     p
@@ -25,13 +21,13 @@ PAGES = [
 ]
 
 
-def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+def blocks(page, language):
     """(the line before it, its code) of each fenced block."""
     pattern = rf"([^\n]*)\n\n```{language}\n(.*?)```"
     return re.findall(pattern, page.read_text(), flags=re.DOTALL)
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
 
 
@@ -51,26 +47,25 @@ def test_install_page_lists_every_extra_of_the_package():
 
 
 @pytest.mark.slow
-def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(workspace, capsys):
     files = 0
     for before, code in blocks(ROOT / "README.md", "python") + blocks(ROOT / "README.md", "yaml"):
         name = re.search(r"`(plane/[^`]+)`:", before)
         assert name, before
-        (tmp_path / name[1]).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name[1]).write_text(code)
+        (workspace / name[1]).parent.mkdir(parents=True, exist_ok=True)
+        (workspace / name[1]).write_text(code)
         files += 1
     assert files == 2
     [text] = [code for _, code in blocks(ROOT / "README.md", "bash") if "plane" in code]
     one_rank, two_ranks, typo = commands(text)
     assert main(one_rank[1:]) == 0
-    first = list(list_runs(tmp_path / "outputs")[0].records())
+    first = list(list_runs(workspace / "outputs")[0].records())
     assert first[-1]["loss"] < 1e-3
     code, output = run_process(
-        "-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=tmp_path
+        "-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=workspace
     )
     assert code == 0, output
-    last = list(list_runs(tmp_path / "outputs")[1].records())
+    last = list(list_runs(workspace / "outputs")[1].records())
     assert last[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
     capsys.readouterr()
     assert main(typo[1:]) == EXIT_USER_ERROR
@@ -88,12 +83,7 @@ def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
         if words[1] in ("train", "evaluate"):
             if "--nproc" in words:
                 continue  # run by the test above and by the tests on two ranks
-            words += [
-                "loop.total_steps=2",
-                "loop.eval_batches=1",
-                f"project.dir={tmp_path}",
-                "log.backends=[jsonl]",
-            ]
+            words += f"loop.total_steps=2 loop.eval_batches=1 project.dir={tmp_path} log.backends=[jsonl]".split()
         if words[1] == "evaluate":
             words += ["--dir", str(tmp_path)]
         if words[1] == "check":
@@ -140,8 +130,8 @@ def test_readme_has_the_words_that_people_search_for():
 
 
 @pytest.mark.slow
-def test_docs_python_blocks_run(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+@pytest.mark.usefixtures("own_registry")
+def test_docs_python_blocks_run():
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
             continue
@@ -152,8 +142,9 @@ def test_docs_python_blocks_run(monkeypatch):
 
 def test_docs_config_keys_exist():
     known = set(flat_keys(compose(MAGIC).config.model_dump()))
-    known |= {key for schema in schemas_of() for key in all_keys(schema)}
-    sections = {key.split(".")[0] for key in known}
+    schemas = [*schemas_of(), *recipe_schemas().values()]
+    known |= {key for schema in schemas for key in all_keys(schema)}
+    sections = {key.split(".")[0] for key in known} - {"flow"}  # also the name of a module
     for page in PAGES:
         for word in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
             if word.split(".")[0] in sections and not word.endswith(

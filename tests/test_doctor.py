@@ -1,27 +1,22 @@
 """`mvp doctor`: each check finds what it is for, with a fix; a broken library does not end the others."""
 
-from __future__ import annotations
-
 import importlib.metadata
-import json
 import shutil
 import sys
 import tomllib
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conftest import MAGIC, ROOT, run_process
+from conftest import CAMPAIGN, MAGIC, ROOT, mvp, run_process
+from run_files import printed_json, read_json
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.ops import cudnn_attention, flash_attention
-from mvp_engine.ops.attention import AttnSpec
-from mvp_engine.ops.reference_attention import reference_attention
+from mvp_engine.ops.attention import AttnSpec, reference_attention
 from mvp_engine.tools import doctor, doctor_checks
 from mvp_engine.tools.doctor import Finding, Package, Request
 from mvp_engine.tools.nodes import Nodes
@@ -31,12 +26,12 @@ CHATS = ["mllm.sources.chats.path=x", "mllm.sources.held_chats.path=x"]
 SPEC = AttnSpec(torch.tensor([0, 15, 40]), 25)
 
 
-def findings(items: Any) -> list[Finding]:
+def findings(items):
     return [item for item in items if isinstance(item, Finding)]
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """The doctor without processes of its own."""
     facts = {"ranks": 2, "hosts": ["a"], "backend": "gloo", "right": True, "bytes_per_s": 1e9}
     monkeypatch.setattr(doctor, "run_checks", doctor_checks.run_checks)
@@ -46,9 +41,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path: Path, capsys) -> None:
-    code = main(["doctor", "--json", "--dir", str(tmp_path)])
-    facts = json.loads(capsys.readouterr().out)
+def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path, capsys):
+    code = mvp(f"doctor --json --dir {tmp_path}")
+    facts = printed_json(capsys)
     assert code == (0 if facts["ok"] else 2)
     by_name = {finding["name"]: finding for finding in facts["findings"]}
     works = ["torch", "image", "video", "audio", "attention", "loss"]
@@ -66,23 +61,21 @@ def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path: Path
     assert [by_name[name] for name in works if by_name[name]["status"] != "ok"] == []
 
 
-def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys) -> None:
-    assert main(["doctor", str(MAGIC), "optim.lrr=1"]) == 2
+def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys):
+    assert mvp(f"doctor {MAGIC} optim.lrr=1") == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
-def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(
-    tmp_path: Path, capsys
-) -> None:
-    assert main(["doctor", str(QWEN3), *CHATS, f"model.path={tmp_path}"]) == 2
+def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path, capsys):
+    assert mvp(f"doctor {QWEN3}", *CHATS, f"model.path={tmp_path}") == 2
     output = capsys.readouterr().out
     for text in ("problem  disk", "config.json", "this machine cannot train"):
         assert text in output
 
 
-@pytest.mark.campaign(only=True)
-def test_doctor_in_processes_of_its_own_finds_this_machine_ready(tmp_path: Path) -> None:
+@CAMPAIGN
+def test_doctor_in_processes_of_its_own_finds_this_machine_ready(tmp_path):
     code, output = run_process("-m", "mvp_engine.cli", "doctor", "--dir", str(tmp_path), fresh=True)
     assert code == 0, output
     assert "2 ranks, gloo" in output or "NCCL" in output
@@ -113,8 +106,8 @@ NO_TORCH = "raise ImportError('libcudnn.so.9: cannot open shared object file')"
     ],
 )
 def test_process_of_checks_that_fails_is_a_problem_and_other_checks_run(
-    script: str, statuses: list[str], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    script, statuses, text, monkeypatch
+):
     monkeypatch.setattr(doctor, "CHECKS_PROCESS", [sys.executable, "-S", "-c", script])
     monkeypatch.setattr(doctor, "CHECKS_SECONDS", 1.0 if "sleep" in script else 60.0)
     result = findings(doctor.run_checks(["first", "second", "third"], Request()))
@@ -123,8 +116,8 @@ def test_process_of_checks_that_fails_is_a_problem_and_other_checks_run(
 
 
 def test_check_that_raises_is_a_problem_and_other_checks_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(doctor_checks, "check_loss", lambda: 1 / 0)
     loss, image = findings(doctor_checks.run_checks(["loss", "image"], Request()))
     assert (loss.name, loss.status, image.name, image.status) == ("loss", "problem", "image", "ok")
@@ -141,9 +134,7 @@ def test_check_that_raises_is_a_problem_and_other_checks_run(
         ("3.0", "warning"),
     ],
 )
-def test_package_version_is_compared_with_the_tested_ones(
-    version: str, status: str, monkeypatch
-) -> None:
+def test_package_version_is_compared_with_the_tested_ones(version, status, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     finding = doctor._check_package("torch", Package("2.11", "2.13"))
     assert finding.status == status
@@ -158,14 +149,14 @@ def test_package_version_is_compared_with_the_tested_ones(
         (Package("1", "2", extra="ray", only="workers.where=ray"), "ok", None),
     ],
 )
-def test_missing_package_names_its_extra(package: Package, status: str, fix: str | None) -> None:
+def test_missing_package_names_its_extra(package, status, fix):
     finding = doctor._check_package("no_such_package", package)
     assert (finding.status, finding.fix) == (status, fix)
     if package.only:
         assert "only workers.where=ray needs it (pip install 'mvp-engine[ray]')" in finding.text
 
 
-def test_tested_versions_begin_where_pyproject_does_and_include_the_installed_ones() -> None:
+def test_tested_versions_begin_where_pyproject_does_and_include_the_installed_ones():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = chain(project["dependencies"], *project["optional-dependencies"].values())
     lowest = dict(word.split(">=") for word in required if ">=" in word)
@@ -176,7 +167,7 @@ def test_tested_versions_begin_where_pyproject_does_and_include_the_installed_on
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
-def test_media_check_with_a_broken_decoder_result_is_a_problem(kind: str, tmp_path: Path) -> None:
+def test_media_check_with_a_broken_decoder_result_is_a_problem(kind, tmp_path):
     name = doctor_checks.MEDIA[kind]
     (tmp_path / name).write_bytes((doctor_checks.FOLDER / name).read_bytes()[:60])
     finding = doctor_checks.check_media(kind, tmp_path)
@@ -185,16 +176,14 @@ def test_media_check_with_a_broken_decoder_result_is_a_problem(kind: str, tmp_pa
 
 
 def test_media_check_without_the_package_gives_the_install_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setitem(sys.modules, "av", None)
     finding = doctor_checks.check_media("video")
     assert (finding.status, finding.fix) == ("warning", "pip install 'mvp-engine[data]'")
 
 
-def test_small_shared_memory_and_disk_are_problems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_shared_memory_and_disk_are_problems(tmp_path, monkeypatch):
     usage = SimpleNamespace(free=60 * 2**20, total=64 * 2**20)  # what docker gives
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     finding = doctor._check_shared_memory(tmp_path)
@@ -207,7 +196,7 @@ def test_small_shared_memory_and_disk_are_problems(
     assert "3 checkpoints of 1.00 GiB" in finding.text
 
 
-def test_folder_that_is_not_writable_is_a_problem() -> None:
+def test_folder_that_is_not_writable_is_a_problem():
     finding = doctor.check_disk(Path("/proc/runs"), None)
     assert finding.status == "problem"
     assert "project.dir" in str(finding.fix)
@@ -232,8 +221,8 @@ def test_folder_that_is_not_writable_is_a_problem() -> None:
     ],
 )
 def test_driver_check_says_why_torch_sees_no_gpu(
-    built: str | None, driver: str | None, visible: str | None, status: str, words: str, monkeypatch
-) -> None:
+    built, driver, visible, status, words, monkeypatch
+):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(doctor_checks, "driver_cuda", lambda: driver)
     monkeypatch.setattr(doctor_checks, "driver_version", lambda: driver and "550.1")
@@ -245,10 +234,10 @@ def test_driver_check_says_why_torch_sees_no_gpu(
     assert words in finding.text
 
 
-def test_all_reduce_on_two_ranks_sums_over_them(ranks2: Any, tmp_path: Path) -> None:
+def test_all_reduce_on_two_ranks_sums_over_them(ranks2, tmp_path):
     out = tmp_path / "facts.json"
     assert ranks2.run(doctor_checks.main, ["all-reduce", str(out)]) == [0, 0]
-    facts = json.loads(out.read_text())
+    facts = read_json(out)
     assert (facts["ranks"], facts["right"]) == (2, True)
     assert doctor.describe_all_reduce(facts).status == "ok"
     assert doctor.describe_all_reduce({**facts, "right": False}).status == "problem"
@@ -266,9 +255,7 @@ def test_all_reduce_on_two_ranks_sums_over_them(ranks2: Any, tmp_path: Path) -> 
         ),
     ],
 )
-def test_ranks_that_hang_or_fail_are_problems(
-    result: Any, nodes: int, text: str, fix: str, monkeypatch
-) -> None:
+def test_ranks_that_hang_or_fail_are_problems(result, nodes, text, fix, monkeypatch):
     monkeypatch.setattr(doctor, "run_with_limit", lambda *_: result)
     finding = doctor.check_all_reduce(Nodes(8, count=nodes), on_gpus=True)
     assert finding.status == "problem"
@@ -276,12 +263,12 @@ def test_ranks_that_hang_or_fail_are_problems(
     assert fix in str(finding.fix)
 
 
-def test_run_with_limit_kills_all_processes_after_the_limit() -> None:
+def test_run_with_limit_kills_all_processes_after_the_limit():
     code, output = doctor.run_with_limit(["sh", "-c", "echo begun; sleep 100 & wait"], 0.5)
     assert (code, output) == (None, "begun\n")
 
 
-def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
+def test_checkpoint_size_counts_weights_and_optimizer_states():
     words = [
         "model.path=null",
         "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}",
@@ -296,14 +283,14 @@ def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu() -> None:
+def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu():
     errors = doctor_checks.fp8_errors(torch.device("cpu"), has_experts=True)
     assert len(errors) == 3
     assert all(0.01 < error < 0.1 for error in errors.values()), errors
 
 
 @pytest.fixture
-def inputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def inputs(monkeypatch):
     """q, k and v on the CPU, in place of those on a GPU."""
     tensors = [torch.randn(heads, 40, 16, requires_grad=True) for heads in (2, 1, 1)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -330,8 +317,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     ],
 )
 def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
-    monkeypatch, capability: int, installed: set[str], kernel: str, status: str, named: str
-) -> None:
+    monkeypatch, capability, installed, kernel, status, named
+):
     """The kernels of a GPU are the reference here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
@@ -351,8 +338,8 @@ def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
 
 
 def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(
-    inputs: list[torch.Tensor],
-) -> None:
+    inputs,
+):
     wrong = doctor_checks._KERNELS["cuDNN"]._replace(
         attention=lambda q, k, v, spec: q * (k.mean() + v.mean())
     )
@@ -362,7 +349,7 @@ def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_agree_with_plain_torch() -> None:
+def test_kernels_on_a_gpu_agree_with_plain_torch():
     names = ["attention", "loss", "torch.compile", "FP8", "mixers", "GPUs"]
     result = findings(doctor_checks.run_checks(names, Request()))
     assert {*names[:-1], "GPU 0"} <= {finding.name for finding in result}

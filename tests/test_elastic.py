@@ -1,26 +1,20 @@
 """Elastic jobs: `--nnodes 1:2` continues with one node after the other was lost."""
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from conftest import TINY, read_metrics, spawn, wait_until
+from conftest import CAMPAIGN, TINY, read_metrics, spawn, user_error, wait_until
+from run_files import read_json
 from test_nodes import resolve  # noqa: F401 - a fixture
 
-from mvp_engine.errors import JOB_ID, UserError
+from mvp_engine.errors import JOB_ID
 from mvp_engine.runs import launcher_id, list_runs
 
-WORDS = [
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
-    "checkpoint.interval=5",
-    "data.micro_batch_size=2",
-]
+WORDS = (
+    "log.interval=1 log.backends=[file,jsonl] checkpoint.interval=5 data.micro_batch_size=2".split()
+)
 
 
 def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
@@ -36,7 +30,7 @@ def test_nodes_of_a_range_are_elastic(resolve):  # noqa: F811
         ("0:2", "at least 1"),
         ("two", "LEAST:MOST"),
     ):
-        with pytest.raises(UserError, match=text):
+        with user_error(text):
             resolve("--nnodes", wrong, "--node-rank", "0", "--master-addr", "a")
 
 
@@ -44,16 +38,16 @@ def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatc
     """Its ranks may be those of another launcher; a job of another id is a new run."""
     monkeypatch.setenv(JOB_ID, "first")
     assert launcher_id() == "first"
-    assert train("loop.total_steps=3", "optim.schedule=constant", dir=tmp_path) == 0
-    assert train("loop.total_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=3 optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 1
     monkeypatch.setenv(JOB_ID, "second")
-    assert train("loop.total_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
+    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, port):
     """The other node continues within a minute, with the losses and the samples of an undisturbed training."""
     steps = "loop.total_steps=60"
@@ -76,7 +70,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
         )
     metrics = tmp_path / "elastic"
     wait_until(lambda: len(_lines(metrics)) > 12, 120)
-    assert json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"] == 2
+    assert read_json(list_runs(metrics)[0].dir / "run.json")["setup"]["ranks"] == 2
     os.kill(nodes[1].pid, signal.SIGKILL)
     killed = time.monotonic()
     wait_until(
@@ -95,11 +89,10 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
     )
     # Samples have different weights, which the log counts as tokens: equal counts are equal samples.
     assert [record["totals"] for record in found] == [record["totals"] for record in expected]
-    ranks = json.loads((list_runs(metrics)[0].dir / "run.json").read_text())["setup"]["ranks"]
-    assert ranks == 1
+    assert read_json(list_runs(metrics)[0].dir / "run.json")["setup"]["ranks"] == 1
 
 
-def _lines(folder: Path) -> list[str]:
+def _lines(folder):
     return [
         line for file in folder.glob("*/metrics.jsonl") for line in file.read_text().splitlines()
     ]

@@ -1,11 +1,8 @@
 """`mvp_engine.files`: a path has its old contents or the complete new ones, never anything between."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from mvp_engine.files import (
 )
 
 
-def everything_in(folder: Path) -> list[str]:
+def everything_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -33,7 +30,7 @@ def test_atomic_path_new_file_appears_only_after_the_block(tmp_path):
     assert everything_in(tmp_path) == ["a.txt"]
 
 
-def write_half(file: Path, error: BaseException):
+def write_half(file, error):
     with atomic_path(file) as temporary:
         temporary.write_text("half")
         raise error

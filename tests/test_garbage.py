@@ -1,7 +1,5 @@
 """Garbage collection around imports and trainings: what stays is not looked at, what is dropped is freed."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small host collectives of World: equal to a reduction over all ranks, with a number of messages that grows slowly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ import torch.distributed as dist
 from mvp_engine.distributed import World
 
 
-def reduced() -> tuple[list[float], list[float], list[bool]]:
+def reduced():
     world = World.join("cpu")
     total = world.all_reduce([1.0 + world.rank, 0.1 * world.rank], torch.add)
     largest = world.all_reduce([float(world.rank), -1.0 - world.rank], torch.maximum)

@@ -1,28 +1,22 @@
 """Commands on models and datasets of a fake Hub, online and without a network: inspect, check, train, resume, chat."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, mvp
 from fake_hub import FakeHub, use_hub
 from PIL import Image
-from ranks import RankPool
+from run_files import read_json
 
 sys.path.append(str(Path(__file__).parent / "kit"))
 from tiny_vlm import chat, model_config, qwen3_vl
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
@@ -49,7 +43,7 @@ lora: {rank: 2}
 """
 
 
-def parquet(rows: int) -> bytes:
+def parquet(rows):
     """Rows with an image and a chat, as the Hub stores them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -58,19 +52,15 @@ def parquet(rows: int) -> bytes:
     for i in range(rows):
         image = io.BytesIO()
         Image.new("RGB", (16, 12 + i), ["red", "green", "blue"][i % 3]).save(image, "PNG")
-        table.append(
-            {
-                **chat("<image>What colour?", "red"),
-                "images": [{"bytes": image.getvalue(), "path": None}],
-            }
-        )
+        images = [{"bytes": image.getvalue(), "path": None}]
+        table.append({**chat("<image>What colour?", "red"), "images": images})
     out = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(table), out)
     return out.getvalue()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "vlm"
     torch.manual_seed(0)
     LanguageModel.from_config(model_config()).hf.save_pretrained(folder)
@@ -79,13 +69,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.chdir(tmp_path)
+def hub(model, workspace, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "train.yaml").write_text(CONFIG)
+    (workspace / "train.yaml").write_text(CONFIG)
     with FakeHub().serve() as hub:
-        use_hub(hub.url, tmp_path / "home", monkeypatch)
+        use_hub(hub.url, workspace / "home", monkeypatch)
         hub.add("org/vlm", model)
         files = {
             "data/train-00000-of-00001.parquet": parquet(6),
@@ -95,122 +83,97 @@ def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield hub
 
 
-def run(capsys: Any, *words: str, code: int = 0) -> str:
-    """The output of a command that ends with this exit code."""
-    assert main(list(words)) == code, capsys.readouterr()
-    found = capsys.readouterr()
-    return str(found.out if code == 0 else found.err)
+@pytest.fixture
+def run(capsys):
+    """run("train train.yaml", *more, code=0): the output of a command that ends with this exit code."""
+
+    def call(words, *more, code=0):
+        assert mvp(words, *more) == code, capsys.readouterr()
+        printed = capsys.readouterr()
+        return printed.out if code == 0 else printed.err
+
+    return call
 
 
 @pytest.mark.slow
 def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
-    hub: FakeHub, model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (
-        (ROOT / "README.md")
-        .read_text()
-        .partition("## Fine-tune a vision-language model on your images")[2]
-    )
+    hub, model, tmp_path, run, monkeypatch
+):
+    title = "## Fine-tune a vision-language model on your images"
+    page = (ROOT / "README.md").read_text().partition(title)[2]
     row, text = re.findall(r"```(?:json|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
-    inspect, check, train, ask = [shlex.split(line)[1:] for line in text.splitlines()]
+    inspect, check, train, ask = [line.removeprefix("mvp ") for line in text.splitlines()]
     hub.add("Qwen/Qwen3-VL-2B-Instruct", model)
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (20, 16), "red").save(tmp_path / "photos" / "0001.jpg")
     (tmp_path / "photos.jsonl").write_text(row * 60)
-    small = ["mllm.micro_batch_tokens=256", "mllm.global_batch_tokens=512", "data.num_workers=0"]
-    small += ["loop.epochs=1", "log.backends=[jsonl]"]
-    small.append("cpu_threads=1")
-    assert "60 rows" in run(capsys, *inspect)
-    assert "ready to train" in run(capsys, *check, *small)
-    run(capsys, *train, *small)
+    small = " mllm.micro_batch_tokens=256 mllm.global_batch_tokens=512 data.num_workers=0"
+    small += " loop.epochs=1 log.backends=[jsonl] cpu_threads=1"
+    assert "60 rows" in run(inspect)
+    assert "ready to train" in run(check + small)
+    run(train + small)
     newest = list_runs(Path("outputs"))[-1]
     first, *_, last = newest.records("train")
     assert last["loss"] < first["loss"]
-    assert [record["step"] for record in newest.records("eval")] == list(
-        range(1, last["step"] + 1)
-    )  # ten, of ten steps
-    assert run(capsys, *ask, "--max-new-tokens", "4").endswith("\n")
+    steps = [record["step"] for record in newest.records("eval")]
+    assert steps == list(range(1, last["step"] + 1))  # ten, of ten steps
+    ask += " --max-new-tokens 4"
+    assert run(ask).endswith("\n")
     files = hub.downloads()
     assert sorted(files) == sorted(set(files))
-    of_hub = [
-        "data",
-        "inspect",
-        "hf://org/shapes",
-        "--model",
-        "Qwen/Qwen3-VL-2B-Instruct",
-        "--json",
-    ]
-    (source,) = json.loads(run(capsys, *of_hub))["sources"]
+    of_hub = "data inspect hf://org/shapes --model Qwen/Qwen3-VL-2B-Instruct --json"
+    (source,) = json.loads(run(of_hub))["sources"]
     assert (source["name"], source["good"]) == ("shapes", 6)
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
-    run(capsys, *train, *small)
+    run(train + small)
     first, second = [list(one.records("train")) for one in list_runs(Path("outputs"))[-2:]]
     assert [record["loss"] for record in first] == [record["loss"] for record in second]
-    run(capsys, *ask, "--max-new-tokens", "4")
-    error = run(capsys, "data", "inspect", "org/shapes", code=EXIT_USER_ERROR)
-    assert "write hf://org/shapes" in error
+    run(ask)
+    assert "write hf://org/shapes" in run("data inspect org/shapes", code=EXIT_USER_ERROR)
     use_hub("http://127.0.0.1:9", Path("other_home"), monkeypatch)
-    assert "run `hf download Qwen/Qwen3-VL-2B-Instruct`" in run(
-        capsys, *train, code=EXIT_USER_ERROR
-    )
-    assert [one.status() for one in list_runs(Path("outputs"))] == [
-        "finished"
-    ] * 2  # no run of the failed start
-    run(capsys, *ask, "--max-new-tokens", "4")
-    error = run(capsys, "data", "inspect", "hf://org/shapes", code=EXIT_USER_ERROR)
+    error = run(train, code=EXIT_USER_ERROR)
+    assert "run `hf download Qwen/Qwen3-VL-2B-Instruct`" in error
+    statuses = [one.status() for one in list_runs(Path("outputs"))]
+    assert statuses == ["finished"] * 2  # no run of the failed start
+    run(ask)
+    error = run("data inspect hf://org/shapes", code=EXIT_USER_ERROR)
     assert "hf://org/shapes is not complete in the cache" in error
     assert "run `hf download org/shapes --repo-type dataset`" in error
 
 
 @pytest.mark.slow
-def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(
-    hub: FakeHub, capsys: Any
-) -> None:
+def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub, run):
     commit = hub.repos["org/vlm"].branches["main"]
     rows = hub.repos["datasets/org/shapes"].branches["main"]
-    run(capsys, "train", "train.yaml")
+    run("train train.yaml")
     first = list_runs(Path("outputs"))[-1]
     pins = {"org/vlm": f"org/vlm@{commit}", "hf://org/shapes": f"hf://org/shapes@{rows}"}
     assert first.info["hub"] == {**pins, "hf://org/shapes:test": f"hf://org/shapes:test@{rows}"}
-    assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run(capsys, "runs", "latest")
+    assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run("runs latest")
     config = yaml.safe_load((first.dir / "config.yaml").read_text())
     assert config["model"]["path"] == f"org/vlm@{commit}"
     assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
-    base = json.loads((first.checkpoint_list()[-1] / "hf" / "mvp.json").read_text())["base"]
+    base = read_json(first.checkpoint_list()[-1] / "hf" / "mvp.json")["base"]
     assert base["path"] == f"org/vlm@{commit}"  # no path of this machine
     files = hub.repos["org/vlm"].commits[commit]
     hub.add("org/vlm", {**files, "config.json": b"{}"})
     hub.add("datasets/org/shapes", {"data/train-00000-of-00001.parquet": parquet(1)})
-    run(capsys, "train", "train.yaml", "resume=auto", "loop.total_steps=3")
+    run("train train.yaml resume=auto loop.total_steps=3")
     assert [record["step"] for record in first.records("train")] == [1, 2, 3]
     assert first.info["hub"]["org/vlm"] == f"org/vlm@{commit}"
-    run(
-        capsys, "train", "train.yaml", f"resume={first.checkpoint_list()[-1]}", "loop.total_steps=4"
-    )  # a new run
+    run(f"train train.yaml resume={first.checkpoint_list()[-1]} loop.total_steps=4")  # a new run
     assert list_runs(Path("outputs"))[-1].info["hub"] == first.info["hub"]
-    assert "no split test" in run(
-        capsys, "train", "train.yaml", code=EXIT_USER_ERROR
-    )  # a new run: the new commit
+    # A new run has the new commit.
+    assert "no split test" in run("train train.yaml", code=EXIT_USER_ERROR)
 
 
 @pytest.mark.slow
-def test_profile_runs_on_a_model_of_the_hub(hub: FakeHub, capsys: Any) -> None:
-    run(
-        capsys,
-        "profile",
-        "train.yaml",
-        "--out",
-        "out",
-        "--steps",
-        "1",
-        "--first",
-        "1",
-        "loop.total_steps=4",
-    )
+def test_profile_runs_on_a_model_of_the_hub(hub, run):
+    run("profile train.yaml --out out --steps 1 --first 1 loop.total_steps=4")
     assert Path("out/profile.md").is_file()
 
 
-def error_of_start(config: str, override: str) -> str:
+def error_of_start(config, override):
     """The user error of building an engine on this rank."""
     composed = compose(config, [override])
     world = World.join("cpu")
@@ -224,11 +187,11 @@ def error_of_start(config: str, override: str) -> str:
     return ""
 
 
-def error_of_download() -> tuple[str, int]:
+def error_of_download():
     """The error of work that one rank of the node does, and how often this rank did it."""
     calls = []
 
-    def fail() -> None:
+    def fail():
         calls.append(1)
         raise UserError("cannot be stored")
 
@@ -243,7 +206,7 @@ def error_of_download() -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2: RankPool) -> None:
+def test_two_ranks_download_each_file_once_and_share_errors(hub, ranks2):
     home = Path("home").absolute()
     settings = [f"project.dir={Path('outputs').absolute()}", "data.global_batch_size=2"]
     try:
@@ -252,33 +215,27 @@ def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2
         files = hub.downloads()
         assert sorted(files) == sorted(set(files))
         assert "model.safetensors" in files
-        errors = ranks2.run(
-            error_of_start, str(Path("train.yaml").absolute()), "model.path=org/vml"
-        )
-        assert ["model.path=org/vml is neither a folder" in error for error in errors] == [
-            True,
-            True,
-        ]
+        config = str(Path("train.yaml").absolute())
+        for error in ranks2.run(error_of_start, config, "model.path=org/vml"):
+            assert "model.path=org/vml is neither a folder" in error
         assert ranks2.run(error_of_download) == [("cannot be stored", 1), ("cannot be stored", 0)]
     finally:
         ranks2.run(use_hub, "https://huggingface.co", Path.home() / ".cache" / "huggingface")
 
 
 @pytest.mark.slow
-def test_push_uploads_model_and_card_that_chat_reads_back(
-    hub: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(capsys, "train", "train.yaml", "loop.eval_interval=2")
+def test_push_uploads_model_and_card_that_chat_reads_back(hub, run, monkeypatch):
+    run("train train.yaml loop.eval_interval=2")
     newest = list_runs(Path("outputs"))[-1]
     newest.note(setup={**newest.info["setup"], "versions": {"torch": "1.2.3"}})
-    shown = run(capsys, "push", newest.id, "me/reader", "--dry-run")
+    shown = run(f"push {newest.id} me/reader --dry-run")
     assert "would upload to me/reader (private)" in shown
     assert "model.safetensors" in shown
     assert "me/reader" not in hub.repos
-    error = run(capsys, "push", newest.id, "me/reader", code=EXIT_USER_ERROR)
+    error = run(f"push {newest.id} me/reader", code=EXIT_USER_ERROR)
     assert "run `hf auth login` with a token that may write to me, or set HF_TOKEN" in error
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    assert f"{hub.url}/me/reader" in run(capsys, "push", newest.id, "me/reader")
+    assert f"{hub.url}/me/reader" in run(f"push {newest.id} me/reader")
     repo = hub.repos["me/reader"]
     assert repo.private
     card = repo.commits[repo.branches["main"]]["README.md"].decode()
@@ -293,33 +250,34 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
         assert text in card
     assert str(Path.cwd()) not in card
     assert "| torch | 1.2.3 |" in card  # of the training, not of this machine
-    chat = ["-p", "What colour?", "--max-new-tokens", "2", "--json"]
-    answers = [
-        json.loads(run(capsys, "chat", model, *chat))["answer"]
-        for model in (str(newest.dir), "me/reader")
-    ]
-    run(capsys, "push", newest.id, "me/adapter", "--adapter", "--public")
+
+    def answer(model):
+        return json.loads(run(f"chat {model} -p 'What colour?' --max-new-tokens 2 --json"))[
+            "answer"
+        ]
+
+    answers = {answer(newest.dir), answer("me/reader")}
+    run(f"push {newest.id} me/adapter --adapter --public")
     files = hub.repos["me/adapter"].commits[hub.repos["me/adapter"].branches["main"]]
     assert not hub.repos["me/adapter"].private
     snippet = 'PeftModel.from_pretrained(Qwen3VLForConditionalGeneration.from_pretrained("org/vlm"), "me/adapter")'
     assert snippet in files["README.md"].decode()
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/vlm"
-    answers.append(json.loads(run(capsys, "chat", "me/adapter", *chat))["answer"])
-    assert len(set(answers)) == 1
-    error = run(capsys, "push", newest.id, "me/adapter", code=EXIT_USER_ERROR)
+    assert answers == {answer("me/adapter")}
+    error = run(f"push {newest.id} me/adapter", code=EXIT_USER_ERROR)
     assert "exists on the Hub and is public: add --public" in error
     config = newest.dir / "config.yaml"
     config.write_text(config.read_text().replace("path: org/vlm@", "path: /models/vlm@"))
-    error = run(capsys, "push", newest.id, "me/local", "--adapter", code=EXIT_USER_ERROR)
+    error = run(f"push {newest.id} me/local --adapter", code=EXIT_USER_ERROR)
     assert "started from a local folder, which others cannot load with the adapter" in error
     assert "me/local" not in hub.repos
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
-    error = run(capsys, "push", newest.id, "me/reader", code=EXIT_USER_ERROR)
+    error = run(f"push {newest.id} me/reader", code=EXIT_USER_ERROR)
     assert "me/reader: nothing was uploaded, since the Hub cannot be reached" in error
 
 
-def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
-    def names(path: str, split: str = "train") -> list[str]:
+def test_dataset_paths_choose_config_and_split(hub):
+    def names(path, split="train"):
         return [Path(file).name for file in dataset_files(path, split)]
 
     assert names("hf://org/shapes", "test") == ["test-00000-of-00001.parquet"]
@@ -376,14 +334,14 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
         ),
     ],
 )
-def test_dataset_path_errors_name_the_choices(hub: FakeHub, path: str, message: str) -> None:
+def test_dataset_path_errors_name_the_choices(hub, path, message):
     hub.add("datasets/org/words", {"de/train.parquet": b"PAR1", "en/train.parquet": b"PAR1"})
     hub.add("datasets/org/raw", {"rows.jsonl": b"{}"})
     with pytest.raises(ValueError, match=message):
         dataset_files(path)
 
 
-def test_held_out_source_without_a_split_of_that_name_is_an_error(hub: FakeHub) -> None:
+def test_held_out_source_without_a_split_of_that_name_is_an_error(hub):
     with pytest.raises(
         ValueError, match="has no split eval: name one of its splits, hf://org/shapes:test"
     ):

@@ -9,9 +9,6 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -35,8 +32,8 @@ ROOMS = [
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # Folders of kit/ that plug in: they may use everything below `config`, and only their plugin.py says what they add.
 PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
-# Those that nothing else imports: `mvp plan` is the command of kit/plan, `mvp data inspect` knows LeRobot folders.
-APART = PLUGIN_KITS - {"actions", "plan"}
+# Those that nothing else imports: `mvp plan` is the command of kit/plan.
+APART = PLUGIN_KITS - {"plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
 FILES = 422
@@ -107,7 +104,7 @@ FIELD_TERMS += [
 PACKAGE = ROOT / "mvp_engine"
 
 
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+def nodes(tree):
     """All nodes of a syntax tree except those below `if TYPE_CHECKING:`."""
     left = [tree]
     while left:
@@ -118,7 +115,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
             left.append(child)
 
 
-def imported(file: Path) -> set[str]:
+def imported(file):
     """The modules of the package that `file` imports: at its top or lazily, inside of functions."""
     found = set()
     for node in nodes(ast.parse(file.read_text())):
@@ -143,12 +140,12 @@ def imported(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     "first", sorted({file.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py")})
 )
-def test_imports_point_downwards(first: str) -> None:
+def test_imports_point_downwards(first):
     for file in [PACKAGE / first] if first.endswith(".py") else (PACKAGE / first).rglob("*.py"):
         check_imports(file)
 
 
-def check_imports(file: Path) -> None:
+def check_imports(file):
     parts = file.relative_to(ROOT / "mvp_engine").with_suffix("").parts
     room, module = parts[0], ".".join(parts)
     for target in imported(file):
@@ -162,14 +159,14 @@ def check_imports(file: Path) -> None:
         )
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     names = module.split(".")
     return (
         "plug-in kits" if names[0] == "kit" and names[1:] and names[1] in PLUGIN_KITS else names[0]
     )
 
 
-def test_core_and_tools_import_no_plugin_kit() -> None:
+def test_core_and_tools_import_no_plugin_kit():
     """Not at the top of a file and not inside of a function: a config, a row or a command names what it needs."""
     for file in PACKAGE.rglob("*.py"):
         module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
@@ -182,10 +179,10 @@ def test_core_and_tools_import_no_plugin_kit() -> None:
 
 
 # Plug-in kits with models of their own, next to those of hf/.
-MODEL_KITS = ("kit/speech",)
+MODEL_KITS = ("kit/actions", "kit/speech")
 
 
-def transformers_internals(source: str) -> list[str]:
+def transformers_internals(source):
     """Imports from transformers, lazy ones too, that are not `from transformers import PublicName`."""
     found = []
     for node in nodes(ast.parse(source)):
@@ -203,7 +200,7 @@ def transformers_internals(source: str) -> list[str]:
     return found
 
 
-def test_transformers_internals_are_imported_only_by_hf() -> None:
+def test_transformers_internals_are_imported_only_by_hf():
     internal = [
         "from transformers.models.auto import x",
         "def f():\n  import transformers.masking_utils",
@@ -231,7 +228,7 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
     } == {}
 
 
-def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
+def test_changes_to_module_instances_are_in_the_table_of_the_docs():
     page = (
         (ROOT / "docs" / "model_engine.md")
         .read_text()
@@ -239,7 +236,7 @@ def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
     )
     named = set(
         re.findall(
-            r"`((?:hf|ops|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]
+            r"`((?:hf|ops|kit|model_engine)/[\w/]+\.py)`", page.partition("\nTo choose a path")[0]
         )
     )
     changing: set[str] = set()
@@ -254,7 +251,7 @@ def test_changes_to_module_instances_are_in_the_table_of_the_docs() -> None:
     assert named == changing
 
 
-def test_recipes_never_import_each_other() -> None:
+def test_recipes_never_import_each_other():
     names = {folder.name for folder in (ROOT / "recipes").iterdir() if folder.is_dir()}
     for file in (ROOT / "recipes").rglob("*.py"):
         own = file.relative_to(ROOT / "recipes").parts[0]
@@ -263,14 +260,14 @@ def test_recipes_never_import_each_other() -> None:
                 assert (node.module or "").split(".")[0] not in names - {own}, file
 
 
-def test_no_file_is_past_700_lines_and_recipe_engines_stay_small() -> None:
+def test_no_file_is_past_700_lines_and_recipe_engines_stay_small():
     for file in [*(ROOT / "mvp_engine").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         assert len(file.read_text().splitlines()) <= 700, file
     for file in (ROOT / "recipes").glob("*/engine.py"):
         assert len(file.read_text().splitlines()) <= 150, file
 
 
-def test_entry_point_of_a_module_comes_last() -> None:
+def test_entry_point_of_a_module_comes_last():
     """`python -m`, by which torchrun starts ranks, calls it before what follows it is defined."""
     for file in PACKAGE.rglob("*.py"):
         source = file.read_text()
@@ -280,11 +277,11 @@ def test_entry_point_of_a_module_comes_last() -> None:
 
 
 @pytest.fixture(scope="module")
-def house() -> Any:
+def house():
     return import_file(ROOT / "scripts" / "house.py")
 
 
-def test_package_size_stays_within_its_figures(house: Any) -> None:
+def test_package_size_stays_within_its_figures(house):
     assert len(list(PACKAGE.rglob("*.py"))) <= FILES
     assert len(house.one_importer_modules()) <= ONE_IMPORTER_MODULES
     assert house.config_keys() <= CONFIG_KEYS
@@ -295,7 +292,7 @@ def test_package_size_stays_within_its_figures(house: Any) -> None:
 
 
 @pytest.mark.slow
-def test_vision_language_sft_runs_through_few_files(house: Any) -> None:
+def test_vision_language_sft_runs_through_few_files(house):
     modules, files, functions = house.trace()
     assert modules <= SFT_MODULES
     assert files <= STEP_FILES
@@ -303,7 +300,7 @@ def test_vision_language_sft_runs_through_few_files(house: Any) -> None:
 
 
 @functools.cache
-def prose(file: Path) -> list[tuple[int, str]]:
+def prose(file):
     """(line number, text) of every comment and docstring line of a file, without `quoted code`."""
     source, found = file.read_text(), []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -317,7 +314,7 @@ def prose(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-def test_prose_of_package_holds_no_banned_word() -> None:
+def test_prose_of_package_holds_no_banned_word():
     banned = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
     found = []
     for file in sorted((ROOT / "mvp_engine").rglob("*.py")):
@@ -331,7 +328,7 @@ def test_prose_of_package_holds_no_banned_word() -> None:
     assert not found, "\n".join(["docs/glossary.md has a term for each of these:", *found])
 
 
-def test_prose_of_package_uses_the_terms_of_the_field() -> None:
+def test_prose_of_package_uses_the_terms_of_the_field():
     missing = set(FIELD_TERMS)
     for file in sorted((ROOT / "mvp_engine").rglob("*.py")):
         if any(term.split()[-1] in file.read_text().lower() for term in missing):
@@ -340,7 +337,7 @@ def test_prose_of_package_uses_the_terms_of_the_field() -> None:
     assert missing == set()
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_imports_no_torch():
     code = """
 import sys
 from mvp_engine.cli import main
@@ -358,13 +355,13 @@ sys.exit(f"--help imports {heavy}" if heavy else 0)
     assert "train" in answer.stdout
 
 
-def test_test_files_have_names_of_their_own() -> None:
+def test_test_files_have_names_of_their_own():
     """pytest imports them as top-level modules, and ranks find functions by module name."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
 
 
-def test_lazy_export_has_no_submodule_of_its_name() -> None:
+def test_lazy_export_has_no_submodule_of_its_name():
     """An import of the submodule would put itself in place of the export."""
     for file in (ROOT / "mvp_engine").rglob("__init__.py"):
         text = file.read_text()

@@ -1,13 +1,10 @@
 """`mvp models`: what each model type supports, from the shipped files, without torch."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
+from run_files import printed_json
 
 from mvp_engine import cli
 from mvp_engine.imports import import_file
@@ -24,7 +21,7 @@ NO_REASONS = (
 )
 
 
-def test_models_entries_have_all_columns_and_readable_reasons() -> None:
+def test_models_entries_have_all_columns_and_readable_reasons():
     models = read_models()
     assert models["llama"]["packed"] is True
     for name, entry in models.items():
@@ -40,7 +37,7 @@ def test_models_entries_have_all_columns_and_readable_reasons() -> None:
             assert not any(word in reason for word in NO_REASONS), (name, reason)
 
 
-def test_models_command_prints_table_entry_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_command_prints_table_entry_and_json(capsys):
     assert cli.main(["models"]) == 0
     assert "llama" in capsys.readouterr().out
     assert cli.main(["models", "llama"]) == 0
@@ -48,24 +45,24 @@ def test_models_command_prints_table_entry_and_json(capsys: pytest.CaptureFixtur
     assert "llama (text)" in printed
     assert "tensor parallel  yes" in printed
     assert cli.main(["models", "bert", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)
+    (entry,) = printed_json(capsys)
     assert entry == read_models()["bert"]
 
 
 def test_models_command_unknown_name_suggests_a_similar_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert cli.main(["models", "lama"]) == 2
     assert "no model type 'lama'" in (printed := capsys.readouterr().err)
     assert "Did you mean llama?" in printed
 
 
-def test_models_command_imports_no_torch() -> None:
+def test_models_command_imports_no_torch():
     code = "import sys; from mvp_engine import cli; cli.main(['models', 'llama']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
-def test_docs_matrix_equals_the_shipped_files() -> None:
+def test_docs_matrix_equals_the_shipped_files():
     page = (ROOT / "docs" / "models.md").read_text()
     markdown_table = import_file(ROOT / "scripts" / "model_matrix.py").markdown_table
     expected = f"<!-- matrix -->\n{markdown_table(read_models())}\n<!-- /matrix -->"

@@ -1,26 +1,20 @@
 """Several nodes: options and SLURM's variables, two launchers on one host, and the sbatch script with a fake SLURM."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from conftest import MAGIC, TINY, losses, spawn
+from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
-from ranks import RankPool
 
 from mvp_engine.cli import build_parser, main
 from mvp_engine.distributed import World
-from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import launcher
 from mvp_engine.tools.nodes import Nodes, first_host, nodes_of, use_interface_to
@@ -28,7 +22,7 @@ from mvp_engine.tools.nodes import Nodes, first_host, nodes_of, use_interface_to
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "log.interval=1"]
 
 
-def slurm(nodes: int, tasks: int, task: int, **others: Any) -> dict[str, str]:
+def slurm(nodes, tasks, task, **others):
     """The variables that srun sets for one of its tasks, with equal numbers of tasks on all nodes."""
     here = tasks // nodes
     variables = {
@@ -46,15 +40,15 @@ def slurm(nodes: int, tasks: int, task: int, **others: Any) -> dict[str, str]:
     return {name: str(value) for name, value in {**variables, **others}.items()}
 
 
-def node_options(rank: int, port: int, address: str = "127.0.0.1") -> list[str]:
+def node_options(rank, port, address="127.0.0.1"):
     return f"--nnodes 2 --node-rank {rank} --master-addr {address} --master-port {port}".split()
 
 
-def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+def start(*words, **options):
     return spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, **options)
 
 
-def wait_for(node: subprocess.Popen[str], text: str) -> None:
+def wait_for(node, text):
     """Read the output of a node up to a line with this text."""
     assert node.stdout is not None
     seen = ""
@@ -64,7 +58,7 @@ def wait_for(node: subprocess.Popen[str], text: str) -> None:
         seen += line
 
 
-def outputs_of(nodes: list[subprocess.Popen[str]], code: int) -> list[str]:
+def outputs_of(nodes, code):
     """The outputs of nodes that all end with this exit code."""
     outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [code] * len(nodes), outputs
@@ -72,20 +66,20 @@ def outputs_of(nodes: list[subprocess.Popen[str]], code: int) -> list[str]:
 
 
 @pytest.fixture
-def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nodes]:
+def resolve(monkeypatch):
     """resolve("--nproc", "2", NAME=value): the nodes of `mvp train` with these options and variables alone."""
 
-    def run(*options: str, **variables: str) -> Nodes:
+    def run(*options, **variables):
         monkeypatch.setattr(os, "environ", variables)
         return nodes_of(build_parser().parse_args(["train", "x.yaml", *options]))
 
     return run
 
 
-def test_options_describe_the_node(resolve: Callable[..., Nodes]) -> None:
+def test_options_describe_the_node(resolve):
     assert resolve() == Nodes(1)
     assert resolve("--nproc", "4") == Nodes(4)
-    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "gpu07"]
+    words = "--nnodes 2 --node-rank 1 --master-addr gpu07".split()
     assert resolve(*words, "--nproc", "8") == Nodes(8, 2, 1, "gpu07", 29500)
     assert resolve(*words[:4], MASTER_ADDR="a", MASTER_PORT="5") == Nodes(1, 2, 1, "a", 5)
 
@@ -101,10 +95,8 @@ def test_options_describe_the_node(resolve: Callable[..., Nodes]) -> None:
         ("--nproc 0", "at least one process"),
     ],
 )
-def test_wrong_node_options_are_user_errors(
-    resolve: Callable[..., Nodes], words: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
+def test_wrong_node_options_are_user_errors(resolve, words, message):
+    with user_error(message):
         resolve(*words.split())
 
 
@@ -123,20 +115,18 @@ TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "
         ({"MASTER_PORT": "p"}, "MASTER_PORT=p is not a number"),
     ],
 )
-def test_variables_of_no_rank_are_user_errors(
-    resolve: Callable[..., Nodes], changes: dict[str, str | None], message: str
-) -> None:
+def test_variables_of_no_rank_are_user_errors(resolve, changes, message):
     variables = {
         name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None
     }
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         resolve(**variables)
-    with pytest.raises(UserError, match=r"is one of 4 ranks\. Remove --nproc"):
+    with user_error(r"is one of 4 ranks\. Remove --nproc"):
         resolve("--nproc", "2", **TORCHRUN)
     assert resolve("--nproc", "2", WORLD_SIZE="1") == Nodes(2)
 
 
-def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve: Callable[..., Nodes]) -> None:
+def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve):
     port = 10_000 + 4711
     assert resolve(**slurm(2, 2, 1, SLURM_GPUS_ON_NODE=8)) == Nodes(8, 2, 1, "gpu07", port)
     assert resolve("--nproc", "4", **slurm(2, 2, 0, SLURM_GPUS_ON_NODE=8)) == Nodes(
@@ -148,21 +138,19 @@ def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve: Callable[..., 
 
 
 def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(
-    resolve: Callable[..., Nodes],
-) -> None:
+    resolve,
+):
     assert resolve(**slurm(2, 8, 5)) == Nodes(1)
     found = {
         name: os.environ[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
     assert list(found.values()) == ["5", "8", "1", "4", "gpu07"]
-    with pytest.raises(UserError, match="srun already starts 8 tasks on 2 nodes"):
+    with user_error("srun already starts 8 tasks on 2 nodes"):
         resolve("--nproc", "4", **slurm(2, 8, 5))
 
 
-def test_nodes_of_a_job_without_srun_is_one_with_a_warning(
-    resolve: Callable[..., Nodes], capsys
-) -> None:
+def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve, capsys):
     assert resolve("--nproc", "8", SLURM_JOB_NUM_NODES="2", SLURM_PROCID="0") == Nodes(8)
     assert "srun mvp" in capsys.readouterr().err
     assert resolve(**TORCHRUN, **slurm(2, 2, 1)) == Nodes(1)  # torchrun under srun
@@ -177,11 +165,11 @@ def test_nodes_of_a_job_without_srun_is_one_with_a_warning(
         ("r[1,3]-n[08-09].x", "r1-n08.x"),
     ],
 )
-def test_first_host_of_a_slurm_nodelist(nodelist: str, host: str) -> None:
+def test_first_host_of_a_slurm_nodelist(nodelist, host):
     assert first_host(nodelist) == host
 
 
-def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     use_interface_to("127.0.0.1")
     use_interface_to("no.such.host.invalid")
@@ -195,20 +183,18 @@ def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch: pytest.Mo
     assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
 
 
-def test_node_without_the_others_is_a_user_error(
-    monkeypatch: pytest.MonkeyPatch, capsys, port: int
-) -> None:
+def test_node_without_the_others_is_a_user_error(monkeypatch, capsys, port):
     monkeypatch.setattr(launcher, "JOIN_SECONDS", 0)
     for address, message in {
         "127.0.0.1": "the nodes did not meet at 127.0.0.1",
         "no.such.host.invalid": "--master-addr no.such.host.invalid: ",
     }.items():
-        assert main(["train", str(TINY), *node_options(1, port, address)]) == EXIT_USER_ERROR
+        assert mvp(f"train {TINY}", *node_options(1, port, address)) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
 
 
-def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
-    def failures(*ends: tuple[int, int]) -> dict[int, Any]:
+def test_first_failure_is_the_killed_rank_among_those_of_one_second():
+    def failures(*ends):
         return {
             rank: SimpleNamespace(timestamp=at, exitcode=code)
             for rank, (at, code) in enumerate(ends)
@@ -228,9 +214,7 @@ def test_first_failure_is_the_killed_rank_among_those_of_one_second() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(
-    tmp_path: Path, port: int, rank: int
-) -> None:
+def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(tmp_path, port, rank):
     node = start(*node_options(rank, port), f"project.dir={tmp_path}")
     wait_for(node, "the nodes meet at")
     node.send_signal(signal.SIGTERM)  # the others are waited for ten minutes
@@ -238,9 +222,7 @@ def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(
 
 
 @pytest.mark.slow
-def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
-    tmp_path: Path, train: Callable[..., int], port: int
-) -> None:
+def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path, train, port):
     """Node 0 has options, node 1 SLURM's variables. A SIGTERM to node 1 alone stops, saves and ends both with 75."""
     words = [*LONG, f"project.dir={tmp_path / 'nodes'}"]
     variables = slurm(2, 2, 1, SLURM_GPUS_ON_NODE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -254,12 +236,12 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
     assert (
         f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
     )
-    assert train("loop.total_steps=3", "log.interval=1", dir=tmp_path / "one") == 0
+    assert train("loop.total_steps=3 log.interval=1", dir=tmp_path / "one") == 0
     assert losses(tmp_path / "nodes")[:2] == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
+def test_srun_tasks_as_ranks_train_one_run(tmp_path, port):
     words = ["loop.total_steps=2", f"project.dir={tmp_path}"]
     others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     outputs_of([start(*words, env=slurm(1, 2, task, **others)) for task in (0, 1)], 0)
@@ -268,10 +250,8 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
-def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(
-    tmp_path: Path, port: int
-) -> None:
+@CAMPAIGN
+def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, port):
     folders = [tmp_path / str(rank) for rank in (0, 1)]
     for folder in folders:
         folder.mkdir()
@@ -281,8 +261,8 @@ def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
-def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path, port: int) -> None:
+@CAMPAIGN
+def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path, port):
     words = [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
     nodes = [start(*node_options(rank, port), *words, fresh_workers=True) for rank in (0, 1)]
     wait_for(nodes[0], "hanging")
@@ -294,9 +274,7 @@ def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path, port: i
     assert "was killed by SIGKILL" in nodes[1].communicate(timeout=120)[0]
 
 
-def test_slurm_script_is_valid_bash_with_the_command_and_the_options(
-    tmp_path: Path, capsys
-) -> None:
+def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path, capsys):
     words = [
         "launch",
         "slurm",
@@ -329,10 +307,8 @@ def test_slurm_script_is_valid_bash_with_the_command_and_the_options(
         (["optim.lrr=1"], "Did you mean 'optim.lr'?"),
     ],
 )
-def test_slurm_script_of_a_wrong_config_is_a_user_error(
-    words: list[str], message: str, capsys
-) -> None:
-    assert main(["launch", "slurm", str(MAGIC), "--nodes", "2", *words]) == EXIT_USER_ERROR
+def test_slurm_script_of_a_wrong_config_is_a_user_error(words, message, capsys):
+    assert mvp(f"launch slurm {MAGIC} --nodes 2", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -345,10 +321,8 @@ def test_slurm_script_of_a_wrong_config_is_a_user_error(
         (2, "RUNNING", False),
     ],
 )
-def test_slurm_script_requeues_a_running_job_on_exit_75(
-    tmp_path: Path, capsys, code: int, state: str, requeued: bool
-) -> None:
-    assert main(["launch", "slurm", str(MAGIC), "optim.betas=[0.9, 0.95]"]) == 0
+def test_slurm_script_requeues_a_running_job_on_exit_75(tmp_path, capsys, code, state, requeued):
+    assert mvp(f"launch slurm {MAGIC} 'optim.betas=[0.9, 0.95]'") == 0
     text = capsys.readouterr().out
     for name, body in {
         "srun": f'printf "%s\\n" "$@" > {tmp_path}/srun.txt; exit {code}',
@@ -375,12 +349,12 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
 
 
-def run_name() -> str:
+def run_name():
     line = next(line for line in MAGIC.read_text().splitlines() if line.strip().startswith("name:"))
     return shlex.split(line, comments=True)[1]
 
 
-def work_of_uneven_nodes() -> int:
+def work_of_uneven_nodes():
     """How often this rank did the work of its node: the first has three ranks, the second has one."""
     calls = list[int]()
     with pytest.MonkeyPatch.context() as patch:  # the ranks serve other tests, too
@@ -393,5 +367,5 @@ def work_of_uneven_nodes() -> int:
     return len(calls)
 
 
-def test_work_once_per_node_ends_on_nodes_with_different_numbers_of_ranks(ranks4: RankPool) -> None:
+def test_work_once_per_node_ends_on_nodes_with_different_numbers_of_ranks(ranks4):
     assert ranks4.run(work_of_uneven_nodes) == [1, 0, 0, 1]

@@ -1,7 +1,5 @@
 """Packed log-probs, entropy and values equal those of a padded forward: what PPO needs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import config_of
@@ -19,7 +17,7 @@ def rows():
     return padded_batch(PROMPTS, ANSWERS, seed=7)
 
 
-def positions(mask: torch.Tensor) -> torch.Tensor:
+def positions(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 

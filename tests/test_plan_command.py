@@ -114,6 +114,7 @@ def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
     assert len(simulation.ranks("all")) == 64
 
 
+@pytest.mark.slow
 def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
     shape = [
         "model_type=qwen3_moe",
@@ -140,6 +141,7 @@ def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
     assert first == 2 * last  # 1F1B: the first stage keeps two micro-batches
 
 
+@pytest.mark.slow
 def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> None:
     # 1,024 rows of embeddings on 6 ranks, 4 of attention: uneven shards.
     words = ["parallel.shard=3", "parallel.tensor=2", "model.config.hidden_size=100"]
@@ -292,6 +294,7 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
     assert used.ru_maxrss / 2**20 < 2
 
 
+@pytest.mark.slow
 def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
     assert main(["plan", ACTIONS, "--gpus", "2", "--simulate"]) == EXIT_USER_ERROR
     assert (
@@ -309,4 +312,4 @@ def test_only_the_command_and_other_plugins_import_the_plan_kit() -> None:
     package = ROOT / "mvp_engine"
     files = [file for file in package.rglob("*.py") if file.parent != package / "kit" / "plan"]
     importers = {file for file in files if "from mvp_engine.kit.plan" in file.read_text()}
-    assert {file.name for file in importers} == {"cli.py", "plan.py"}
+    assert {file.name for file in importers} == {"cli.py", "plan.py", "costs.py"}

@@ -1,19 +1,14 @@
 """`mvp profile`: steps of a real training under the profiler, and the summary of its events."""
 
-from __future__ import annotations
-
-import json
 import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import MAGIC, ROOT, TINY, mvp
+from run_files import read_json
 
-from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import list_runs
@@ -36,24 +31,14 @@ PLAIN = {
     "phases": [],
     "slow_row": None,
 }  # facts of a profile that `summary` has not
-CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
 @pytest.mark.slow
-def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) -> None:
-    words = [
-        CONFIG,
-        "--out",
-        str(tmp_path / "out"),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path / 'runs'}",
-    ]
-    assert main(["profile", *words, "data.micro_batch_size=16"]) == 0
+def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
+    words = f"--steps 2 --first 2 project.dir={tmp_path}/runs data.micro_batch_size=16"
+    assert mvp(f"profile {MAGIC} --out {tmp_path}/out {words}") == 0
     printed = capsys.readouterr().out
-    facts = json.loads((tmp_path / "out" / "profile.json").read_text())
+    facts = read_json(tmp_path / "out" / "profile.json")
     assert (facts["steps"], 0 <= facts["idle"] < 1) == (2, True)
     assert facts["step_ms"] > 0 < facts["step_ms_alone"]
     kinds = {row["name"]: row["ms"] for row in facts["kinds"]}
@@ -66,25 +51,25 @@ def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) ->
         == pytest.approx(memory["optimizer state"] / 2, rel=0.01)
     )
     assert (tmp_path / "out" / "profile.md").read_text() in printed
-    assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert read_json(tmp_path / "out" / "trace.json")["traceEvents"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_profile_user_errors_are_explained(tmp_path: Path, capsys) -> None:
-    words = ["profile", CONFIG, "--out", str(tmp_path), f"project.dir={tmp_path}"]
-    assert main([*words, "--steps", "0"]) == 2
-    assert main([*words, "resume=auto"]) == 2
+def test_profile_user_errors_are_explained(tmp_path, capsys):
+    words = f"profile {MAGIC} --out {tmp_path} project.dir={tmp_path}"
+    assert mvp(f"{words} --steps 0") == 2
+    assert mvp(f"{words} resume=auto") == 2
     assert "leave resume out" in capsys.readouterr().err
-    assert main(["profile", "reverse_rl/grpo", "--out", str(tmp_path), "workers.where=spawn"]) == 2
+    assert mvp(f"profile reverse_rl/grpo --out {tmp_path} workers.where=spawn") == 2
     assert "set workers.where=local" in capsys.readouterr().err
     (tmp_path / "taken").write_text("a file")
-    assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step runs
+    assert mvp(f"{words} --out {tmp_path}/taken") == 2  # before any step runs
     output = capsys.readouterr()
     assert "--out" in output.err
     assert "train step" not in output.out
 
 
-def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
+def test_summary_counts_idle_time_and_kinds_of_kernels():
     kernels = [
         Kernel("gemm", 0, 10),
         Kernel("triton_norm", 5, 10),
@@ -120,9 +105,7 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert "The GPU drew 692 W at 1,530 MHz. " in seldom
 
 
-def test_clock_of_gpu_is_sampled_while_something_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     lines = [
         "1980, 120.5, Not Active",
@@ -167,20 +150,13 @@ def test_clock_of_gpu_is_sampled_while_something_runs(
 
 
 @pytest.mark.slow
-def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path: Path) -> None:
-    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    words = [
-        str(config),
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        f"project.dir={tmp_path}",
-    ]
-    assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
-    facts = json.loads((tmp_path / "profile.json").read_text())
+def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path):
+    slow = "tiny.load_seconds=0.05 data.num_workers=0"
+    assert (
+        mvp(f"profile {TINY} --out {tmp_path} --steps 2 --first 2 project.dir={tmp_path} {slow}")
+        == 0
+    )
+    facts = read_json(tmp_path / "profile.json")
     assert (
         facts["data_wait_ms"] > 0.5 * facts["step_ms"]
     )  # 0.99 on a machine with nothing else to do
@@ -194,70 +170,44 @@ SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
 
 
 @pytest.mark.slow
-def test_profile_traces_exactly_the_named_steps(tmp_path: Path, capsys) -> None:
+def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
     """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
-    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-    slow = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=5",
-        "tiny.slow_seconds=0.3",
-        f"project.dir={tmp_path}",
-    ]
+    slow = f"tiny.fault=slow_hook tiny.fault_step=5 tiny.slow_seconds=0.3 project.dir={tmp_path}"
     for first, steps, is_in in ((5, 1, True), (3, 2, False), (6, 1, False), (4, 2, True)):
-        words = [
-            "profile",
-            str(config),
-            "--out",
-            str(tmp_path),
-            "--steps",
-            str(steps),
-            "--first",
-            str(first),
-        ]
-        assert main([*words, *slow]) == 0
+        assert mvp(f"profile {TINY} --out {tmp_path} --steps {steps} --first {first} {slow}") == 0
         page = (tmp_path / "profile.md").read_text()
         assert (SLOW_HOOK in page) == is_in, (first, page)
         assert not is_in or (
             "The hook train_post_step takes" in page and "larger packs" not in page
         )
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        events = read_json(tmp_path / "trace.json")["traceEvents"]
         assert sum(one["name"] == "mvp_engine: wait for data" for one in events) == steps
     capsys.readouterr()
 
 
 @pytest.mark.slow
-def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(
-    train, tmp_path: Path, capsys
-) -> None:
-    words = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=11",
-        "tiny.slow_seconds=0.4",
-        "tiny.slow_row=17",
-    ]
+def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path, capsys):
+    words = "tiny.fault=slow_hook tiny.fault_step=11 tiny.slow_seconds=0.4 tiny.slow_row=17".split()
     assert train(*words, "loop.total_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
     run = list_runs(tmp_path)[-1]
     records = {one["step"]: one for one in RunFacts(run).slowest}
     [step] = [step for step, one in records.items() if one.get("row") == 17]
     capsys.readouterr()
-    assert main(["profile", str(run.dir), "--step", "11", "--out", str(tmp_path / "hook")]) == 0
+    assert mvp(f"profile {run.dir} --step 11 --out {tmp_path}/hook") == 0
     assert SLOW_HOOK in capsys.readouterr().out
-    assert main(["profile", str(run.dir), "--step", str(step), "--out", str(tmp_path / "row")]) == 0
+    assert mvp(f"profile {run.dir} --step {step} --out {tmp_path}/row") == 0
     text = capsys.readouterr().out
     assert "time.sleep(self.slow_row[1])  # the slow row" in text
     assert "The slowest row, 17, took" in text
     assert "data.num_workers" not in text
-    names = [
-        one["name"]
-        for one in json.loads((tmp_path / "row" / "trace.json").read_text())["traceEvents"]
-    ]
+    names = [one["name"] for one in read_json(tmp_path / "row" / "trace.json")["traceEvents"]]
     assert any(name.endswith(": train_post_step") for name in names)  # Python frames
-    assert main(["profile", str(run.dir), "--step", "30", "--out", str(tmp_path / "late")]) == 2
+    assert mvp(f"profile {run.dir} --step 30 --out {tmp_path}/late") == 2
     assert "ended before step 30: name an earlier one" in capsys.readouterr().err
     assert len(list_runs(tmp_path)) == 1
 
 
-def test_page_of_slow_hook_names_its_line_and_not_larger_packs() -> None:
+def test_page_of_slow_hook_names_its_line_and_not_larger_packs():
     facts = summary(Events(1.0, [Kernel("gemm", 0, 100_000)], [], []), 1, {})
     hook = {
         "name": "train_post_step",
@@ -275,10 +225,10 @@ def test_page_of_slow_hook_names_its_line_and_not_larger_packs() -> None:
     assert "larger packs" not in text
 
 
-def test_windows_of_gpu_and_host_are_apart() -> None:
+def test_windows_of_gpu_and_host_are_apart():
     """The host is ahead of the GPU: its marks come before the GPU has done the steps before the window."""
 
-    def event(name: str, start: float, end: float, device: str) -> Any:
+    def event(name, start, end, device):
         times = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
         return SimpleNamespace(
             name=name, time_range=times, device_type=device, is_user_annotation=name == MARK
@@ -329,7 +279,7 @@ def test_windows_of_gpu_and_host_are_apart() -> None:
     )
 
 
-def test_summary_separates_exposed_communication() -> None:
+def test_summary_separates_exposed_communication():
     kernels = [
         Kernel("gemm", 0, 4000),
         Kernel("ncclDevKernel_AllGather", 3000, 3000),
@@ -351,13 +301,13 @@ def test_summary_separates_exposed_communication() -> None:
     )
 
 
-def test_collectives_on_gloo_are_found(ranks2) -> None:
+def test_collectives_on_gloo_are_found(ranks2):
     assert all(
         name.startswith("gloo:") and length > 0 for name, length in ranks2.run(_profiled_collective)
     )
 
 
-def _profiled_collective() -> tuple[str, float]:
+def _profiled_collective():
     world = World.join("cpu")
     with torch.profiler.profile() as profiler:
         torch.distributed.all_reduce(torch.ones(1000))  # before the window
@@ -369,7 +319,7 @@ def _profiled_collective() -> tuple[str, float]:
     return seen.name, seen.length
 
 
-def test_own_loss_kernels_are_counted_as_loss() -> None:
+def test_own_loss_kernels_are_counted_as_loss():
     source = (ROOT / "mvp_engine" / "ops" / "logit_kernels.py").read_text()
     names = re.findall(r"@triton\.jit\ndef (\w+)\(", source)
     assert names

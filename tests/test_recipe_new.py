@@ -1,13 +1,10 @@
 """`mvp recipe`: a copy runs at once and shares nothing with its origin."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, mvp
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -19,16 +16,11 @@ from mvp_engine.tools.recipe import is_recipe
 RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {
     "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
-    "digits_vlm": [
-        "digits.drawings=1",
-        "digits.count=60",
-        "data.num_workers=0",
-        "eval_generation.max_new_tokens=2",
-    ],
+    "digits_vlm": "digits.drawings=1 digits.count=60 data.num_workers=0 eval_generation.max_new_tokens=2".split(),
 }
 
 
-def composed(file: Path) -> Any:
+def composed(file):
     """The config, or the error: some configs need a path on the command line."""
     try:
         return compose(file).config
@@ -38,10 +30,8 @@ def composed(file: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", RECIPES)
-def test_recipe_new_all_configs_compose_under_the_new_name(
-    origin: str, tmp_path: Path, capsys: Any
-) -> None:
-    assert main(["recipe", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
+def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, capsys):
+    assert mvp(f"recipe mine_2 --from {origin} --dir {tmp_path}") == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
     files = {
@@ -78,7 +68,7 @@ def test_recipe_new_all_configs_compose_under_the_new_name(
         assert f"recipes/{origin}/" not in file.read_text()
 
 
-def _texts(tree: Any) -> list[str]:
+def _texts(tree):
     if isinstance(tree, dict | list):
         return [
             text
@@ -88,41 +78,38 @@ def _texts(tree: Any) -> list[str]:
     return [tree] if isinstance(tree, str) else []
 
 
-def _flat(config: Any, without: set[str], strip: str) -> str:
+def _flat(config, without, strip):
     text = json.dumps(config.model_dump(exclude=without), sort_keys=True)
     return text.replace(strip, f"{config.project.dir}/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", QUICK)
-def test_recipe_new_copy_trains_from_any_folder(
-    origin: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "recipes").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert main(["recipe", "mine", "--from", origin]) == 0
+def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monkeypatch):
+    (workspace / "recipes").mkdir()
+    assert mvp(f"recipe mine --from {origin}") == 0
     config, elsewhere = (
-        tmp_path / "recipes" / "mine" / "configs" / "train.yaml",
-        tmp_path / "elsewhere",
+        workspace / "recipes" / "mine" / "configs" / "train.yaml",
+        workspace / "elsewhere",
     )
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     words = [*QUICK[origin], "loop.total_steps=2", "log.backends=[jsonl]"]
-    assert main(["check", str(config), *words]) == 0
+    assert mvp(f"check {config}", *words) == 0
     assert not list_runs(elsewhere / "outputs")
-    assert main(["train", str(config), *words]) == 0
+    assert mvp(f"train {config}", *words) == 0
     (run,) = list_runs(elsewhere / "outputs")
     assert run.info["name"] == "mine"
     assert not (elsewhere / "outputs" / "digits_data").exists()
     capsys.readouterr()
-    monkeypatch.chdir(tmp_path)
-    assert main(["recipe", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    monkeypatch.chdir(workspace)
+    assert mvp("recipe --json") == 0
+    found = printed_json(capsys)
     assert set(found) == {*RECIPES, "mine"}
     assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
 
 
-def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> None:
+def test_recipe_new_training_stages_keep_their_name_endings(tmp_path):
     origin = tmp_path / "vl"
     (origin / "configs").mkdir(parents=True)
     (origin / "engine.py").write_text(
@@ -154,11 +141,8 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> N
     assert not (folder / "outputs").exists()
 
 
-def test_recipe_new_user_errors_are_explained(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
+def test_recipe_new_user_errors_are_explained(workspace, capsys):
+    (workspace / "taken").mkdir()
     for words, expected in (
         (["taken", "--from", "magic_transformer"], "taken exists already"),
         (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is not a valid recipe name"),
@@ -170,15 +154,13 @@ def test_recipe_new_user_errors_are_explained(
     ):
         assert main(["recipe", *words]) == EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
-    (tmp_path / "taken" / "engine.py").write_text("")
-    (tmp_path / "taken" / "train.yaml").write_text("a: [")
-    assert main(["recipe", "mine", "--from", "taken"]) == EXIT_USER_ERROR
+    (workspace / "taken" / "engine.py").write_text("")
+    (workspace / "taken" / "train.yaml").write_text("a: [")
+    assert mvp("recipe mine --from taken") == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+    assert [entry.name for entry in workspace.iterdir()] == ["taken"]
 
 
-def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(
-    tmp_path: Path, capsys
-) -> None:
-    assert main(["recipe", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
+def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path, capsys):
+    assert mvp(f"recipe mine --from sft --dir {tmp_path}") == 0
     assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

@@ -1,8 +1,5 @@
 """benchmarks/recipes.py: times and throughput of a log, and a process that takes too long."""
 
-from __future__ import annotations
-
-import json
 import sys
 import time
 from argparse import Namespace
@@ -10,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import ROOT
+from run_files import read_json
 
 from mvp_engine.imports import import_file
 
@@ -17,7 +15,7 @@ BENCH = import_file(ROOT / "benchmarks" / "recipes.py")
 session_members = import_file(ROOT / "benchmarks" / "watch.py").session_members
 
 
-def record(step: int, step_s: float):
+def record(step, step_s):
     perf = {"step_s": step_s, "tokens_per_s": 100 / step_s, "data_wait": 0.1, "memory_gib": 3.0}
     return {"split": "train", "step": step, "loss": 2.0, "perf": perf}
 
@@ -59,7 +57,7 @@ def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path, monkeypa
     seen = []
 
     def theirs(side, *_):
-        seen.append(len(json.loads(out.read_text())["rows"]))  # what came before is written
+        seen.append(len(read_json(out)["rows"]))  # what came before is written
         return {"why": f"of {side}"}
 
     for name, value in {"ours": ours, "theirs": theirs, "compile_bytecode": print}.items():
@@ -68,7 +66,7 @@ def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path, monkeypa
         BENCH, "prepare", lambda name, args: (BENCH.WORKS[name], tmp_path, tmp_path)
     )
     BENCH.main(["--only", "text_0.6b", "lora_8b", "--peers", "TRL + Liger", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    rows = read_json(out)["rows"]
     assert [row["why"] for row in rows] == [
         "OSError: no space left on device",
         "of TRL + Liger",
@@ -120,7 +118,7 @@ def test_clock_of_peers_writes_after_each_step(tmp_path):
         clock.on_step_end(
             None, Namespace(num_input_tokens_seen=50 * step, log_history=history), None
         )
-        found = json.loads((tmp_path / "peer.json").read_text())
+        found = read_json(tmp_path / "peer.json")
         assert (found["tokens"], found["losses"]) == ([50, 100][:step], [2.0, 1.0][:step])
         assert found["first_step_s"] == found["ends"][0] >= 100
         assert [len(found[name]) for name in ("ends", "losses")] == [step, step]
@@ -139,7 +137,7 @@ def test_starts_table_lists_each_start_and_its_failures():
 def test_table_of_shipped_configs_in_docs_equals_the_stored_results():
     page = (ROOT / "docs" / "performance.md").read_text()
     lines = page.partition("## The shipped configs")[2].partition("###")[0].splitlines()
-    for row in json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]:
+    for row in read_json(ROOT / "benchmarks" / "results" / "recipes.json")["rows"]:
         if "mfu" not in row:
             continue
         speed = round(row["tokens_per_s"], -2 if row["tokens_per_s"] > 10_000 else -1)

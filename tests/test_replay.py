@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import MAGIC, TINY
-from run_files import json_lines
+from conftest import MAGIC, TINY, mvp
+from run_files import json_lines, printed_json, read_json
 from torch.distributed.run import parse_args
 
 from mvp_engine.cli import main
@@ -22,17 +21,17 @@ from mvp_engine.runs import Run, list_runs
 from mvp_engine.tools.replay import config_of, nearest_checkpoint, rank_arguments, replay_step
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def replayed(capsys, folder: Path, *words: str, code: int = 0):
+def replayed(capsys, folder, *words, code=0):
     capsys.readouterr()
-    assert main(["check", str(newest(folder).dir), "--json", *words]) == code
-    return json.loads(capsys.readouterr().out)
+    assert mvp(f"check {newest(folder).dir} --json", *words) == code
+    return printed_json(capsys)
 
 
-def where(run: Run, step: int, sample: int) -> int:
+def where(run, step, sample):
     """The micro-batch of a sample in a step, counted from 1, by the record of the step."""
     lines = (run.dir / "skipped_steps.jsonl").read_text().splitlines()
     [record] = [one for line in lines if (one := json.loads(line))["step"] == step]
@@ -46,12 +45,9 @@ def where(run: Run, step: int, sample: int) -> int:
 def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     train, tmp_path, capsys, kind, parameter, module
 ):
-    words = [
-        "tiny.bad_rows=[17]",
-        f"tiny.bad_kind={kind}",
-        "checkpoint.interval=2",
-        "loop.total_steps=6",
-    ]
+    words = (
+        f"tiny.bad_rows=[17] tiny.bad_kind={kind} checkpoint.interval=2 loop.total_steps=6".split()
+    )
     assert train(*words, dir=tmp_path) == 0
     found = replayed(capsys, tmp_path)
     run = newest(tmp_path)
@@ -60,7 +56,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     assert entry["micro_batch"] == where(run, found["step"], 17)
     assert (entry["parameter"], entry["module"]) == (parameter, module)
     assert not found["weights_blamed"]
-    assert main(["check", str(run.dir)]) == 0
+    assert mvp(f"check {run.dir}") == 0
     text = capsys.readouterr().out
     assert f"micro-batch {entry['micro_batch']}, row 17\n" in text
     assert len(list_runs(tmp_path)) == 1  # nothing is left behind
@@ -68,8 +64,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
 
 def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys):
     assert (
-        train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path)
-        == EXIT_BUG
+        train("tiny.bad_rows=[17] tiny.bad_kind=label loop.total_steps=6", dir=tmp_path) == EXIT_BUG
     )
     text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
@@ -81,19 +76,11 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path, capsys):
-    words = [
-        "optim.lr=50",
-        "optim.warmup_steps=0",
-        "loop.total_steps=20",
-        "guard.max_consecutive_skips=4",
-    ]
+    words = (
+        "optim.lr=50 optim.warmup_steps=0 loop.total_steps=20 guard.max_consecutive_skips=4".split()
+    )
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
-    words += [
-        "model.width=32",
-        "loop.eval_interval=null",
-        "checkpoint.best_metric=null",
-        "checkpoint.interval=1",
-    ]
+    words += "model.width=32 loop.eval_interval=null checkpoint.best_metric=null checkpoint.interval=1".split()
     assert train(*words, config=MAGIC, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "optim.lr is too high" in text
@@ -112,19 +99,11 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
 ):
     """log(0) in 0.3 % of the rows, in steps of 128 rows."""
     rows = list(range(0, 2000, 333))[:6]
-    words = [
-        f"tiny.bad_rows={rows}",
-        "tiny.bad_kind=log",
-        "tiny.samples=2000",
-        "data.global_batch_size=128",
-    ]
-    words += [
-        "data.micro_batch_size=32",
-        "loop.total_steps=null",
-        "loop.epochs=1",
-        "checkpoint.interval=5",
-    ]
-    assert train(*words, dir=tmp_path) == 0
+    words = "tiny.bad_kind=log tiny.samples=2000 data.global_batch_size=128".split()
+    words += (
+        "data.micro_batch_size=32 loop.total_steps=null loop.epochs=1 checkpoint.interval=5".split()
+    )
+    assert train(f"tiny.bad_rows={rows}", *words, dir=tmp_path) == 0
     run = newest(tmp_path)
     records = json_lines(run.dir / "skipped_steps.jsonl")
     share = f"{len(records)} of 16 steps ({len(records) / 16:.0%}) were skipped"
@@ -139,12 +118,7 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
 def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
-    words = [
-        "tiny.bad_rows=[17]",
-        f"parallel.shard={shard}",
-        "data.micro_batch_size=2",
-        "loop.total_steps=6",
-    ]
+    words = f"tiny.bad_rows=[17] parallel.shard={shard} data.micro_batch_size=2 loop.total_steps=6".split()
     assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words) == [0, 0]
     run = newest(tmp_path)
     step = replay_step(run, None)["step"]
@@ -155,7 +129,7 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
     parse_args(
         ["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments]
     )  # of torchrun
-    [entry] = json.loads((folder / "found.json").read_text())["rows"]
+    [entry] = read_json(folder / "found.json")["rows"]
     name = "skipped_steps.jsonl" if entry["rank"] == 0 else "skipped_steps.rank1.jsonl"
     record = json.loads((run.dir / name).read_text().splitlines()[-1])
     assert entry["rows"] == [17]
@@ -163,7 +137,7 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
     assert record["nonfinite_micro_batches"] == [entry["micro_batch"] - 1]
 
 
-def _replay_rank(arguments: list[str]) -> int:
+def _replay_rank(arguments):
     from mvp_engine.tools.replay import main as replay_main
 
     return replay_main(arguments)
@@ -172,7 +146,7 @@ def _replay_rank(arguments: list[str]) -> int:
 def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path, capsys):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     run = str(newest(tmp_path).dir)
-    assert main(["check", run]) == EXIT_USER_ERROR
+    assert mvp(f"check {run}") == EXIT_USER_ERROR
     assert "--step N replays any step" in capsys.readouterr().err
     found = replayed(capsys, tmp_path, "--step", "3", code=EXIT_USER_ERROR)
     assert [entry["micro_batch"] for entry in found["micro_batches"]] == [1, 2]

@@ -1,7 +1,5 @@
 """What a start prepares in the background: the CUDA context, and the processes that compile kernels."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time
@@ -14,16 +12,16 @@ from mvp_engine.kit.model import start_compile_workers
 from mvp_engine.tools.launcher import DRIVER, created_meanwhile
 
 
-def fake_driver(monkeypatch: pytest.MonkeyPatch, init_code: int = 0) -> list[str]:
+def fake_driver(monkeypatch, init_code=0):
     """Put a stand-in in the place of NVIDIA's driver library; returns the calls that it gets."""
     calls = []
 
-    def init(flags: int) -> int:
+    def init(flags):
         time.sleep(0.05)  # while the imports are running
         calls.append("init")
         return init_code
 
-    def device_get(device, index: int) -> int:
+    def device_get(device, index):
         calls.append(f"device {index}")
         return 0
 

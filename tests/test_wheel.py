@@ -1,26 +1,17 @@
 """The built wheel, used by a stranger: from an empty folder to a trained model that answers. And what the package
 resolves to next to other packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
 
-SIZES = [
-    "digits.drawings=1",
-    "digits.count=60",
-    "data.num_workers=0",
-    "loop.total_steps=2",
-    "log.backends=[jsonl]",
-]
+SIZES = "digits.drawings=1 digits.count=60 data.num_workers=0 loop.total_steps=2 log.backends=[jsonl]".split()
 SIZES += ["eval_generation.max_new_tokens=2"]
 NEW = ["recipe", "mine", "--from", "digits_vlm"]
 CONFIG = "mine/configs/train.yaml"
@@ -55,7 +46,7 @@ def wheel(tmp_path_factory):
     return file
 
 
-def commands(run: str = "RUN") -> list[list[str]]:
+def commands(run="RUN"):
     """A recipe of one's own, then the four commands: look at the data, check, train, chat."""
     ask = ["chat", run, "-p", "Which digit is this?", "--max-new-tokens", "2"]
     return [
@@ -85,7 +76,7 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel, tmp_p
     assert f"{tmp_path}/site/mvp_engine/_docs/loss.md" in skill
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel, tmp_path):
     """In an environment of its own, with the versions of constraints.txt."""
     subprocess.run(["uv", "venv", "--quiet", tmp_path / "venv"], check=True)
@@ -125,7 +116,7 @@ def test_wheel_installed_without_and_with_extras_trains_or_names_the_extra(wheel
     assert done.stdout.strip()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
 def test_package_resolves_next_to_the_newest(other, tmp_path):
     """The newest release that pip would choose alone is also chosen with this package, and its transformers is ours."""
@@ -135,11 +126,11 @@ def test_package_resolves_next_to_the_newest(other, tmp_path):
         assert together[name] == alone[name]
 
 
-def resolve(folder: Path, *requirements: str) -> dict[str, str]:
+def resolve(folder, *requirements):
     """Versions by package, as uv chooses them for this Python on a GPU host."""
     file = folder / "requirements.in"
     file.write_text("\n".join(requirements))
-    options = ["--no-header", "--no-annotate", "--quiet", "--python-platform=x86_64-manylinux_2_34"]
+    options = "--no-header --no-annotate --quiet --python-platform=x86_64-manylinux_2_34".split()
     options += ["--python", sys.executable]
     done = subprocess.run(
         ["uv", "pip", "compile", file, *options], check=True, capture_output=True, text=True

@@ -1,14 +1,12 @@
 """docs/your_data.md, run word by word: from rows with images, some of them bad, to an exported model that generates."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import shutil
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, mvp
 from PIL import Image
 
 from mvp_engine.cli import main
@@ -16,61 +14,51 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
-SMALL = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "log.backends=[jsonl]"]
+SMALL = "loop.total_steps=3 loop.eval_interval=3 data.num_workers=0 log.backends=[jsonl]".split()
 COLOURS = ["red", "green", "blue"]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def run(words: list[str], *more: str) -> int:
+def run(words, *more):
     assert words[0] == "mvp"
     return main([*words[1:], *more])
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(workspace):
     """Images, rows as on the page, and a model: the demo's, after one step."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "shapes" / "drawings").mkdir(parents=True)
+    (workspace / "shapes" / "drawings").mkdir(parents=True)
     row = json.loads(blocks("json")[0])
     rows = []
     for i in range(40):
         Image.new("RGB", (24 + i % 8, 28), COLOURS[i % 3]).save(
-            tmp_path / "shapes" / "drawings" / f"{i:04d}.png"
+            workspace / "shapes" / "drawings" / f"{i:04d}.png"
         )
         row["messages"][0]["content"][0]["image"] = f"drawings/{i:04d}.png"
         row["messages"][1]["content"] = COLOURS[i % 3]
         rows.append(json.loads(json.dumps(row)))
-    (tmp_path / "shapes" / "held_out.jsonl").write_text(
+    (workspace / "shapes" / "held_out.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows[30:])
     )
     others = [json.loads(line) for line in blocks("json")[1].splitlines()]
     rows = rows[:30] + others
     rows[7]["messages"][0]["content"][0]["image"] = "drawings/9999.png"
     rows[12]["messages"][1]["content"] = 7
-    (tmp_path / "shapes" / "train.jsonl").write_text(
+    (workspace / "shapes" / "train.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows)
     )
-    digits = [
-        "digits.drawings=1",
-        "digits.count=60",
-        "loop.total_steps=1",
-        "loop.eval_interval=null",
-        "export=model",
-    ]
-    assert (
-        main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
-    )
+    digits = "digits.drawings=1 digits.count=60 loop.total_steps=1 loop.eval_interval=null export=model".split()
+    assert mvp(f"train {ROOT}/recipes/digits_vlm/configs/train.yaml", *SMALL, *digits) == 0
     shutil.copytree(
-        tmp_path / "model", tmp_path / "folder"
+        workspace / "model", workspace / "folder"
     )  # a copy in place of the link into the demo's run
-    (tmp_path / "model").unlink()
-    (tmp_path / "folder").rename(tmp_path / "model")
-    shutil.rmtree(tmp_path / "outputs")
-    return tmp_path
+    (workspace / "model").unlink()
+    (workspace / "folder").rename(workspace / "model")
+    shutil.rmtree(workspace / "outputs")
+    return workspace
 
 
 @pytest.mark.slow
@@ -125,6 +113,6 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder, capsys):
     assert isinstance(script["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
 
 
-def _printed(capsys) -> str:
+def _printed(capsys):
     output = capsys.readouterr()
     return " ".join((output.out + output.err).split())

@@ -1,7 +1,5 @@
 """Zigzag: every token on one context rank, at most two chunks of a sequence, tokens and attended pairs balanced."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -24,7 +22,7 @@ MIXES = {
 }
 
 
-def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]):
+def assert_partition(lengths, of_ranks):
     chunks = sorted(chunk for chunks in of_ranks for chunk in chunks)
     at = 0
     for chunk in chunks:
@@ -38,7 +36,7 @@ def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]):
         assert all(firsts.count(first) <= 2 for first in firsts)
 
 
-def largest_over_mean(values: list[int]) -> float:
+def largest_over_mean(values):
     return max(values) * len(values) / sum(values)
 
 
@@ -71,8 +69,7 @@ def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole():
 def test_zigzag_pairs_are_those_of_the_causal_mask():
     lengths = [37, 5]
     of_ranks = zigzag(lengths, 4)
-    found = sum(chunk.pairs for chunks in of_ranks for chunk in chunks)
-    assert found == 37 * 38 // 2 + 5 * 6 // 2
+    assert sum(chunk.pairs for chunks in of_ranks for chunk in chunks) == 37 * 38 // 2 + 5 * 6 // 2
     chunk = Chunk(begin=12, end=15, first=10, last=20)
     assert chunk.pairs == 3 + 4 + 5
 

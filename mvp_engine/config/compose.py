@@ -23,36 +23,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from mvp_engine.config.engine_class import find_config_class, find_engine
+from mvp_engine.config.engine_class import (
+    find_config_class,
+    find_engine,
+    shipped_config,
+    shipped_configs,
+)
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
-
-PACKAGE = Path(__file__).parents[1]
-
-
-def shipped_folder(name: str) -> Path:
-    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
-    in_wheel = PACKAGE / f"_{name}"
-    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
-
-
-SHIPPED = shipped_folder("recipes")
-
-
-def shipped_config(name: Path) -> Path | None:
-    """The file of `recipe/config`, if the package has it."""
-    file = SHIPPED / name.parent / "configs" / f"{name.name}.yaml"
-    return file if len(name.parts) == 2 and file.is_file() else None
-
-
-def shipped_configs(recipe: str = "*") -> list[str]:
-    """The names of a recipe's configs, or of all; empty if there is no such recipe."""
-    files = SHIPPED.glob(f"{recipe}/configs/*.yaml")
-    return sorted(f"{file.parts[-3]}/{file.stem}" for file in files)
-
 
 OTHER_TRAINERS = Path(__file__).parent / "other_trainers.yaml"  # their names of keys, and ours
 

@@ -1,4 +1,4 @@
-"""Find the Engine subclass of a config: from a file path, a module name, or the recipe's `engine.py`.
+"""Find the Engine subclass of a config: from a file path, a module name, a recipe, or the `engine.py` near the config.
 
 A recipe is a folder with an `engine.py`, and configs in it or below it. The import of an engine takes seconds, most of
 them for torch. So its config class is looked for in its source first: if this imports the class from a module, such
@@ -26,13 +26,35 @@ PACKAGE = Path(__file__).parents[1]
 FOLDERS_ABOVE = 2  # a config may lie in recipes/<name>/configs/<group>/
 
 
+def shipped_folder(name: str) -> Path:
+    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
+    in_wheel = PACKAGE / f"_{name}"
+    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
+
+
+SHIPPED = shipped_folder("recipes")
+
+
+def shipped_config(name: Path) -> Path | None:
+    """The file of `recipe/config`, if the package has it."""
+    file = SHIPPED / name.parent / "configs" / f"{name.name}.yaml"
+    return file if len(name.parts) == 2 and file.is_file() else None
+
+
+def shipped_configs(recipe: str = "*") -> list[str]:
+    """The names of a recipe's configs, or of all; empty if there is no such recipe."""
+    files = SHIPPED.glob(f"{recipe}/configs/*.yaml")
+    return sorted(f"{file.parts[-3]}/{file.stem}" for file in files)
+
+
 def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]:
     """Import the engine class that `spec` names; returns it with an absolute spec.
 
     `spec` is `file.py:Class` (relative to the config file, or else to the working directory), `module:Class`, either
-    without `:Class` if the file defines one engine only, or None for the nearest `engine.py`. The absolute spec is
-    saved with the run, so that a resume from another folder finds the same class.
+    without `:Class` if the file defines one engine only, the name of a shipped recipe, or None for the nearest
+    `engine.py`. The absolute spec is saved with the run, so that a resume from another folder finds the same class.
     """
+    spec = _recipe_file(spec)
     class_name = None
     if spec is None:
         module = import_file(nearest_engine(config_file))
@@ -45,6 +67,12 @@ def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]
         raise UserError(f"{_name(module)} has no engine class {class_name!r}; it has: {known}")
     is_file = spec is None or spec.partition(":")[0].endswith(".py")
     return engine_class, f"{module.__file__ if is_file else module.__name__}:{class_name}"
+
+
+def _recipe_file(spec: str | None) -> str | None:
+    """The spec, with the file of the engine in place of the name of a shipped recipe."""
+    file = SHIPPED / (spec or "") / "engine.py"
+    return str(file) if spec and spec.isidentifier() and file.is_file() else spec
 
 
 def nearest_engine(config_file: Path) -> Path:
@@ -92,6 +120,7 @@ def _name(module: ModuleType) -> str:
 
 def find_config_class(spec: str | None, config_file: Path) -> tuple[type[Config], str]:
     """The config class of an engine, and the absolute spec of the engine."""
+    spec = _recipe_file(spec)
     location, _, name = spec.rpartition(":") if spec and ":" in spec else (spec or "", "", "")
     try:
         if location and not location.endswith(".py"):

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mvp_engine import plugins
 
 
 class Section(BaseModel):
@@ -70,7 +72,12 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-Part = Literal["vision", "audio", "projector", "llm", "talker", "action"]
+# Parts of a model: those that multimodal language models have, and those of kits.
+PARTS: tuple[str, ...] = ("vision", "audio", "projector", "llm", *plugins.names("model_part"))
+if TYPE_CHECKING:
+    Part = str
+else:
+    Part = Literal[PARTS]
 # Modes of activation checkpointing, the largest memory first.
 ActivationCheckpointing = Literal["none", "selective", "attention", "full", "offload"]
 CHECKPOINTING_MODES: tuple[str, ...] = get_args(ActivationCheckpointing)

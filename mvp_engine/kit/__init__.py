@@ -7,15 +7,9 @@ from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora.lora_settings import Lora
-    from mvp_engine.kit.actions.engine import ActionEngine
-    from mvp_engine.kit.actions.kit import ActionDataKit
-    from mvp_engine.kit.actions.rollout import rollout
-    from mvp_engine.kit.actions.settings import ActionConfig, ActionData
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
     from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
     from mvp_engine.kit.examples import examples_of
-    from mvp_engine.kit.flow import Flow, FlowTimes
-    from mvp_engine.kit.flow_policy import action_loss, sample_actions
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
     from mvp_engine.kit.mfu import MFUKit
@@ -44,10 +38,6 @@ else:  # the sections of configs are here too, and `mvp config CONFIG` imports n
 
 
 __all__ = [
-    "ActionConfig",
-    "ActionData",
-    "ActionDataKit",
-    "ActionEngine",
     "Answer",
     "Completion",
     "ContrastiveConfig",
@@ -61,8 +51,6 @@ __all__ = [
     "DistilEngine",
     "DistilLossKit",
     "EvalGeneration",
-    "Flow",
-    "FlowTimes",
     "Limits",
     "Lora",
     "MFUKit",
@@ -84,7 +72,6 @@ __all__ = [
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
-    "action_loss",
     "build_once",
     "check_labels",
     "check_rows",
@@ -93,7 +80,5 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
-    "rollout",
-    "sample_actions",
     "stop_at",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,16 +25,8 @@ from torch import Tensor
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionModel
-from mvp_engine.hf.actions.pi0 import Pi0Policy
-from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
+from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.kit.action_flops import (
-    add_action_costs,
-    language_backbone,
-    num_suffix_rows,
-    suffix_pairs,
-)
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -43,18 +36,13 @@ class MFUKit:
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model if model.stage is None else model.stage.whole
-        self.backbone = language_backbone(self.model)
-        self.config: Any = self.backbone.config
+        self.config: Any = self.model.backbone.config
         self._unsupported = False
 
     @cached_property
     def costs(self) -> FlopCosts:
         """Computed with the first batch, when the engine has frozen what it should."""
-        if not isinstance(self.model, ActionModel):
-            return self.model.flop_costs()
-        costs = flop_costs(self.backbone)
-        add_action_costs(costs, self.model)
-        return costs
+        return self.model.flop_costs()
 
     def count(self, ctx: StepContext) -> None:
         """Add the FLOPs of the step to the totals; the log derives `mfu` from them.
@@ -64,7 +52,7 @@ class MFUKit:
         if self._unsupported:
             return
         try:
-            flops = [self.flops(batch) for batch in ctx.micro_batches]
+            flops = [torch.add(*self.flops_by_kind(batch)) for batch in ctx.micro_batches]
         except UserError as error:  # a missing figure does not stop a training
             self._unsupported = True
             LOGGER.warning("no MFU: %s", error)
@@ -94,21 +82,18 @@ class MFUKit:
         attention = torch.zeros_like(matmul)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":
-                is_causal = masked and not isinstance(self.model, Pi0Policy)
+                is_causal = masked and self.model.has_causal_text
                 pairs_S = causal_pairs(lengths_S, window) if is_causal else lengths_S.square()
                 attention += cost * pairs_S.sum() * share
-        if isinstance(self.model, ActionModel):
-            matmul += costs.rows["action"] * num_suffix_rows(self.model, batch)
-            attention += costs.pairs["action", None] * suffix_pairs(self.model, batch)
+        works = [self.model.other_work(costs, batch)]
         for name, media in batch.media.items():
-            if not len(media.row_counts):
-                continue
-            ids = ids_with_own_media(batch, media)
-            for kind, amount, pair_cost in self.encoder_work(name, media, ids):
-                if pair_cost is None:
-                    matmul += amount * costs.rows.get(kind, 0.0)
-                else:
-                    attention += amount * pair_cost
+            if len(media.row_counts):
+                works.append(self.encoder_work(name, media, ids_with_own_media(batch, media)))
+        for kind, amount, pair_cost in chain.from_iterable(works):
+            if pair_cost is None:
+                matmul += amount * costs.rows.get(kind, 0.0)
+            else:
+                attention += amount * pair_cost
         return matmul, attention
 
     def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[Work]:

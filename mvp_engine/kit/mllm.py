@@ -156,7 +156,7 @@ class MLLMEngine(Engine):
         model: Any = MLLMModelKit(self.config.lora).build(self.config.model, self.config.model.type)
         check_writes(model, "eval_generation" if self.config.eval_generation else None)
         # The processor with the limits of this training goes into checkpoints and exports.
-        model.side_files = self.run.dir / "processor"
+        model.use_side_files(self.run.dir / "processor")
         if self.world.is_main:
             self.data.save_processor(model.side_files, self.config.model.path)
         return model

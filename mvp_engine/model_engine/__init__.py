@@ -11,14 +11,12 @@ from mvp_engine.model_engine.base import (
     register,
 )
 from mvp_engine.model_engine.fsdp.engine import (
-    ActionModelEngine,
     FSDPEngine,
     LanguageModelEngine,
     ValueModelEngine,
 )
 
 __all__ = [
-    "ActionModelEngine",
     "FSDPEngine",
     "LanguageModelEngine",
     "ModelEngine",

@@ -487,6 +487,11 @@ def is_registered(model_type: str, backend: str = "fsdp") -> bool:
     return (model_type, backend) in _REGISTRY or _plugin(model_type, backend) in _plugins()
 
 
+def model_types() -> set[str]:
+    """Model types with an engine on any backend."""
+    return {model_type for model_type, _ in _names()}
+
+
 def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
     """The model engine that is registered, or an error that lists those that are."""
     key = model_type, backend
@@ -499,7 +504,7 @@ def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
 
 
 def _unknown(model_type: str, backend: str) -> UserError:
-    names = {*_REGISTRY, *(tuple(name.split(".", 1)) for name in _plugins())}
+    names = _names()
     known = ", ".join(f"{t} on {b}" for t, b in sorted(names))
     backends = {b for t, b in names if t == model_type}
     hint = (
@@ -510,6 +515,11 @@ def _unknown(model_type: str, backend: str) -> UserError:
     return UserError(
         f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
     )
+
+
+def _names() -> set[tuple[str, str]]:
+    of_plugins = [name.partition(".") for name in _plugins()]
+    return {*_REGISTRY, *((model_type, backend) for model_type, _, backend in of_plugins)}
 
 
 def _plugins() -> dict[str, str]:

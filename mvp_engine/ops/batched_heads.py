@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.ops.logit_gradients import UpstreamGrads, logit_gradient_
-from mvp_engine.ops.logit_stats import IGNORE, HeadSpec, chunk_stats
+from mvp_engine.ops.logit_stats import IGNORE, HeadSpec, UpstreamGrads, chunk_stats, logit_gradient_
 from mvp_engine.ops.precision import autocast_dtype
 
 CHUNK_LOGITS = 2**26  # of one chunk: 256 MB in float32

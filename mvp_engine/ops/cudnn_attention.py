@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mvp_engine.ops.attention_operator import attention_operator
-from mvp_engine.ops.attn_spec import AttnSpec, round_up_to_bucket
+from mvp_engine.ops.attn_spec import AttnSpec, attention_operator, round_up_to_bucket
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
 _MAX_ELEMENTS = 2**31 - 1  # ragged offsets are 32-bit numbers of elements

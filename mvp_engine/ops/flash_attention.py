@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.ops.attention_operator import attention_operator
-from mvp_engine.ops.attn_spec import AttnSpec
+from mvp_engine.ops.attn_spec import AttnSpec, attention_operator
 
 LOGGER = logging.getLogger("mvp_engine")
 # For another one, change the extra `cuda` in pyproject.toml, too, and run tests/ops on a GPU.

@@ -4,7 +4,7 @@ Legend: T tokens, P tokens with padding, K inputs, N outputs, R rows.
 
 Scaling is row-wise: each row of a matrix has a scale that maps its largest value to between 224 and 448, the largest
 float8 one, so an outlier costs precision in one token or one output, not in all. Scales are powers of two, so that what
-is quantized by rows can be transposed, then with one scale (`fp8_transpose.py`). Outputs and gradients of inputs are
+is quantized by rows can be transposed, then with one scale. Outputs and gradients of inputs are
 FP8 GEMMs. Gradients of weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs of transposed operands
 (`model.fp8_weight_gradients`). Weights and optimizer states stay float32.
 """
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
-from mvp_engine.ops.fp8_transpose import transpose
 from mvp_engine.ops.precision import autocast_dtype
 
 LARGEST = 448.0  # of float8_e4m3fn
@@ -140,3 +140,35 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     # The next power of two, by the bits of a float32: below its 8 of exponent are 23.
     scale_R1 = ((wanted.view(torch.int32) + (2**23 - 1)) & -(2**23)).view(torch.float32)
     return (rows.float() * scale_R1.reciprocal()).to(torch.float8_e4m3fn).contiguous(), scale_R1
+
+
+# Transposed FP8 matrices: the other operand order, from values that are quantized by rows.
+#
+# Legend: R rows, C columns, P rows with padding.
+#
+# FP8 GEMMs want what they sum over innermost in memory, with one scale along it. The scales of rows are powers of two:
+# a value moves to the largest scale of its matrix by its exponent. That is exact down to float8's smallest normal
+# number, 2^-6 (the largest value of the matrix is between 224 and 448), and rounds to multiples of 2^-9 below. This
+# reads one byte per value and writes one; to quantize columns of bf16 values would read four, two for the largest.
+
+
+def transpose(values: Tensor, scale: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """(..., C, P) of (..., R, C) with zeros behind the rows, and the one scale of each matrix, (..., 1, 1)."""
+    tiny = torch.finfo(scale.dtype).tiny  # no rows have no largest scale
+    largest = F.pad(scale, (0, 0, 0, 1), value=tiny).amax(-2, keepdim=True)
+    return _transpose(values, scale, largest, padded), largest
+
+
+@torch.library.custom_op("mvp::transpose_fp8", mutates_args=())
+def _transpose(values: Tensor, scale: Tensor, largest: Tensor, padded: int) -> Tensor:
+    if values.is_cuda:
+        from mvp_engine.ops import triton_kernels
+
+        return triton_kernels.transpose_fp8(values, scale, largest, padded)
+    moved = (values.float() * (scale / largest)).mT
+    return F.pad(moved, (0, padded - values.shape[-2])).to(values.dtype).contiguous()
+
+
+@_transpose.register_fake
+def _(values: Tensor, scale: Tensor, largest: Tensor, padded: int) -> Tensor:
+    return values.new_empty(*values.shape[:-2], values.shape[-1], padded)

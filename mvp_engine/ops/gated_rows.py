@@ -28,16 +28,18 @@ def gated_rows(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:
 
 @torch.library.custom_op("mvp::gated_rows", mutates_args=())
 def _forward(gate_up: Tensor, weight: Tensor) -> Tensor:
-    from mvp_engine.ops import gated_rows_kernel as kernel
+    from mvp_engine.ops import triton_kernels
 
-    return kernel.forward(gate_up.contiguous(), weight.contiguous())
+    return triton_kernels.gated_rows(gate_up.contiguous(), weight.contiguous())
 
 
 @torch.library.custom_op("mvp::gated_rows_backward", mutates_args=())
 def _backward(d_out: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    from mvp_engine.ops import gated_rows_kernel as kernel
+    from mvp_engine.ops import triton_kernels
 
-    return kernel.backward(d_out.contiguous(), gate_up.contiguous(), weight.contiguous())
+    return triton_kernels.gated_rows_backward(
+        d_out.contiguous(), gate_up.contiguous(), weight.contiguous()
+    )
 
 
 @_forward.register_fake

@@ -20,20 +20,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mvp_engine.ops.logit_gradients import (
-    HeadGradients,
-    LocalLabels,
-    UpstreamGrads,
-    logit_gradient_,
-)
 from mvp_engine.ops.logit_stats import (
     IGNORE,
+    HeadGradients,
     HeadSpec,
+    LocalLabels,
     Stats,
+    UpstreamGrads,
     VocabShard,
     chunk_stats,
     head_output,
     local_labels,
+    logit_gradient_,
     logits_of,
     merge_shard_stats,
     shard_stats,

@@ -180,9 +180,9 @@ def dequantize(stored: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) of `dtype` that these bytes stand for."""
     stored = stored.contiguous().view(torch.uint8)
     if stored.is_cuda:
-        from mvp_engine.ops.nf4_kernel import dequantize as on_gpu
+        from mvp_engine.ops.triton_kernels import dequantize_nf4
 
-        return on_gpu(stored, _levels(stored.device), in_features, dtype)
+        return dequantize_nf4(stored, _levels(stored.device), in_features, dtype)
     codes, scales = stored.split([in_features // 2, in_features // BLOCK * 4], dim=1)
     pairs = torch.nn.functional.embedding(codes.int(), _level_pairs(stored.device))
     blocks = pairs.view(len(stored), -1, BLOCK)

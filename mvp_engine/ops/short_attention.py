@@ -38,18 +38,20 @@ def short_attention(
 
 @torch.library.custom_op("mvp::short_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    from mvp_engine.ops import short_attention_kernel as kernel
+    from mvp_engine.ops import triton_kernels
 
-    return kernel.forward(_rows(q), _rows(k), _rows(v), scale, causal)
+    return triton_kernels.short_attention(_rows(q), _rows(k), _rows(v), scale, causal)
 
 
 @torch.library.custom_op("mvp::short_attention_backward", mutates_args=())
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from mvp_engine.ops import short_attention_kernel as kernel
+    from mvp_engine.ops import triton_kernels
 
-    return kernel.backward(_rows(d_out), _rows(q), _rows(k), _rows(v), scale, causal)
+    return triton_kernels.short_attention_backward(
+        _rows(d_out), _rows(q), _rows(k), _rows(v), scale, causal
+    )
 
 
 @_forward.register_fake

@@ -257,12 +257,10 @@ def training_facts(run: Run) -> dict[str, Any]:
 def writes_text(run: Run) -> bool:
     """Whether the run's model writes text, so that one can chat with it."""
     described = run.dir / "hf" / "config.json"
-    if (
-        described.is_file()
-        and json.loads(described.read_text()).get("model_type") in plugins.without_text()
-    ):
-        return False
-    return run.config.get("model", {}).get("type") not in ("action_model", "value_model")
+    types = {run.config.get("model", {}).get("type")}
+    if described.is_file():
+        types.add(json.loads(described.read_text()).get("model_type"))
+    return types.isdisjoint({"value_model", *plugins.without_text()})
 
 
 def _table(names: list[str], rows: Rows) -> Rows:

@@ -249,10 +249,6 @@ _PLAIN_ADAPTER = {
     "target_parameters": None,
     "fan_in_fan_out": False,
 }
-# Models that do not answer, and what they do.
-_WITHOUT_TEXT = {
-    "pi0": "predicts actions: act.py of an export (docs/actions.md)",
-}
 
 
 class ChatModel:
@@ -271,7 +267,7 @@ class ChatModel:
     ) -> None:
         place = _find_device(device)
         config = read_config(folder, {})
-        without_text = _WITHOUT_TEXT | plugins.without_text()
+        without_text = plugins.without_text()
         if config.model_type in without_text:
             raise UserError(
                 f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "

@@ -19,9 +19,9 @@ from mvp_engine.config.compose import (
     compose,
     load_yaml,
     read_draft,
-    shipped_configs,
     suggest_key,
 )
+from mvp_engine.config.engine_class import SHIPPED, find_config_class, shipped_configs
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys, trained_run
@@ -77,6 +77,12 @@ def schemas_of(config_file: str | None = None, overrides: Sequence[str] = ()) ->
     from mvp_engine.kit.settings import MLLMConfig
 
     return [MLLMConfig, *plugins.load_all("config").values()]
+
+
+def recipe_schemas() -> dict[str, type[Config]]:
+    """The config classes of the shipped recipes, which add keys to those of the kits."""
+    engines = sorted(SHIPPED.glob("*/engine.py"))
+    return {file.parent.name: find_config_class(str(file), file)[0] for file in engines}
 
 
 def json_schema(config: Config) -> dict[str, Any]:
@@ -238,6 +244,9 @@ def explain_key(name: str, *schemas: type[Config]) -> str:
     # A name in a mapping of sections (mllm.sources.mine.path) is anything.
     wanted = [key for key in keys if re.fullmatch(key.name.replace(".NAME", r"(\.\w+)?"), name)]
     if not wanted:
+        for recipe, schema in recipe_schemas().items():
+            if schema not in schemas and any(key.name == name for key in config_keys(schema)):
+                return f"A key of the recipe {recipe}.\n{explain_key(name, schema)}"
         raise UserError(f"no config key {name!r}. {suggest_key(name, schemas[0])}")
     lines = []
     for key in wanted:
@@ -272,7 +281,28 @@ def reference_page(*schemas: type[Config]) -> str:
                 lines += [_cell(section.description), ""]
             own = [key for key in keys if _parent(key.name) == section.name]
             lines += _table([key for key in own if not key.is_section])
+    if len(schemas) > 1:  # not the page of one config
+        lines += _recipes_table(keys)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _recipes_table(known: list[ConfigKey]) -> list[str]:
+    """The keys that each recipe adds to the known ones."""
+    names = {key.name for key in known}
+    lines = ["", "## Recipes", ""]
+    lines += [
+        "A recipe adds keys of its own. `mvp config --explain SECTION` prints what they mean.",
+        "",
+    ]
+    lines += ["| recipe | its keys |", "| --- | --- |"]
+    for recipe, schema in recipe_schemas().items():
+        own = [
+            key.name for key in config_keys(schema) if key.name not in names and not key.is_section
+        ]
+        if own:
+            keys = ", ".join(f"`{name}`" for name in own)
+            lines.append(f"| [{recipe}](../recipes/{recipe}/README.md) | {keys} |")
+    return lines
 
 
 def _parent(name: str) -> str:

@@ -35,10 +35,9 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.log.peaks import peak_of
 from mvp_engine.ops import cudnn_attention, flash_attention, fp8, nf4
-from mvp_engine.ops.attention import AttnSpec
-from mvp_engine.ops.attention_operator import Attention
+from mvp_engine.ops.attention import reference_attention
+from mvp_engine.ops.attn_spec import Attention, AttnSpec
 from mvp_engine.ops.linear_cross_entropy import linear_loss
-from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.tools.doctor import (
     GIB,
     MODULE,
@@ -427,12 +426,12 @@ def check_compile() -> Finding:
 
 def check_fp8() -> Finding:
     """FP8 matmuls, which are off unless `model.fp8` is set."""
-    from mvp_engine.hf.experts import fp8_grouped_mm
+    from mvp_engine.hf.experts import grouped_mm
 
     if torch.cuda.get_device_capability() < (8, 9):
         return ok("FP8", "not supported by this GPU, which model.fp8 needs (Ada, Hopper or newer)")
     device = torch.device("cuda")
-    has_experts = fp8_grouped_mm.is_supported(device)
+    has_experts = grouped_mm.is_supported(device)
     errors = fp8_errors(device, has_experts)
     wrong = next((kind for kind, error in errors.items() if not error < 0.1), None)
     if wrong:
@@ -452,7 +451,7 @@ def check_fp8() -> Finding:
 
 def fp8_errors(device: torch.device, has_experts: bool) -> dict[str, float]:
     """Of a linear layer with a number of tokens that is no multiple of 16, and of stacked experts."""
-    from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
+    from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 
     layer = nn.Linear(256, 256, device=device)
     x = torch.randn(60, 256, device=device)
@@ -485,7 +484,7 @@ def check_nf4() -> Finding:
 def check_mixers() -> Finding:
     """Kernels of linear-attention and state-space layers, which few models have."""
     from mvp_engine.hf.mixers import kernels
-    from mvp_engine.hf.mixers.check_kernels import mixer_error
+    from mvp_engine.hf.mixers.kernels import mixer_error
 
     device = torch.device("cuda")
     used = {operation: kernels.describe(operation, device) for operation in kernels.KERNELS}

@@ -15,10 +15,6 @@ import numpy as np
 from mvp_engine import plugins
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
-from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.kit.actions.kit import ActionDataKit
-from mvp_engine.kit.actions.rows import is_lerobot
-from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.auto import changed, global_batch, with_defaults
 from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.data.kit import MLLMDataKit
@@ -134,8 +130,7 @@ def inspect_kit(
         )
         number = int(dataset.first[which]) + index
         result.rows.append({"row": number, "source": mixture.names[which], **facts})
-    robot = getattr(kit, "robot_facts", None)  # of LeRobot folders
-    return {**result.facts(kit), **({} if robot is None else {"robot": robot(split)})}
+    return {**result.facts(kit), **kit.facts(split)}
 
 
 def _plan(plan: Plan) -> Facts:
@@ -264,9 +259,7 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
     )
     workers = os.cpu_count() or 1
     processor = load_processor(model)
-    if is_lerobot(path):
-        model_config = read_config(model, {})
-        return ActionDataKit(
-            settings, ActionData(), processor, model_config=model_config, num_workers=workers
-        )
+    if of_kit := plugins.data_folder(path):
+        kit: MLLMDataKit = of_kit.data_kit(settings, processor, model, workers)
+        return kit
     return MLLMDataKit(settings, processor, num_workers=workers)

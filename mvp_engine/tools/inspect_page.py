@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mvp_engine import plugins
-from mvp_engine.config.compose import shipped_config
+from mvp_engine.config.engine_class import shipped_config
 from mvp_engine.errors import UserError, count
 
 WITH_LOSS = "bold green"
@@ -24,7 +24,6 @@ DIM = "dim"
 ERROR = "red"
 MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
 MAX_BAD_ROWS = 10
-MAX_ACTIONS = 3
 MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
 OVERLONG_FIX = "raise mllm.row_tokens or mllm.micro_batch_tokens, or set mllm.overlong"
@@ -138,8 +137,7 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if sample["reward_columns"]:
         names = _numbered(sample["reward_columns"])
         _line(console, "reward", f"{names}{sampled}: columns that only the reward reads")
-    for name, words in facts.get("robot", {}).items():
-        _line(console, name, _clean(words))
+    _facts_of_kits(facts, console)
     if sample["unused_columns"]:
         unused = _numbered(sample["unused_columns"])
         words = f"{unused}{sampled}: no reader uses these columns; rename with `columns`"
@@ -250,8 +248,6 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
-        if "actions" in sequence:
-            _actions(sequence, console, in_full)
         _facts_of_kits(sequence, console, in_full)
 
 
@@ -260,23 +256,8 @@ def _facts_of_kits(facts: dict[str, Any], console: Console, in_full: bool = Fals
     styles = {"loss": WITH_LOSS, "dim": DIM}
     for key in plugins.names("inspect"):
         if key in facts:
-            for name, words, style in plugins.load("inspect", key)(facts[key], in_full):
+            for name, words, style in plugins.load("inspect", key).lines(facts[key], in_full):
                 _line(console, name, Text(_clean(words), styles.get(style, "")))
-
-
-def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
-    """The state and the actions to predict; only the first ones, unless all are wanted."""
-    _line(console, "state", _numbers(sequence["state"]))
-    actions = sequence["actions"]
-    shown = actions if in_full else actions[:MAX_ACTIONS]
-    for number, values in enumerate(shown):
-        _line(console, f"action {number}", Text(_numbers(values), WITH_LOSS))
-    if len(actions) > len(shown):
-        _line(console, "", Text(f"... {len(actions) - len(shown)} more in the chunk", DIM))
-
-
-def _numbers(values: list[float]) -> str:
-    return "  ".join(f"{value:.4g}" for value in values)
 
 
 def _text(sequence: dict[str, Any], plain: bool) -> Text:

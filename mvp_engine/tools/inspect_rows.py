@@ -16,9 +16,6 @@ import numpy as np
 
 from mvp_engine import plugins
 from mvp_engine.errors import UserError
-from mvp_engine.kit.actions.robot_facts import robot_facts
-from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
-from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Limits, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
@@ -32,7 +29,6 @@ SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
 Format = RowFormat | str | None
 Facts = dict[str, Any]
-NO_TARGETS: Facts = {"spoken": [], "talker": 0}  # of a sequence without targets (`RowPart.facts`)
 
 
 @dataclass
@@ -184,12 +180,17 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
         "media": media,
         "text": _segments(row_encoder, sequence),
-        **NO_TARGETS,
+        **_default_facts(),
     }
     if row_encoder.row_part is not None:
         facts |= row_encoder.row_part.facts(sequence)
-    actions_shown = getattr(sequence, "actions_shown", None)  # of a frame of a LeRobot folder
-    return facts if actions_shown is None else {**facts, **actions_shown()}
+    return facts | sequence.facts()
+
+
+def _default_facts() -> Facts:
+    """The facts of kits for a sequence that has none of them."""
+    known: dict[str, plugins.InspectFact] = plugins.load_all("inspect")
+    return {name: fact.default for name, fact in known.items() if fact.default is not None}
 
 
 def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]:
@@ -219,10 +220,8 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
     """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
     settings = resolve_source(DataSource(path=path))
     more: Facts = {}
-    if is_lerobot(settings.path):
-        rows = FrameRows(str(settings.path), settings.label, ActionData(), chunk=1)
-        source = Source([rows], rows.folder.root)
-        more = {"robot": robot_facts(rows)}
+    if of_kit := plugins.data_folder(settings.path):
+        source, more = of_kit.open(settings)
     else:
         source = open_source(settings.path, settings.root, Limits.text_characters)
     # Whether media of answers may be targets depends on the config, which is not known here.
@@ -319,4 +318,4 @@ def _plain_sequence(row: Row, side: int) -> Facts:
             add_text(f"{calls}", has_loss)
         add_text("\n", False)
     facts: Facts = {"side": side, "tokens": None, "learnt": None}
-    return {**facts, "media": media, **NO_TARGETS, "text": segments}
+    return {**facts, "media": media, **_default_facts(), "text": segments}

@@ -7,8 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from mvp_engine import plugins
 from mvp_engine.config import compose
-from mvp_engine.config.compose import Composed, MissingKeys, override_key, shipped_configs
+from mvp_engine.config.compose import Composed, MissingKeys, override_key
+from mvp_engine.config.engine_class import shipped_configs
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import hub_model
@@ -19,6 +21,7 @@ from mvp_engine.kit.plan.planner import Planner, Question, advise
 from mvp_engine.kit.plan.record import ranks_text
 from mvp_engine.kit.plan.step import IN_BACKWARD
 from mvp_engine.log.format import duration, rate
+from mvp_engine.model_engine.base import model_types
 from mvp_engine.tools.inspect import config_data_kit
 
 MODEL_CONFIG = Path(__file__).parent / "plan_model.yaml"
@@ -56,9 +59,8 @@ def make_planner(question: Question) -> Planner:
     composed, is_assumed = _compose(question)
     config: Any = composed.config
     if config.model.type == "module":
-        raise UserError(
-            "mvp plan supports Hugging Face models: model.type=language_model, omni_model, value_model or action_model"
-        )
+        types = ", ".join(sorted(model_types() - {"module"}))
+        raise UserError(f"mvp plan supports Hugging Face models: model.type is one of {types}")
     tokens_key = f"{data_section(config)[0]}.micro_batch_tokens"
     is_given = any(override_key(word) == tokens_key for word in question.overrides)
     if question.tokens is not None and not is_given:
@@ -80,11 +82,8 @@ def _compose(question: Question) -> tuple[Composed, bool]:
     if _is_model(question.what):
         file = MODEL_CONFIG
         words.insert(0, f"model.path={question.what}")
-        model_config = read_config(question.what, {})
-        if hasattr(model_config, "max_action_dim"):
-            words.insert(0, "model.type=action_model")
-        elif model_config.model_type == "csm":
-            words.insert(0, "model.type=omni_model")
+        if model_type := plugins.folder_type(read_config(question.what, {})):
+            words.insert(0, f"model.type={model_type}")
     try:
         return compose(file, words), question.tokens is not None
     except MissingKeys as error:

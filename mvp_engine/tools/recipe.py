@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.config.compose import PACKAGE, SHIPPED, read_draft, shipped_folder
-from mvp_engine.config.engine_class import EngineSource
+from mvp_engine.config.compose import read_draft
+from mvp_engine.config.engine_class import PACKAGE, SHIPPED, EngineSource, shipped_folder
 from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.files import atomic_path, atomic_symlink, remove
 

@@ -29,7 +29,7 @@ from mvp_engine.engine.monitor import peak_memory
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.hf.lora.lora_settings import Lora
-from mvp_engine.hf.weights.weight_stream import WeightReceiver
+from mvp_engine.hf.weights.pretrained import WeightReceiver
 from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
@@ -217,7 +217,7 @@ class Worker:
         self.layout = Layout.of(world, spec.parallel)
         model: Any = MLLMModelKit(spec.lora).build(spec.model)
         if spec.side_files is not None:
-            model.side_files = Path(spec.side_files)
+            model.use_side_files(Path(spec.side_files))
         kind = engine_class(spec.model.type, spec.model.backend)
         self.engine = kind(model, self.layout, spec.settings)
         if spec.optim is None:

@@ -1,7 +1,8 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Config, Section
-from mvp_engine.kit import Flow, OptimSettings
+from mvp_engine.kit import OptimSettings
+from mvp_engine.kit.flow import Flow
 
 
 class DiT(Section):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import ActionEngine
+from mvp_engine.kit.actions import ActionEngine
 
 from .data import prepare
 from .settings import TableConfig

@@ -1,7 +1,7 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit import ActionConfig
+from mvp_engine.kit.actions import ActionConfig
 
 
 class Demonstrations(Section):

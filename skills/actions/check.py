@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PI0Config
 
-from mvp_engine.kit import ActionData, ActionDataKit, MLLMData
+from mvp_engine.kit import MLLMData
+from mvp_engine.kit.actions import ActionData, ActionDataKit
 from mvp_engine.kit.actions.write import LeRobotWriter
 from mvp_engine.kit.tiny_processors import train_tokenizer
 from mvp_engine.tools.skill_check import given, run_check

@@ -1,7 +1,5 @@
 """CheckpointManager: a checkpoint is complete or absent, old ones are deleted after a new one, no code is unpickled."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -12,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import read_metrics, user_error
+from run_files import read_json
 from torch import nn
 
 from mvp_engine.checkpoint import CheckpointManager, format, state
@@ -20,8 +19,8 @@ from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state
-from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import complete_checkpoints, list_runs
 
@@ -37,20 +36,18 @@ KEYS = {
 }
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return [p.name for p in complete_checkpoints(folder)]
 
 
-def manager(
-    folder: Path, background: bool = False, world: World = ALONE, **changes
-) -> CheckpointManager:
+def manager(folder, background=False, world=ALONE, **changes):
     """`background`: `save` does not wait for the write."""
     checkpoints = CheckpointManager(folder, Checkpoint(**{**KEYS, **changes}), world)
     checkpoints.write_more = None if background else lambda folder: None
     return checkpoints
 
 
-def save(to: CheckpointManager, step: int):
+def save(to, step):
     to.save(step, {"model.x": torch.full((3,), float(step))}, {})
 
 
@@ -172,7 +169,7 @@ def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path, c
         os.system(f"umount -l {disk}")  # TensorBoard still has a file open
 
 
-def _tiny_model() -> nn.Module:
+def _tiny_model():
     layers = [nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1)]
     return nn.Sequential(*layers)
 
@@ -182,7 +179,7 @@ def test_save_failure_on_one_rank_fails_on_all(on_ranks, tmp_path):
     assert found == [["step_00000001", "step_00000003"]] * 2
 
 
-def _one_rank_cannot_write(layout: Layout, folder: Path) -> list[str]:
+def _one_rank_cannot_write(layout, folder):
     world = layout.world
     checkpoints = manager(folder, background=True, world=world)
     real = format.save_file
@@ -202,27 +199,25 @@ def _refuse(*_):
 
 
 class Harmful:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return os.system, ("touch harmed",)
 
 
-def test_reader_file_with_pickled_code_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save(manager(tmp_path), 1)
-    [file] = (tmp_path / "step_00000001").glob("rank_*")
+def test_reader_file_with_pickled_code_is_refused(workspace):
+    save(manager(workspace), 1)
+    [file] = (workspace / "step_00000001").glob("rank_*")
     file.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(UserError, match=str(file)):
-        checkpoint_format.Reader(tmp_path / "step_00000001").read("model.x")
-    assert not (tmp_path / "harmed").exists()
+    with user_error(str(file)):
+        checkpoint_format.Reader(workspace / "step_00000001").read("model.x")
+    assert not (workspace / "harmed").exists()
 
 
-def test_from_bytes_with_pickled_code_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_from_bytes_with_pickled_code_is_refused(workspace):
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
-    with pytest.raises(UserError, match="could run code"):
+    with user_error("could run code"):
         checkpoint_format.from_bytes(data)
-    assert not (tmp_path / "harmed").exists()
+    assert not (workspace / "harmed").exists()
 
 
 @pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])
@@ -275,18 +270,18 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(tr
     last = run.checkpoints / "step_00000012"
     for path in (run.dir, run.checkpoints, last, run.checkpoints / "latest"):
         assert find_checkpoint(path) == last.resolve()
-    with pytest.raises(UserError, match="neither a complete checkpoint nor a run folder"):
+    with user_error("neither a complete checkpoint nor a run folder"):
         find_checkpoint(tmp_path)
 
 
 def test_best_symlink_follows_the_metric(train, tmp_path):
-    words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    words = "loop.eval_interval=2 optim.lr=0.05 checkpoint.keep_n=1 loop.total_steps=9".split()
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     evaluations = read_metrics(tmp_path, "eval")
     assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 9]
     best = min(evaluations, key=lambda e: e["loss"])
-    meta = json.loads((run.checkpoints / "best" / "meta.json").read_text())
+    meta = read_json(run.checkpoints / "best" / "meta.json")
     assert meta["best"] == {"metric": "loss", "value": best["loss"], "step": best["step"]}
     assert meta["step"] == best["step"]
 
@@ -323,7 +318,7 @@ def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
-    assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    assert train("workflow=evaluate resume=auto", dir=tmp_path) == 0
     assert train("workflow=evaluate", f"resume={run.checkpoints / 'best'}", dir=tmp_path) == 0
     assert (run.dir / "metrics.jsonl").read_text() == before
     results = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]

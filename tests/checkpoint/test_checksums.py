@@ -1,11 +1,8 @@
 """Checksums: a changed byte of a checkpoint is found before it is loaded, and a training uses the checkpoint before."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 
-def write(folder: Path) -> Path:
+def write(folder):
     tensors = {
         "a": torch.arange(24.0).view(4, 6),
         "b": torch.ones(3, dtype=torch.bfloat16),
@@ -30,13 +27,13 @@ def write(folder: Path) -> Path:
     return checkpoint_format.rank_file(folder, 0)
 
 
-def flip(file: Path, place: int, bit: int = 0):
+def flip(file, place, bit=0):
     data = bytearray(file.read_bytes())
     data[place] ^= 1 << bit
     file.write_bytes(data)
 
 
-def values(folder: Path) -> dict[str, list[float]]:
+def values(folder):
     reader = checkpoint_format.Reader(folder)
     tensors = {name: reader.read(name) for name in reader.entries}
     return {name: [*value.shape, *value.flatten().tolist()] for name, value in tensors.items()}
@@ -125,7 +122,7 @@ def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path,
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "straight")
 
 
-def damage(checkpoint: Path, rank: int = 0):
+def damage(checkpoint, rank=0):
     flip(checkpoint / f"rank_0000{rank}.safetensors", -5)
 
 
@@ -139,7 +136,7 @@ def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, ca
     assert "the checksum of" in capsys.readouterr().err
     assert newest.is_dir()
     damage(older)
-    assert train("loop.total_steps=15", "resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("loop.total_steps=15 resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert "has no older one. Start again from step 0 with resume=null" in capsys.readouterr().err
 
 

@@ -1,26 +1,22 @@
 """DTensor geometry: the shards of all ranks are the full tensor, for every kind of placement."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import dim_slices, full_tensor, is_writer, local_shards
 
 FUSED = _StridedShard(0, split_factor=2)
 
 
-def numbered(*shape: int) -> Tensor:
+def numbered(*shape):
     return torch.arange(1.0, 1 + prod(shape)).view(shape)
 
 
@@ -74,7 +70,7 @@ def test_local_shards_of_all_ranks_cover_the_tensor_once(on_ranks):
             assert torch.equal(found, reference)
 
 
-def shards_of_all_cases(layout: Layout) -> list[tuple[Tensor, list[Any], Tensor | None]]:
+def shards_of_all_cases(layout):
     found = []
     for shape, mesh, placements in DTENSOR_CASES:
         full = numbered(*shape)
@@ -97,7 +93,7 @@ def shards_of_all_cases(layout: Layout) -> list[tuple[Tensor, list[Any], Tensor 
     return found
 
 
-def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
+def described(tensor):
     writes = is_writer("name", tensor)
     return [(offset, part.clone(), writes) for offset, part in local_shards(tensor)]
 
@@ -123,7 +119,7 @@ def test_dim_slices_fsdp_splits_what_tensor_parallel_left(size, tensor_ranks, ki
         assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # neighbours are joined
 
 
-def chunk(tensor: Tensor, shares: int, index: int) -> Tensor:
+def chunk(tensor, shares, index):
     chunks = tensor.chunk(shares)
     return chunks[index] if index < len(chunks) else tensor[:0]
 
@@ -134,7 +130,7 @@ def test_is_writer_spreads_names_over_the_ranks(on_ranks):
         assert 10 < replicated < 40
 
 
-def share_of_names(layout: Layout) -> list[int]:
+def share_of_names(layout):
     mesh = init_device_mesh("cpu", (2, 2))
     names = [f"layers.{n}.weight" for n in range(100)]
     replicated = distribute_tensor(torch.ones(2), mesh, (Replicate(), Replicate()))
@@ -146,7 +142,7 @@ def test_local_shards_of_a_partial_dtensor_is_refused(on_ranks):
     on_ranks({"replicate": 2}, shards_of_a_partial_tensor)
 
 
-def shards_of_a_partial_tensor(layout: Layout):
+def shards_of_a_partial_tensor(layout):
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
     with pytest.raises(ValueError, match="a Partial DTensor has no value to save or to load"):
         local_shards(tensor)

@@ -1,19 +1,16 @@
 """The checkpoint format: one file for each rank, readable on every layout, refused if it is incomplete."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_engines import message_of
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,14 +19,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.format import SafetensorsReader
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_shards
-from mvp_engine.errors import UserError
 
 FUSED = _StridedShard(0, split_factor=2)
 
 
-def write(folder: Path, **tensors: Tensor) -> checkpoint_format.Reader:
+def write(folder, **tensors):
     checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
     return checkpoint_format.Reader(folder)
 
@@ -84,7 +79,7 @@ def test_reader_fill_casts_dtypes_and_refuses_other_shapes(tmp_path):
     half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     reader.fill({"x": half})
     assert half.tolist() == [1.0, 2.5]
-    with pytest.raises(UserError, match=r"x has the shape \(2,\) there and \(3,\) in this model"):
+    with user_error(r"x has the shape \(2,\) there and \(3,\) in this model"):
         reader.fill({"x": torch.zeros(3)})
 
 
@@ -95,11 +90,11 @@ def test_write_files_have_the_default_permissions(tmp_path):
     assert file.stat().st_mode == ordinary.stat().st_mode
 
 
-def about(name: str, size: int, offset: int) -> dict[str, Any]:
+def about(name, size, offset):
     return {"name": name, "dtype": "torch.float32", "shape": [size], "offset": [offset]}
 
 
-def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
+def write_by_hand(folder, ranks=3):
     """A checkpoint of three ranks, written by hand: x in three shards, y complete and twice."""
     for rank in range(ranks):
         key = f"x@{2 * rank}"
@@ -131,7 +126,7 @@ def test_reader_damaged_file_is_named(tmp_path, damage, rank):
         save_file({"x": torch.ones(6)}, file)
     elif damage != "gone":
         file.write_bytes({"cut": data[:-1], "empty": b"", "overwritten": b"\0" * len(data)}[damage])
-    with pytest.raises(UserError, match=f"{file} cannot be read .*Resume from an older one"):
+    with user_error(f"{file} cannot be read .*Resume from an older one"):
         checkpoint_format.Reader(tmp_path)
 
 
@@ -140,7 +135,7 @@ def test_reader_tensor_with_a_missing_shard_is_named(tmp_path):
     rows = [(row, torch.ones(1, 2)) for row in (0, 1, 3)]
     shards = [checkpoint_format.Shard("x", size, (row, 0), part) for row, part in rows]
     checkpoint_format.write(tmp_path, shards, None)
-    with pytest.raises(UserError, match="has only some shards of x"):
+    with user_error("has only some shards of x"):
         checkpoint_format.Reader(tmp_path)
 
 
@@ -157,12 +152,12 @@ class Model(nn.Module):
         self.tied.weight = self.a.weight
 
 
-def distribute(owner: nn.Module, name: str, mesh, placement):
+def distribute(owner, name, mesh, placement):
     tensor = distribute_tensor(getattr(owner, name).detach(), mesh, [placement])
     setattr(owner, name, nn.Parameter(tensor))
 
 
-def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(layout, seed):
     """A model with tied weights and sizes that do not divide, and an optimizer that has made a step."""
     torch.manual_seed(seed)
     model = Model()
@@ -183,7 +178,7 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def everything(model, optimizer):
     found = state.tensors_of(model)[0]
     for name, param in model.named_parameters():
         found |= {f"optim.{name}.{key}": value for key, value in optimizer.state[param].items()}
@@ -212,7 +207,7 @@ def test_restore_any_layout_reads_any_other(on_ranks, tmp_path):
             assert torch.equal(value, expected[name]), (layout, name)
 
 
-def over_layouts(layout: Layout, folder: Path) -> list[str]:
+def over_layouts(layout, folder):
     """Save on all layouts, load each on each; returns what differs."""
     world = layout.world
     for name in LAYOUTS:
@@ -243,7 +238,7 @@ def test_save_tensors_are_spread_over_ranks_and_buffers_are_those_of_rank_0(on_r
     assert "model.norm.running_mean@0" in keys[0]
 
 
-def save_replicated(layout: Layout, folder: Path):
+def save_replicated(layout, folder):
     world = layout.world
     model = Model()
     model.norm.running_mean += world.rank
@@ -261,7 +256,7 @@ def test_restore_damaged_file_is_named_on_all_ranks(on_ranks, tmp_path, hidden):
         assert f"checkpoint file {file} cannot be read" in message
 
 
-def read_damaged(layout: Layout, folder: Path, hidden: bool):
+def read_damaged(layout, folder, hidden):
     real = checkpoint_format.rank_file
     if hidden and layout.world.rank == 1:  # a machine whose disk lacks the file
         checkpoint_format.rank_file = lambda folder, rank: real(folder, 2 * rank)
@@ -275,7 +270,7 @@ def test_write_failure_of_one_rank_is_raised_on_all(on_ranks, tmp_path):
     on_ranks({"replicate": 2}, fail_on_rank_1, tmp_path)
 
 
-def fail_on_rank_1(layout: Layout, folder: Path):
+def fail_on_rank_1(layout, folder):
     def parts():
         if layout.world.rank == 1:
             raise OSError(28, "No space left on device")

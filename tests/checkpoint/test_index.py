@@ -1,9 +1,6 @@
 """The index of a checkpoint: a rank opens the files that hold what it needs, and no others."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ WRITERS = 16
 
 
 class Writer:
-    def __init__(self, rank: int):
+    def __init__(self, rank):
         self.rank = lambda: rank
         self.size = lambda: WRITERS
 
@@ -81,7 +78,7 @@ def test_reader_without_an_index_reads_the_same_from_all_headers(folder, opened)
         assert sorted(scanned.shards(name)) == sorted(indexed.shards(name))
 
 
-def read_all(folder: Path):
+def read_all(folder):
     reader = Reader(folder)
     for name in reader.entries:
         reader.read(name)

@@ -1,19 +1,17 @@
 """Run folders that an older version wrote: today's code resumes them with the losses that the older one computed."""
 
-from __future__ import annotations
-
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, losses
+from run_files import read_json
 
 from mvp_engine.cli import main
 
 OLD = Path(__file__).parent / "old"
-EXPECTED = json.loads((OLD / "expected_losses.json").read_text())
+EXPECTED = read_json(OLD / "expected_losses.json")
 LORA = [
     "lora.rank=2",
     "lora.dropout=0.1",
@@ -29,12 +27,9 @@ OVERRIDES = {
         *LORA,
     ],
 }
-COMMON = [
-    "loop.total_steps=9",
-    "optim.schedule=constant",
-    "log.interval=1",
-    "log.backends=[file,jsonl]",
-]
+COMMON = (
+    "loop.total_steps=9 optim.schedule=constant log.interval=1 log.backends=[file,jsonl]".split()
+)
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def old(tmp_path):
     return tmp_path / "old"
 
 
-def check_losses(found: list[float], recipe: str):
+def check_losses(found, recipe):
     """Bit-equal to the older version, but for language models: their head sums over tokens with a label alone since.
 
     Kernels of another CPU or torch may round differently, too.

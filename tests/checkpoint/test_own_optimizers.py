@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tiny_engines import ALONE, assert_equal, engine_of, message_of, weights
@@ -12,20 +9,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor, local_tensor
 from mvp_engine.model_engine import FSDPEngine
 from mvp_engine.tools.check.engine import optimizer_differences
 
 
-def replicated(tensor: Tensor, param: DTensor) -> DTensor:
+def replicated(tensor, param):
     return DTensor.from_local(tensor, param.device_mesh, [Replicate()], run_check=False)
 
 
 class Odd(torch.optim.Optimizer):
     """Keeps state of every kind, as optimizers of papers do: numbers in param_groups, full matrices, other dtypes."""
 
-    def __init__(self, params, lr: float = 0.05, beta: float = 0.9, kind: str = ""):
+    def __init__(self, params, lr=0.05, beta=0.9, kind=""):
         super().__init__(params, {"lr": lr, "beta": beta, "d": 1e-3, "scale": torch.ones(2)})
         self.kind = kind
 
@@ -38,7 +34,7 @@ class Odd(torch.optim.Optimizer):
             for param in group["params"]:
                 self.update(param, group)
 
-    def update(self, param: Tensor, group: dict[str, Any]):
+    def update(self, param, group):
         grad = full_tensor(param.grad)
         state = self.state[param]
         if not state:
@@ -71,7 +67,7 @@ class Odd(torch.optim.Optimizer):
             update = replicated(update, param).redistribute(param.device_mesh, param.placements)
         param.sub_(update)
 
-    def add_unsaved(self, param: Tensor, state: dict[str, Any], grad: Tensor):
+    def add_unsaved(self, param, state, grad):
         if self.kind == "dot":
             state["a.b"] = grad
         elif self.kind == "expanded":
@@ -93,24 +89,24 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 5)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def engine(layout: Layout = ALONE, kind: str = "", beta: float = 0.9, **options) -> FSDPEngine:
+def engine(layout=ALONE, kind="", beta=0.9, **options):
     torch.manual_seed(3)
     optimizer = lambda model: Odd(model.parameters(), beta=beta, kind=kind)  # noqa: E731
     return engine_of(Net(), layout, optimizer, FSDPEngine, **options)
 
 
-def train(made: FSDPEngine, steps: int, first: int = 0):
+def train(made, steps, first=0):
     for step in range(first, first + steps):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         made.train_batch([x], lambda batch: (made.model(batch).square().sum(), float(len(batch))))
     made.step_status()
 
 
-def round_trip(layout: Layout, folder: Path) -> list[str]:
+def round_trip(layout, folder):
     """Differences after a save and a load, and whether training continues with the same weights."""
     made, again = engine(layout), engine(layout)
     train(made, 2)
@@ -188,7 +184,7 @@ def test_state_that_cannot_be_saved_exactly_is_refused_at_the_first_save(tmp_pat
     assert not (tmp_path / "saved").exists()
 
 
-def save(layout: Layout, folder: Path, kind: str):
+def save(layout, folder, kind):
     made = engine(layout, kind=kind, ema=0.9 if kind == "ema" else None)
     train(made, 1)
     made.save_checkpoint(folder)

@@ -27,6 +27,7 @@ def no_engine(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_config_commands_import_no_torch(tmp_path: Path) -> None:
     """Of every shipped recipe, of one with no engine of its own, and without a config."""
     code = """
@@ -71,6 +72,18 @@ def test_inherited_config_class_is_that_of_the_package(tmp_path: Path) -> None:
     assert (
         source.config_class(source.only_engine) is schema is compose(file).engine_class.config_class
     )
+
+
+def test_name_of_a_shipped_recipe_stands_for_its_engine(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "preference").mkdir()
+    (tmp_path / "mine.yaml").write_text(
+        "engine: preference\nmllm: {pairs: true, sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
+    )
+    composed = compose(tmp_path / "mine.yaml")
+    shipped = compose("preference/dpo_text")
+    assert composed.config.engine == shipped.config.engine
+    assert composed.engine_class is shipped.engine_class
 
 
 UNUSUAL = [

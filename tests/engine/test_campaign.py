@@ -1,24 +1,22 @@
 """A short fault campaign: `make fault-campaign` runs it at full length, with disks that are full, read-only or slow."""
 
-from __future__ import annotations
-
 import os
 
 import campaign
 import pytest
+from conftest import CAMPAIGN
 
 from mvp_engine.process.watchdog import RankWatchdog
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.campaign(only=True)
-def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2", "data.num_workers=2"])])
-    out = tmp_path / "table.md"
-    table = campaign.run(
-        tmp_path, 1, 1, 0, seed=1, out=out, recipes=lambda _: [(campaign.tiny(40), 1.0)]
-    )
+@CAMPAIGN
+def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path):
+    jobs = [(2, ["parallel.shard=2", "data.num_workers=2"])]
+    short, out = campaign.tiny(40, jobs), tmp_path / "table.md"
+    options = {"recipes": lambda _: [(short, 1.0)], "text": campaign.tiny(jobs=jobs)}
+    table = campaign.run(tmp_path, 1, 1, 0, seed=1, out=out, **options)
     assert "kill -9, text" in out.read_text()
     for name, tally in table.items():
         assert (tally.lost, tally.hung, tally.unequal, tally.survivors) == (0, 0, 0, 0), (
@@ -31,7 +29,7 @@ def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path, monkeypatch):
 def test_campaign_difference_names_a_changed_weight_or_record(tmp_path, train):
     """A comparison that cannot fail would prove nothing."""
     for name, words in (("a", []), ("same", []), ("b", ["optim.lr=0.0100001"])):
-        assert train("log.interval=1", "loop.total_steps=6", *words, dir=tmp_path / name) == 0
+        assert train("log.interval=1 loop.total_steps=6", *words, dir=tmp_path / name) == 0
     assert campaign.difference(tmp_path / "a", tmp_path / "same", all_records=True) is None
     found = campaign.difference(tmp_path / "a", tmp_path / "b", all_records=True)
     assert found is not None

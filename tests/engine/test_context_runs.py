@@ -1,12 +1,8 @@
 """Trainings with context parallel: the losses of one rank, exact resume, checkpoints that other layouts read."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, read_metrics
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.runs import list_runs
@@ -18,7 +14,7 @@ WORDS = [
 ]  # so that a shorter run is the same run, cut
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder):
     """Weights and optimizer states of the last checkpoint of the only run in a folder."""
     [run] = list_runs(folder)
     reader = Reader(run.checkpoint_list()[-1])
@@ -58,7 +54,7 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
         assert evaluated[r["step"]] == pytest.approx(r["loss"], rel=1e-5)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     words = [*WORDS, "parallel.context=2"]
     assert ranks2.launch(
@@ -73,7 +69,7 @@ def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
     train, ranks2, ranks4, tmp_path
 ):

@@ -1,26 +1,21 @@
 """What goes wrong in a training, and what the user gets to see."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from conftest import TINY, losses, read_metrics
+from conftest import TINY, losses, read_metrics, user_error
 from run_files import json_lines, log_of
 
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_BUG, EXIT_USER_ERROR
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def skipped(folder, rank=0):
     name = "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
     return json_lines(newest(folder).dir / name)
 
@@ -29,7 +24,7 @@ def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     ("fault", "reason"), [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
 )
 def test_non_finite_step_is_skipped_counted_and_logged(train, tmp_path, fault, reason):
-    assert train(f"tiny.fault={fault}", "log.interval=1", dir=tmp_path) == 0
+    assert train(f"tiny.fault={fault} log.interval=1", dir=tmp_path) == 0
     [entry] = skipped(tmp_path)
     assert entry["step"] == 3
     assert reason in entry["reason"]
@@ -53,10 +48,7 @@ def test_non_finite_steps_stay_out_of_means_and_of_the_schedule(train, tmp_path)
 
 def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tmp_path, capsys):
     code = train(
-        "tiny.fault=nan_forever",
-        "guard.max_consecutive_skips=4",
-        "checkpoint.interval=2",
-        dir=tmp_path,
+        "tiny.fault=nan_forever guard.max_consecutive_skips=4 checkpoint.interval=2", dir=tmp_path
     )
     assert code == EXIT_USER_ERROR
     text = capsys.readouterr().err
@@ -76,33 +68,26 @@ def test_guard_state_is_restored_on_resume(train, tmp_path):
 
 
 def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path, capsys):
-    assert train("tiny.fault=nan_once", "guard.max_total_skips=1", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("tiny.fault=nan_once guard.max_total_skips=1", dir=tmp_path) == EXIT_USER_ERROR
     assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
-def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, monkeypatch):
+def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, tiny_hooks):
     """It may measure rows for minutes; in a step, a signal would wait for that."""
-    engine_class = compose(TINY).engine_class
     made = {}
-    prepare = engine_class.prepare_dataloader
 
     def watched(self, split):
         made[split] = (self.step, self.signals.early)
-        return prepare(self, split)
+        return plain.prepare_dataloader(self, split)
 
-    monkeypatch.setattr(engine_class, "prepare_dataloader", watched)
-    assert train("loop.eval_interval=4", "log.interval=1") == 0
+    plain = tiny_hooks(prepare_dataloader=watched)
+    assert train("loop.eval_interval=4 log.interval=1") == 0
     assert made == {"train": (0, True), "eval": (0, True)}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path, rank):
-    words = [
-        f"project.dir={tmp_path}",
-        "tiny.fault=nan_once",
-        f"tiny.fault_rank={rank}",
-        "data.micro_batch_size=2",
-    ]
+    words = f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_rank={rank} data.micro_batch_size=2".split()
     assert ranks2.launch(TINY, *words, "log.interval=1") == [0, 0]
     ids = [skipped(tmp_path, r)[0]["sample_ids"] for r in (0, 1)]
     assert len(set(ids[0]) | set(ids[1])) == 8
@@ -110,15 +95,12 @@ def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path, rank):
     assert all(r["loss"] is not None and r["skipped"] == 1 for r in after)
 
 
-def test_batch_of_zero_weight_is_skipped(train, tmp_path, monkeypatch):
-    engine_class = compose(TINY).engine_class
-    forward = engine_class.forward_step
-
+def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
     def no_weight(self, ctx, micro_batch):
-        loss, weight = forward(self, ctx, micro_batch)
+        loss, weight = plain.forward_step(self, ctx, micro_batch)
         return (loss * 0, weight * 0) if ctx.step == 3 and ctx.split == "train" else (loss, weight)
 
-    monkeypatch.setattr(engine_class, "forward_step", no_weight)
+    plain = tiny_hooks(forward_step=no_weight)
     assert train("log.interval=1", dir=tmp_path) == 0
     assert "weight 0" in skipped(tmp_path)[0]["reason"]
     assert all(loss is not None for loss in losses(tmp_path)[3:])
@@ -204,9 +186,8 @@ def test_error_outside_of_forward_and_backward_has_no_hint_to_find_its_row(
     assert not list(tmp_path.rglob("skipped_steps*"))
 
 
-def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path, monkeypatch, capsys):
-    engine_class = compose(TINY).engine_class
-    monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
+def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path, tiny_hooks, capsys):
+    tiny_hooks(forward_step=lambda self, ctx, batch: torch.ones(()))
     assert train(dir=tmp_path) == EXIT_BUG
     assert "forward_step must return (loss_sum, weight)" in capsys.readouterr().err
 
@@ -215,7 +196,7 @@ def test_existing_run_id_is_not_overwritten(train, capsys):
     assert train("project.run_id=mine") == 0
     assert train("project.run_id=mine") == EXIT_USER_ERROR
     assert "Set resume=auto to continue it" in capsys.readouterr().err
-    assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
+    assert train("project.run_id=mine resume=auto loop.total_steps=14") == 0
 
 
 def test_run_locked_by_another_process_is_refused(train, tmp_path, capsys, monkeypatch):
@@ -236,7 +217,7 @@ def test_run_locked_by_another_process_is_refused(train, tmp_path, capsys, monke
 
 
 def test_stop_set_by_a_hook_on_one_rank_ends_training_on_all(ranks2, tmp_path):
-    words = [f"project.dir={tmp_path}", "tiny.fault=stop", "tiny.fault_rank=1", "tiny.fault_step=5"]
+    words = f"project.dir={tmp_path} tiny.fault=stop tiny.fault_rank=1 tiny.fault_step=5".split()
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000005"
     assert newest(tmp_path).status() == "finished"
@@ -247,16 +228,15 @@ def test_loader_with_equal_data_on_all_ranks_is_refused(train, tmp_path):
 
     from mvp_engine.distributed import World
     from mvp_engine.engine.feed import Feed
-    from mvp_engine.errors import UserError
 
     two = World(0, 2, 0, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match="would train on the same samples"):
+    with user_error("would train on the same samples"):
         Feed(DataLoader([1, 2, 3], shuffle=True), 1, two)
     Feed(DataLoader([1, 2, 3], sampler=DistributedSampler([1, 2, 3], 2, 0)), 1, two)
 
 
 def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_keeping(
-    train, tmp_path, monkeypatch
+    train, tmp_path, tiny_hooks
 ):
     def fail(self, split):
         (self.run.dir / "bad_rows.jsonl").write_text(
@@ -264,7 +244,7 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
         )
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(compose(TINY).engine_class, "prepare_dataloader", fail)
+    tiny_hooks(prepare_dataloader=fail)
     assert train("seed=2", dir=tmp_path) == EXIT_BUG
     assert not list(tmp_path.iterdir())
     assert train("seed=1", dir=tmp_path) == EXIT_BUG
@@ -272,16 +252,8 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
 
 
 def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path):
-    assert (
-        train("loop.total_steps=6", "optim.schedule=constant", "log.interval=1", dir=tmp_path) == 0
-    )
-    words = [
-        "resume=auto",
-        "loop.total_steps=12",
-        "optim.schedule=constant",
-        "optim.lr=0.005",
-        "log.interval=1",
-    ]
+    assert train("loop.total_steps=6 optim.schedule=constant log.interval=1", dir=tmp_path) == 0
+    words = "resume=auto loop.total_steps=12 optim.schedule=constant optim.lr=0.005 log.interval=1".split()
     assert train(*words, dir=tmp_path) == 0
     assert [r["lr"] for r in read_metrics(tmp_path)][4:8] == [0.02, 0.02, 0.005, 0.005]
     log = log_of(tmp_path)
@@ -312,7 +284,7 @@ def test_resume_auto_without_a_run_prints_a_message(train, tmp_path, capsys):
 
 
 def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
-    train, tmp_path, monkeypatch, capsys
+    train, tmp_path, tiny_hooks, capsys
 ):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     from torch import nn
@@ -320,7 +292,7 @@ def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
     wider = nn.Sequential(
         nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1)
     )
-    monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)
+    tiny_hooks(prepare_model=lambda self: wider)
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert (
         "model.0.weight has the shape (16, 4) there and (8, 4) in this model"

@@ -1,24 +1,18 @@
 """Feed: plans of loaders are used where they are true, and wrappers of loaders keep their cursor."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
-import pytest
 import torch
+from conftest import user_error
 from torch.utils.data import TensorDataset
 
 from mvp_engine.config.schema import Loop
 from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
-from mvp_engine.errors import UserError
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 
-def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options) -> SampleLoader:
+def loader(kind=SampleLoader, size=37, **options):
     return kind(
         TensorDataset(torch.arange(size)),
         **{"micro_batch_size": 2, "global_batch_size": 4, **options},
@@ -28,18 +22,18 @@ def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options) -
 class Wrapper:
     """Passes everything on to another loader."""
 
-    def __init__(self, inner: SampleLoader):
+    def __init__(self, inner):
         self.inner = inner
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.inner)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         return getattr(self.inner, name)
 
 
 class Filtering(SampleLoader):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return (batch for batch in super().__iter__() if len(batch[0]) > 1)
 
 
@@ -76,7 +70,7 @@ def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan():
 
 
 class Growing(TensorDataset):
-    def set_epoch(self, epoch: int):
+    def set_epoch(self, epoch):
         self.tensors = (torch.arange(8 + 3 * epoch),)
 
 
@@ -117,9 +111,7 @@ def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide()
     refused = (
         "4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
     )
-    with pytest.raises(UserError, match=refused):
+    with user_error(refused):
         micro_batches_per_step([], 4, 2, three)
-    with pytest.raises(
-        UserError, match=r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"
-    ):
+    with user_error(r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"):
         micro_batches_per_step(loader(OwnCursor, global_batch_size=2, **ranks), 2, 2, three)

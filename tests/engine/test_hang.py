@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, spawn, wait_until
+from conftest import CAMPAIGN, TINY, spawn, wait_until
 from kill_resume import child_pids
 
 from mvp_engine.distributed import World, world
@@ -40,7 +39,7 @@ class Clock:
         self.now = 0.0
         self.looks = 0  # of the watching thread, and one for each beat
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         self.looks += 1
         return self.now
 
@@ -89,7 +88,7 @@ class Store:
         self.set = self.values.__setitem__
         self.get = self.values.__getitem__
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return all(key in self.values for key in keys)
 
 
@@ -112,7 +111,7 @@ def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(r
     assert "2 ranks (0, 1)" in reports[1]
 
 
-def answer(step: int, *frames: str):
+def answer(step, *frames):
     return {
         "time": 0.0,
         "step": step,
@@ -149,16 +148,9 @@ def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["hangs", pytest.param("is stopped", marks=pytest.mark.campaign(only=True))]
-)
+@pytest.mark.parametrize("how", ["hangs", pytest.param("is stopped", marks=CAMPAIGN)])
 def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
-    words = [
-        "loop.total_steps=100000",
-        "tiny.step_seconds=0.02",
-        "data.micro_batch_size=4",
-        "guard.hang_seconds=1.5",
-    ]
+    words = "loop.total_steps=100000 tiny.step_seconds=0.02 data.micro_batch_size=4 guard.hang_seconds=1.5".split()
     words += [f"project.dir={tmp_path}", "tiny.fault_rank=1"]
     words += ["tiny.fault=hang"] if how == "hangs" else []
     process = spawn(
@@ -196,7 +188,7 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
 
 
 class Sleeper:
-    def update(self, hang_here: Callable[[], None]) -> str:
+    def update(self, hang_here):
         hang_here()
         return "done"
 

@@ -1,16 +1,14 @@
 """One model on many layouts: the losses of one rank, and checkpoints that any layout reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import MAGIC, ROOT, TINY, losses, read_metrics
+from conftest import CAMPAIGN, MAGIC, ROOT, TINY, losses, read_metrics, user_error
 
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.state import layout_text
-from mvp_engine.errors import EXIT_INTERRUPTED, UserError
+from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
@@ -24,22 +22,16 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
         *(("tiny", *sizes) for sizes in SHARDED),
         ("magic", 2, 2, 1),
         ("magic", *SHARDED[0]),
-        *(
-            pytest.param("magic", *sizes, marks=pytest.mark.campaign(only=True))
-            for sizes in SHARDED[1:]
-        ),
+        *(pytest.param("magic", *sizes, marks=CAMPAIGN) for sizes in SHARDED[1:]),
     ],
 )
 def test_sharded_layouts_give_the_losses_of_one_rank(
     request, train, tmp_path, name, ranks, replicate, shard
 ):
     config = {"tiny": TINY, "magic": MAGIC}[name]
-    words = [
-        "loop.total_steps=4",
-        "log.interval=1",
-        "log.backends=[jsonl]",
-        "checkpoint.interval=null",
-    ]
+    words = (
+        "loop.total_steps=4 log.interval=1 log.backends=[jsonl] checkpoint.interval=null".split()
+    )
     words += [
         "loop.eval_interval=2",
         "data.global_batch_size=9",
@@ -87,12 +79,7 @@ def test_half_logged_interval_resumed_on_another_layout_counts_once(
     train, ranks2, ranks4, tmp_path
 ):
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
-    words = [
-        "log.interval=4",
-        "checkpoint.interval=2",
-        "optim.schedule=constant",
-        "data.micro_batch_size=2",
-    ]
+    words = "log.interval=4 checkpoint.interval=2 optim.schedule=constant data.micro_batch_size=2".split()
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
     _, straight = read_metrics(tmp_path / "straight")  # of step 1, and of steps 2 to 4
     four = [
@@ -118,12 +105,7 @@ def test_half_logged_interval_resumed_on_another_layout_counts_once(
 
 
 def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path):
-    words = [
-        "loop.total_steps=2",
-        "parallel.shard=2",
-        "data.micro_batch_size=2",
-        f"project.dir={tmp_path}",
-    ]
+    words = f"loop.total_steps=2 parallel.shard=2 data.micro_batch_size=2 project.dir={tmp_path}".split()
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
     assert "fp32 on 2 x cpu (2 ranks: shard=2); steps 0 to" in (run.dir / "log.txt").read_text()
@@ -153,7 +135,5 @@ def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words):
     config = Parallel(
         **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words}
     )
-    with pytest.raises(
-        UserError, match="do not multiply to the 4 processes of this job: use --nproc"
-    ):
+    with user_error("do not multiply to the 4 processes of this job: use --nproc"):
         Layout.of(four, config)

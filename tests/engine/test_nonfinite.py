@@ -1,45 +1,39 @@
 """Non-finite steps: what stays out of the metrics, what is saved, and whether the printed advice works."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, losses, read_metrics
+from conftest import losses, read_metrics
 from run_files import log_of
 
 from mvp_engine.cli import main
-from mvp_engine.config import compose
 from mvp_engine.engine.monitor import LossTrend
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from mvp_engine.runs import Run, list_runs
+from mvp_engine.runs import list_runs
 
 
-def newest(folder: Path) -> Run:
+def newest(folder):
     return list_runs(folder)[-1]
 
 
-def checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder):
     return sorted(path.name for path in newest(folder).checkpoints.glob("*step_*") if path.is_dir())
 
 
-def printed_command(text: str) -> list[str]:
+def printed_command(text):
     """The words after `mvp` of the command that a message ends with."""
     return shlex.split(re.findall(r"(?:continue|example|with).*: mvp (train .*)", text)[-1])
 
 
 @pytest.fixture
-def bad_step(monkeypatch):
+def bad_step(tiny_hooks):
     """bad_step(steps, loss, weight): in these steps, the loss is multiplied by `loss` and the weight by `weight`."""
-    engine_class = compose(TINY).engine_class
-    forward = engine_class.forward_step
 
     def plant(steps, loss=1.0, weight=1.0, grad=False):
         def planted(self, ctx, micro_batch):
-            loss_sum, weight_sum = forward(self, ctx, micro_batch)
+            loss_sum, weight_sum = plain.forward_step(self, ctx, micro_batch)
             if ctx.split != "train" or ctx.step not in steps:
                 return loss_sum, weight_sum
             ctx.log("huge", torch.tensor(1e20))
@@ -48,7 +42,7 @@ def bad_step(monkeypatch):
                 loss_sum = loss_sum + (first - first.detach()).abs().sqrt().sum()
             return loss_sum * loss, weight_sum * weight
 
-        monkeypatch.setattr(engine_class, "forward_step", planted)
+        plain = tiny_hooks(forward_step=planted)
 
     return plant
 
@@ -75,7 +69,7 @@ def test_nan_weight_is_the_reason_and_names_the_micro_batch(train, bad_step, tmp
 
 def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_path):
     bad_step(range(4, 7), loss=float("nan"))
-    assert train("checkpoint.interval=4", "checkpoint.keep_n=null", dir=tmp_path) == 0
+    assert train("checkpoint.interval=4 checkpoint.keep_n=null", dir=tmp_path) == 0
     assert checkpoints(tmp_path) == ["step_00000007", "step_00000008", "step_00000012"]
 
 
@@ -89,7 +83,7 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, int
     if interval == 1:  # good steps first
         assert train("loop.total_steps=3", *words, dir=tmp_path) == 0
         words.append("resume=auto")
-    assert train("optim.lr=1e18", "loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
+    assert train("optim.lr=1e18 loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "the weights diverged, and optim.lr is too high" in text
     left = newest(tmp_path).checkpoint_list()
@@ -99,8 +93,7 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, int
     latest = newest(tmp_path).checkpoints / "latest"
     assert latest.resolve() == left[-1].resolve() if left else not latest.is_symlink()
     assert main(printed_command(text)) == 0
-    run = newest(tmp_path)
-    assert run.checkpoint_list()[-1].name == "step_00000020"
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000020"
     records = read_metrics(tmp_path)
     assert all(record["loss"] < 100 and record["skipped"] == 0 for record in records)
 
@@ -117,7 +110,7 @@ def test_loss_trend_ends_with_a_loss_near_the_average():
 
 
 def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path, capsys):
-    assert train("tiny.fault=sigterm", "loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
+    assert train("tiny.fault=sigterm loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
     assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
     assert [r["step"] for r in read_metrics(tmp_path)] == [
         1,
@@ -139,16 +132,12 @@ def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_p
     assert (newest(tmp_path).dir / "config.yaml").read_text() == config
     assert main([*printed_command(text), "loop.total_steps=16"]) == 0
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
-    assert (
-        train("resume=auto", "loop.total_steps=null", "loop.epochs=1", dir=tmp_path)
-        == EXIT_USER_ERROR
-    )
+    assert train("resume=auto loop.total_steps=null loop.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
     assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 
 def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path):
     """44 samples in steps of 8: the sixth has 4."""
-    assert train("loop.total_steps=7", "log.interval=1", dir=tmp_path) == 0
+    assert train("loop.total_steps=7 log.interval=1", dir=tmp_path) == 0
     perf = [record["perf"] for record in newest(tmp_path).records("train")]
-    samples = [round(one["samples_per_s"] * one["step_s"], 3) for one in perf]
-    assert samples == [8, 8, 8, 8, 8, 4, 8]
+    assert [round(one["samples_per_s"] * one["step_s"], 3) for one in perf] == [8, 8, 8, 8, 8, 4, 8]

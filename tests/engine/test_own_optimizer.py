@@ -1,19 +1,15 @@
 """A recipe with an optimizer of its own: `optim.ema`, keys without effect, the example of docs/optim.md, the check."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, read_metrics
+from conftest import ROOT, mvp, read_metrics
 from run_files import log_of
 from safetensors.torch import load_file
 from test_optim import IDS, net, settings
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine import Engine
 from mvp_engine.kit import OptimKit
@@ -23,7 +19,7 @@ from mvp_engine.runs import list_runs
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None):
+def train_steps(made, steps, bad_step=None):
     def forward(ids):
         loss = torch.nn.functional.cross_entropy(made.model(ids), ids.flip(0), reduction="sum")
         return loss * (float("nan") if step == bad_step else 1.0), float(len(ids))
@@ -33,7 +29,7 @@ def train_steps(made: FSDPEngine, steps: int, bad_step: int | None = None):
     made.step_status()
 
 
-def averages(made: FSDPEngine) -> dict[str, torch.Tensor]:
+def averages(made):
     with made.averaged():
         return {name: param.detach().clone() for name, param in made.model.named_parameters()}
 
@@ -83,12 +79,6 @@ def test_ema_of_an_own_optimizer_equals_that_of_the_kit_and_resumes(tmp_path):
         train_steps(own, 1)
 
 
-def tiny_engine() -> type[Engine]:
-    from mvp_engine.config import compose
-
-    return compose(TINY).engine_class
-
-
 def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Engine,
@@ -103,10 +93,8 @@ def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path
     )
     assert with_ema != pytest.approx(plain, rel=1e-3)
     run = list_runs(tmp_path / "ema")[-1]
-    assert (
-        train("workflow=evaluate", f"resume={run.dir}", "optim.ema=0.9", dir=tmp_path / "ema") == 0
-    )
-    assert main(["merge", "--ema", str(run.dir), str(tmp_path / "out")]) == 0
+    assert train(f"workflow=evaluate resume={run.dir} optim.ema=0.9", dir=tmp_path / "ema") == 0
+    assert mvp(f"merge --ema {run.dir} {tmp_path}/out") == 0
     merged = load_file(tmp_path / "out" / "model.safetensors")
     saved = Reader(run.checkpoint_list()[-1])
     for name, value in merged.items():
@@ -123,13 +111,7 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path, monkeypatc
     def own(engine, model):
         return torch.optim.SGD(model.parameters(), lr=engine.config.optim.lr)
 
-    words = [
-        "loop.total_steps=1",
-        "log.backends=[file]",
-        "optim.lr=0.3",
-        "optim.weight_decay=0.2",
-        "optim.eps=1e-6",
-    ]
+    words = "loop.total_steps=1 log.backends=[file] optim.lr=0.3 optim.weight_decay=0.2 optim.eps=1e-6".split()
     assert train(*words, dir=tmp_path / "default") == 0
     monkeypatch.setattr(Engine, "prepare_optimizer", own)
     assert train(*words, dir=tmp_path / "own") == 0
@@ -186,15 +168,14 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
             assert torch.equal(saved.read(name), again.read(name)), name
 
 
-def check_rank(config: str, folder: str, *words: str) -> int:
+def check_rank(config, folder, *more):
     from mvp_engine.tools.check.stages import main
 
-    return main(
-        ["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}", *words]
-    )
+    words = f"--config {config} --folder {folder} --quiet project.dir={folder}".split()
+    return main([*words, *more])
 
 
-def checked(example: Path, folder: Path, ranks=None, *words: str):
+def checked(example, folder, ranks=None, *words):
     from mvp_engine.tools.check.record import read_facts
 
     folder.mkdir()

@@ -1,18 +1,15 @@
 """Parts of a plain PyTorch script in a recipe: its seed, its order of rows, its loader."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import mvp
 from run_files import log_of
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.engine.feed import Feed
 from mvp_engine.engine.hooks import EngineHooks
@@ -65,14 +62,14 @@ log: {backends: [jsonl]}
 """
 
 
-def recipe(folder: Path, loader: str = "Rows(None, 4)") -> Path:
+def recipe(folder, loader="Rows(None, 4)"):
     folder.mkdir(exist_ok=True)
     (folder / "engine.py").write_text(ENGINE.replace("LOADER", loader))
     (folder / "train.yaml").write_text(CONFIG)
     return folder / "train.yaml"
 
 
-def script_model() -> nn.Module:
+def script_model():
     """The model of a plain script that begins with `torch.manual_seed(7)`."""
     torch.manual_seed(7)
     return nn.Sequential(
@@ -83,8 +80,7 @@ def script_model() -> nn.Module:
 def test_model_seeded_in_prepare_model_has_the_weights_of_the_plain_script(train, tmp_path):
     config = recipe(tmp_path / "plane")
     assert (
-        train("seed=7", "optim.lr=0", "optim.weight_decay=0", config=config, dir=tmp_path / "runs")
-        == 0
+        train("seed=7 optim.lr=0 optim.weight_decay=0", config=config, dir=tmp_path / "runs") == 0
     )
     saved = Reader(list_runs(tmp_path / "runs")[-1].checkpoint_list()[-1])
     for name, weight in script_model().named_parameters():
@@ -98,7 +94,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
     assert train(config=config, dir=tmp_path / "runs") == 0
     run = list_runs(tmp_path / "runs")[-1]
     saved = Reader(run.checkpoint_list()[-1])
-    assert main(["merge", str(run.dir), str(tmp_path / "out")]) == 0
+    assert mvp(f"merge {run.dir} {tmp_path}/out") == 0
     assert (
         f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n"
         in capsys.readouterr().out
@@ -110,7 +106,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         assert torch.equal(value, saved.read(f"model.{name}")), name
     assert int(model.state_dict()["1.num_batches_tracked"]) == 4
 
-    assert main(["merge", str(run.dir), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert mvp(f"merge {run.dir} {tmp_path}/half --dtype bfloat16") == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert half["0.weight"].dtype == torch.bfloat16
     assert half["1.num_batches_tracked"].dtype == torch.int64
@@ -120,7 +116,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         ([str(tmp_path / "new"), "--ema"], "has no averaged weights"),
     ]:
         capsys.readouterr()
-        assert main(["merge", str(run.dir), *words]) == EXIT_USER_ERROR
+        assert mvp(f"merge {run.dir}", *words) == EXIT_USER_ERROR
         assert text in capsys.readouterr().err
 
 
@@ -145,7 +141,7 @@ def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(shuffle
 SAME = "data-parallel ranks 0 and 1 of 2 got the same micro-batches in the first 2 steps: Rows ignores its rank"
 
 
-def warnings_of(folder: Path) -> str:
+def warnings_of(folder):
     return log_of(folder)
 
 
@@ -188,10 +184,11 @@ def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks):
     assert (feed.same_data is not None) is (len(set(data_ranks)) == 4)
 
 
-def check_rank(config: str, folder: str) -> int:
+def check_rank(config, folder):
     from mvp_engine.tools.check.stages import main
 
-    return main(["--config", config, "--folder", folder, "--quiet", f"project.dir={folder}"])
+    words = f"--config {config} --folder {folder} --quiet project.dir={folder}".split()
+    return main(words)
 
 
 @pytest.mark.slow

@@ -2,18 +2,15 @@
 
 `spawn` forks the processes from the tests' fork server; with `fresh_workers`, the ranks are torchrun's own children."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, read_metrics, run_process, spawn
+from conftest import CAMPAIGN, TINY, read_metrics, run_process, spawn
 from kill_resume import ForkedJob, child_pids, compare, settings_for
 from rich.console import Console
 from rich.live import Live
@@ -25,13 +22,12 @@ from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
-IN_CAMPAIGN = pytest.mark.campaign(only=True)
 TWO_RANKS = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2"]
-LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
+LAUNCH = f"-m mvp_engine.launch --config {TINY}".split()
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process, text):
     seen = ""
     for line in process.stdout:
         seen += line
@@ -47,7 +43,7 @@ def join_signal_threads():
 
 
 @pytest.mark.parametrize(  # SIGTERM: the test on two ranks
-    "number", [pytest.param(signal.SIGTERM, marks=IN_CAMPAIGN), signal.SIGINT]
+    "number", [pytest.param(signal.SIGTERM, marks=CAMPAIGN), signal.SIGINT]
 )
 def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path, number):
     process = spawn(*LAUNCH, *LONG, f"project.dir={tmp_path}")
@@ -62,7 +58,7 @@ def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path, numbe
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=IN_CAMPAIGN)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=CAMPAIGN)])
 def test_signal_before_the_first_step_stops_at_once_with_75(tmp_path, number):
     process = spawn(*LAUNCH, "tiny.fault=hang_before_training", f"project.dir={tmp_path}")
     wait_for(process, "preparing")
@@ -116,7 +112,7 @@ def test_stop_signals_message_is_not_printed_after_a_rank_failed(
 
 @pytest.mark.parametrize(
     ("fault", "nproc"),
-    [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=IN_CAMPAIGN)],
+    [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=CAMPAIGN)],
 )
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path, fault, nproc):
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
@@ -142,7 +138,7 @@ def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path):
     assert "[rank 1]" not in output  # it would break the live panel of rank 0
 
 
-@pytest.mark.parametrize("fault", ["raise", pytest.param("raise_everywhere", marks=IN_CAMPAIGN)])
+@pytest.mark.parametrize("fault", ["raise", pytest.param("raise_everywhere", marks=CAMPAIGN)])
 def test_exception_on_a_rank_or_on_all_ends_the_job_with_one_traceback(tmp_path, fault):
     """torchrun ends the rank that has failed first, and is about to say why, when another one exits before it."""
     words = [f"tiny.fault={fault}", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
@@ -165,12 +161,12 @@ def test_killed_rank_is_named_and_the_job_exits_137(tmp_path):
     assert run.status() == "killed"
 
 
-def report_of_rank_0(folder: str) -> tuple[float, int]:
+def report_of_rank_0(folder):
     """Fail as a rank, rank 0 first and slowly; returns when this rank ended, and its exit code."""
     world = World.join("cpu")
     exits = []
 
-    def show(text: str, mode: str):
+    def show(text, mode):
         time.sleep(1.0)  # the other rank has failed by then
         Path(folder, "said.txt").write_text(str(time.monotonic()))
 
@@ -202,7 +198,7 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path):
     assert len(output.splitlines()) == 1
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path):
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
     words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]
@@ -218,12 +214,12 @@ def test_killed_rank_ends_a_rank_that_hangs(tmp_path):
     assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
     """Killed at three moments of the ranks' start, side by side."""
     waiting = {}
     for seconds, nproc in ((0.3, 1), (1.5, 1), (3.5, 2)):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
         folder = f"project.dir={tmp_path / str(seconds)}"
         waiting[spawn(*torchrun, *LAUNCH, *LONG, folder, fresh_workers=True)] = seconds
     began = {}
@@ -246,21 +242,10 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path):
-    words = [
-        "tiny.fault=crash_once",
-        "tiny.fault_step=7",
-        "checkpoint.interval=2",
-        "log.interval=1",
-    ]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
-    ]
+    words = "tiny.fault=crash_once tiny.fault_step=7 checkpoint.interval=2 log.interval=1".split()
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
     words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
     code, output = run_process(*torchrun, *LAUNCH, *words)
     assert code == 0, output
@@ -269,7 +254,7 @@ def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 13))
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_kill_9_at_random_moments_resumes_bit_equal(tmp_path, nproc, campaign_size):
     """`tests/kill_resume.py` does the same with fresh processes and torchrun."""
@@ -280,6 +265,6 @@ def test_kill_9_at_random_moments_resumes_bit_equal(tmp_path, nproc, campaign_si
     assert report["bit_equal"]
 
 
-def _environment(pid: int) -> dict[str, str]:
+def _environment(pid):
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

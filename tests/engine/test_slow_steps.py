@@ -1,17 +1,13 @@
 """The slowest steps of a run: which hook, row or rank took the time. Most tests have a clock of their own."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, mvp
+from run_files import printed_json
 
-from mvp_engine.cli import main
 from mvp_engine.data import SampleLoader
 from mvp_engine.data.loader import KeepLastBatches
 from mvp_engine.distributed import World
@@ -28,11 +24,11 @@ class Clock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 0.001
         return self.now
 
-    def sleep(self, seconds: float):
+    def sleep(self, seconds):
         self.now += seconds
 
 
@@ -44,7 +40,7 @@ def clock(monkeypatch):
     return own
 
 
-def slow_records(folder: Path) -> dict[int, dict[str, Any]]:
+def slow_records(folder):
     """The slow steps of the newest run."""
     return {one["step"]: one for one in RunFacts(list_runs(folder)[-1]).slow_steps}
 
@@ -53,19 +49,8 @@ def slow_records(folder: Path) -> dict[int, dict[str, Any]]:
 def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     train, clock, tmp_path, capsys
 ):
-    words = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_step=12",
-        "tiny.slow_row=17",
-        "tiny.slow_seconds=3",
-        "tiny.samples=200",
-    ]
-    words += [
-        "loop.eval_interval=4",
-        "tiny.load_seconds=0.01",
-        "checkpoint.interval=10",
-        "data.num_workers=0",
-    ]
+    words = "tiny.fault=slow_hook tiny.fault_step=12 tiny.slow_row=17 tiny.slow_seconds=3 tiny.samples=200".split()
+    words += "loop.eval_interval=4 tiny.load_seconds=0.01 checkpoint.interval=10 data.num_workers=0".split()
     words += ["log.backends=[terminal,file,jsonl,plot]"]
     assert train(*words, "loop.total_steps=25") == 0
     found = slow_records(tmp_path)
@@ -83,12 +68,11 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     assert " in train_post_step\n" in text.partition("slow steps")[2]
     assert "in the wait for data: row 17 took 3" in text
     assert f"mvp profile {run.dir} --step" in text
-    page = (run.dir / "report.html").read_text()
-    assert page.count("in the wait for data: row 17") == 1
-    assert main(["runs", run.id, "--dir", str(tmp_path)]) == 0
+    assert (run.dir / "report.html").read_text().count("in the wait for data: row 17") == 1
+    assert mvp(f"runs {run.id} --dir {tmp_path}") == 0
     assert "in the wait for data: row 17" in capsys.readouterr().out
-    assert main(["runs", run.id, "--dir", str(tmp_path), "--json"]) == 0
-    assert {one["step"] for one in json.loads(capsys.readouterr().out)["slow_steps"]} == {12, step}
+    assert mvp(f"runs {run.id} --dir {tmp_path} --json") == 0
+    assert {one["step"] for one in printed_json(capsys)["slow_steps"]} == {12, step}
 
     # A resumed run keeps them.
     assert train(*words, "loop.total_steps=30", "resume=auto") == 0
@@ -96,7 +80,7 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
 
 
 def test_run_of_equal_steps_prints_no_slow_steps(train, clock, tmp_path, capsys):
-    assert train("tiny.load_seconds=0.01", "loop.total_steps=20", "data.num_workers=0") == 0
+    assert train("tiny.load_seconds=0.01 loop.total_steps=20 data.num_workers=0") == 0
     assert "slow steps" not in capsys.readouterr().out
     assert not slow_records(tmp_path)
     assert len(RunFacts(list_runs(tmp_path)[-1]).slowest) <= 10
@@ -127,12 +111,7 @@ def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path):
 
 @pytest.mark.slow
 def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path):
-    words = [
-        "tiny.fault=slow_hook",
-        "tiny.fault_rank=1",
-        "tiny.fault_step=12",
-        "tiny.slow_seconds=1",
-    ]
+    words = "tiny.fault=slow_hook tiny.fault_rank=1 tiny.fault_step=12 tiny.slow_seconds=1".split()
     assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "loop.total_steps=20") == [0, 0]
     record = slow_records(tmp_path)[12]
     assert (record["rank"], record["phase"]) == (1, "train_post_step")
@@ -155,13 +134,13 @@ def test_slow_rank_of_a_step_is_the_one_with_the_earliest_slow_phase():
 class Event:
     """A CUDA event at a time of the GPU in milliseconds."""
 
-    def __init__(self, at: float, is_past: bool = True):
+    def __init__(self, at, is_past=True):
         self.at, self.is_past = at, is_past
 
-    def query(self) -> bool:
+    def query(self):
         return self.is_past
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         return later.at - self.at
 
 
@@ -180,10 +159,10 @@ def test_split_of_a_step_on_a_gpu_is_that_of_its_events_once_it_has_passed_them(
 
 
 class Rows(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         time.sleep(5.0 if index in (2, 7) else 0.1)
         return index
 

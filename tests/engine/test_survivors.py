@@ -1,7 +1,5 @@
 """Workers of every kind end with the process that started them, also by kill -9 and in the middle of anything."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -11,9 +9,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,17 +31,17 @@ SECONDS = 15.0
 class Large(Dataset[Any]):
     """Tensors that fill the pipe of a worker, though each is sent by value."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1000
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.zeros(2**17)
 
 
 class LargeStream(torch.utils.data.IterableDataset[Any]):
     lanes = 2
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return (torch.zeros(2**17) for _ in itertools.count())
 
 
@@ -76,7 +73,7 @@ def measuring():
     return MeasureWorkers(hold_the_gil, [[1], [2]], 2)
 
 
-def rewards_of(reward: Callable[[Any, Any], Any]):
+def rewards_of(reward):
     workers = RewardWorkers(reward, 2, 1000.0)
     for index, worker in enumerate(workers._workers):
         workers._give(worker, Group(b"\x80\x04N.", deque([Task(index, 0, None)])))  # None, pickled
@@ -99,7 +96,7 @@ def spawned_workers():
     return ranks, MeasureWorkers(hold_the_gil, [[1], [2]], 2)
 
 
-def hold(start: Callable[[], Any], ready: Path, end_with_test: Callable[[], None]):
+def hold(start, ready, end_with_test):
     end_with_test()
     held = start()
     if isinstance(held, Iterator):

@@ -1,7 +1,5 @@
 """Tensors that loader workers send: small ones by value, large ones in shared memory, all as they were."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -11,7 +9,7 @@ from mvp_engine.data.loader import SMALL_BYTES, SampleLoader
 LARGE = SMALL_BYTES // 4 + 1  # elements in float32
 
 
-def tensors(seed: int) -> dict[str, Tensor]:
+def tensors(seed):
     made = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))
     return {
         "float32": made,
@@ -27,10 +25,10 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 
 class Made(Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         return tensors(index)
 
 

@@ -18,7 +18,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
-from mvp_engine.hf.model.head_probe import own_head
+from mvp_engine.hf.model.language_model import own_head
 from mvp_engine.hf.model.preflight import check_packing
 
 EXACT = 1e-5

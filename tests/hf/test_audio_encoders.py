@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.media import audio
+from mvp_engine.hf.media import encoders
 from mvp_engine.hf.model.attention import ENCODER, use_own_masks
 from mvp_engine.kit.speech import OmniModel
 
@@ -37,7 +37,7 @@ def sounds(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def features(model: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     base = model.base()
     with torch.no_grad():
-        planned = audio.frame_mask(base, mask, values.device)
+        planned = encoders.frame_mask(base, mask, values.device)
         return base.get_audio_features(values, planned).last_hidden_state
 
 
@@ -89,7 +89,7 @@ def test_forward_and_backward_of_an_omni_model_read_no_value_of_the_device() -> 
 def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) -> None:
     """The watch itself: the encoder then reads lengths, indexes by a mask and searches for places."""
     whole = qwen3_omni()
-    monkeypatch.setattr(audio, "apply_sync_free_audio", lambda model: None)
+    monkeypatch.setattr(encoders, "apply_sync_free_audio", lambda model: None)
     monkeypatch.setattr(
         "mvp_engine.hf.media.shared_media.frame_mask", lambda base, mask, device: mask
     )

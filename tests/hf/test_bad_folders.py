@@ -18,7 +18,6 @@ from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.weights import pretrained
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 
 
@@ -88,7 +87,7 @@ def load_tied(layout: Layout, path: Path):
 
 
 def test_load_unused_entries_are_logged(qwen3, logged):
-    texts = logged(pretrained)
+    texts = logged()
     extra = {f"vision.{i}": torch.zeros(2) for i in range(7)}
     write_weights(qwen3, weights_in(qwen3) | extra)
     language_model(qwen3)

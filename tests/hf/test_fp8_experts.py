@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers, moe_layers
-from mvp_engine.hf.experts.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.hf.experts import fp8_layers, grouped_mm, moe_layers
+from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
@@ -118,7 +118,7 @@ def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transposed):
     x_NI, weight, ends_E, _ = inputs([5, 0, 3, 9], transposed)
-    quantized = fp8.Fp8Weight(*fp8_grouped_mm.quantize_experts(weight.detach(), transposed))
+    quantized = fp8.Fp8Weight(*grouped_mm.quantize_experts(weight.detach(), transposed))
     with torch.no_grad():
         expected, found = (
             fp8_grouped_linear(x_NI, one, ends_E, transposed) for one in (weight, quantized)
@@ -130,15 +130,15 @@ def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transpo
 def gemms(monkeypatch):
     """The number of rows of each grouped GEMM that runs in FP8."""
     found = []
-    plain = fp8_grouped_mm.opaque_grouped_mm
+    plain = grouped_mm.opaque_grouped_mm
     watched = lambda a, *more: (found.append(len(a)), plain(a, *more))[1]  # noqa: E731
-    monkeypatch.setattr(fp8_grouped_mm, "opaque_grouped_mm", watched)
+    monkeypatch.setattr(grouped_mm, "opaque_grouped_mm", watched)
     return found
 
 
 @pytest.fixture
 def said(logged):
-    return logged(fp8_layers, "info", "warning")
+    return logged("info", "warning")
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import FAMILIES, VISION, config_of, overrides_of
 from folders import entries, folder_of, language_model, realigned, same
-from tiny_engines import ALONE, CAMPAIGN, LM, adamw, engine_of, message_of, whole_state
+from tiny_engines import ALONE, LM, adamw, engine_of, message_of, whole_state
 from tiny_models import build_model, samples
 
 from mvp_engine.cli import main
@@ -197,6 +198,7 @@ def test_export_writes_side_files_and_an_index(tmp_path):
         engine.export_hf(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.media import media_features, vision
+from mvp_engine.hf.media import encoders, media_features
 from mvp_engine.hf.model import attention, input_hooks
 from mvp_engine.kit.data.encode.row_encoder import RopePositions
 from mvp_engine.model_engine.fsdp.lockstep import LockstepBatch, append_dummies
@@ -70,8 +70,8 @@ def test_language_model_with_image_grids_equals_transformers(name):
 def test_patch_conv3d_equals_conv3d_with_gradients():
     plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
     wrapped = nn.Sequential(copy.deepcopy(plain))
-    vision.apply_sync_free_vision(wrapped)
-    assert type(wrapped[0]) is vision.PatchConv3d
+    encoders.apply_sync_free_vision(wrapped)
+    assert type(wrapped[0]) is encoders.PatchConv3d
     for size in ((2, 4, 4), (4, 8, 4)):  # the second is not a single patch
         x = torch.randn(5, 3, *size)
         a, b = plain(x), wrapped(x)
@@ -82,7 +82,7 @@ def test_patch_conv3d_equals_conv3d_with_gradients():
         for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     overlapping = nn.Sequential(nn.Conv3d(3, 8, 3, 1))
-    vision.apply_sync_free_vision(overlapping)
+    encoders.apply_sync_free_vision(overlapping)
     assert type(overlapping[0]) is nn.Conv3d
 
 
@@ -90,10 +90,10 @@ def test_grid_plans_past_the_limit_are_dropped(monkeypatch):
     config = config_of("qwen3_vl")
     model = build_model(LanguageModel, "qwen3_vl")
     encoder = model.hf.model.visual
-    monkeypatch.setattr(vision, "MAX_PLANS", 2)
+    monkeypatch.setattr(encoders, "MAX_PLANS", 2)
     for grids in ([[1, 4, 4], [1, 4, 8]], [[1, 4, 4]], [[1, 8, 8]]):
         model(images_in_text(config, grids)[0], ["log_probs"])
-    assert len(vision._PLANS[encoder]) == 1
+    assert len(encoders._PLANS[encoder]) == 1
 
 
 def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients():
@@ -219,6 +219,7 @@ def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name):
         attend = nn.functional.scaled_dot_product_attention
         return attend(q[None], k[None], v[None], enable_gqa=grouped)[0]
 
+    monkeypatch.setattr(attention_ops, "_has_kernels", lambda *_: True)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: True)
     monkeypatch.setattr(attention_ops, "_torch_varlen", kernel)
     monkeypatch.setattr(attention, "_as_autocast", lambda x: x)

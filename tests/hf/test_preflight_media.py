@@ -15,7 +15,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.experts import fp8_grouped_mm
+from mvp_engine.hf.experts import grouped_mm
 from mvp_engine.ops import fp8
 
 
@@ -88,7 +88,7 @@ def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch):
         calls.append(len(rows))
         return plain(rows * (1 + torch.rand_like(rows)))
 
-    for module in (fp8, fp8_grouped_mm):
+    for module in (fp8, grouped_mm):
         monkeypatch.setattr(module, "quantize", noisy)
     engine, (_, image, _) = start(precision="bf16", fp8=True)
     engine.adapter.preflight_media(engine, [image])

@@ -27,7 +27,7 @@ from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media import shared_media
-from mvp_engine.hf.model.model_inputs import media_inputs
+from mvp_engine.hf.model.auto_model import media_inputs
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.decoding import with_completion
 

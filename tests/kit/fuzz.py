@@ -8,8 +8,6 @@ import os
 import random
 import zlib
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from media_files import audio_file, bomb, image_file, png_chunk, video_file
@@ -115,7 +113,7 @@ BAD_LINES = {
 }
 
 
-def is_json(row) -> bool:
+def is_json(row):
     try:
         return bool(json.dumps(row))
     except TypeError:
@@ -131,7 +129,7 @@ def pairs(table):
     return [(value, reason) for reason, values in table.items() for value in values]
 
 
-def with_large_comment(png: bytes) -> bytes:
+def with_large_comment(png):
     """A PNG with a compressed comment that unpacks to 200 MB."""
     comment = b"zTXtnote\0\0" + zlib.compress(bytes(2 * 10**8))
     return png[:33] + png_chunk(comment) + png[33:]
@@ -140,7 +138,7 @@ def with_large_comment(png: bytes) -> bytes:
 class Fuzz:
     """Writes the media files once, then generates any number of lines."""
 
-    def __init__(self, folder: Path, seed: int = 0):
+    def __init__(self, folder, seed=0):
         self.dice, self.folder = random.Random(seed), folder
         self.files: dict[str, bytes] = {}
         noise = np.random.default_rng(seed).integers(0, 255, (40, 48, 3), dtype=np.uint8)
@@ -175,7 +173,7 @@ class Fuzz:
         (folder / "inside.png").symlink_to(folder / "good ü.png")
         os.mkfifo(folder / "pipe.mp4")
 
-    def lines(self, count: int) -> list[Line]:
+    def lines(self, count):
         """Lines of all kinds; about half of them are good rows."""
         kinds = [self.good_text] * 12 + [self.good_media] * 6 + [self.good_format] * 4
         kinds += (
@@ -189,18 +187,18 @@ class Fuzz:
             for line, reason in found
         ]
 
-    def text(self) -> str:
+    def text(self):
         words = self.dice.choices(
             [*ODD, *TOKENS, "what", "is", "this", "?"], k=self.dice.randint(1, 6)
         )
         return " ".join(words)
 
-    def good_text(self) -> tuple[Any, None]:
+    def good_text(self):
         return chat(
             self.text() + " ?", self.text() + " ok"
         ), None  # a prompt of blanks alone is a bad row
 
-    def good_media(self) -> tuple[Any, None]:
+    def good_media(self):
         images = [
             *[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")],
             "inside.png",
@@ -237,7 +235,7 @@ class Fuzz:
         ]
         return self.dice.choice(rows), None
 
-    def good_format(self) -> tuple[Any, None]:
+    def good_format(self):
         rows = [
             {"text": self.text() + "x"},
             {"prompt": self.text() + " ?", "completion": "ok"},
@@ -278,15 +276,15 @@ class Fuzz:
     def bad_shape(self):
         return self.dice.choice(pairs(BAD_SHAPES))
 
-    def bad_text(self) -> tuple[Any, str]:
+    def bad_text(self):
         if self.dice.random() < 0.5:
             return chat(f"say {self.dice.choice(HOLDERS)}"), "placeholder_in_text"
         return chat("half \ud83d", self.dice.choice(["b", "\udc00"])), "bad_text"
 
-    def bad_line(self) -> tuple[bytes, str]:
+    def bad_line(self):
         return self.dice.choice(pairs(BAD_LINES))
 
-    def wrong_types(self) -> tuple[Any, str]:
+    def wrong_types(self):
         """A good row with one value replaced by one of another type."""
         row = self.good_format()[0]
         places = list(_leaves(row))
@@ -296,7 +294,7 @@ class Fuzz:
         )
         return row, ANY
 
-    def mutated(self) -> tuple[bytes, str]:
+    def mutated(self):
         line = bytearray(
             json.dumps(
                 self.dice.choice([self.good_text, self.good_media, self.good_format])()[0]
@@ -308,7 +306,7 @@ class Fuzz:
             )
         return bytes(line), ANY
 
-    def mutated_media(self) -> tuple[Any, str]:
+    def mutated_media(self):
         name, data = self.dice.choice(sorted(self.files.items()))
         broken = bytearray(
             data[: self.dice.randint(1, len(data))] if self.dice.random() < 0.4 else data
@@ -320,7 +318,7 @@ class Fuzz:
             [{"type": kind, kind: f"data:x;base64,{base64.b64encode(broken).decode()}"}]
         ), ANY
 
-    def junk(self, depth: int = 0) -> tuple[Any, str]:
+    def junk(self, depth=0):
         """Nested junk with known keys."""
         keys = [
             "messages",

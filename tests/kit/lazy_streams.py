@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,16 +25,16 @@ class LazyStream:
         self.entered = 0
         self.done = 0
 
-    def put(self, work: Callable[[], Any]):
+    def put(self, work):
         self.queue.append(work)
         self.entered += 1
 
-    def event(self) -> LazyEvent:
+    def event(self):
         return LazyEvent(self, self.entered)
 
 
 class LazyEvent:
-    def __init__(self, stream: LazyStream | None, place: int = 0):
+    def __init__(self, stream, place=0):
         self.stream = stream  # None: of the current stream, which is never late
         self.place = place
 
@@ -48,7 +47,7 @@ class LazyEvent:
 class _Deferred(TorchDispatchMode):
     """Copies inside of this mode go to a stream; views are made at once."""
 
-    def __init__(self, stream: LazyStream):
+    def __init__(self, stream):
         super().__init__()
         self.stream = stream
 
@@ -58,23 +57,23 @@ class _Deferred(TorchDispatchMode):
             return args[0]
         return func(*args, **(kwargs or {}))
 
-    def _copy(self, to: torch.Tensor, *args, **kwargs):
+    def _copy(self, to, *args, **kwargs):
         # Its version was counted when the copy was called.
         with torch.autograd._unsafe_preserve_version_counter(to):
             torch.ops.aten.copy_.default(to, *args, **kwargs)
 
 
-def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
+def use_lazy_streams(monkeypatch):
     """Let every side stream be such a one; returns them as they are made."""
     made = []
     active = []
 
-    def new_stream(device: torch.device) -> LazyStream:
+    def new_stream(device):
         made.append(LazyStream())
         return made[-1]
 
     @contextlib.contextmanager
-    def on(stream: LazyStream, after: LazyEvent) -> Iterator[None]:
+    def on(stream, after):
         stream.put(after.wait)
         active.append(stream)
         try:

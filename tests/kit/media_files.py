@@ -1,33 +1,30 @@
 """Bytes of media files in any format, and of a file that lies about its size."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
 
 import numpy as np
-from PIL import Image
 
 
-def image_file(image: Image.Image, format: str = "PNG", **options) -> bytes:
+def image_file(image, format="PNG", **options):
     out = io.BytesIO()
     image.save(out, format, **options)
     return out.getvalue()
 
 
-def png_chunk(content: bytes) -> bytes:
+def png_chunk(content):
     return struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
 
 
-def bomb(width: int, height: int) -> bytes:
+def bomb(width, height):
     """A PNG of a few bytes with a huge size in its header."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 100)
     return b"\x89PNG\r\n\x1a\n" + b"".join(map(png_chunk, (head, data, b"IEND")))
 
 
-def video_file(codec="mpeg4", format="mp4", frames=30, fps=10, size=32) -> bytes:
+def video_file(codec="mpeg4", format="mp4", frames=30, fps=10, size=32):
     """Frame i has the gray value 8 i; every 15th is a key frame."""
     import av
 
@@ -44,7 +41,7 @@ def video_file(codec="mpeg4", format="mp4", frames=30, fps=10, size=32) -> bytes
     return out.getvalue()
 
 
-def audio_file(seconds=1.0, rate=44100, format="WAV", channels=2) -> bytes:
+def audio_file(seconds=1.0, rate=44100, format="WAV", channels=2):
     """A tone of 440 Hz; the second channel is silent."""
     import soundfile
 

@@ -1,7 +1,5 @@
 """Tiny processors of real model families, built without downloads."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import transformers as hf
@@ -14,7 +12,7 @@ SQUARE = {"height": 16, "width": 16}
 GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 
 
-def tokenizer(*special: str, **named: str):
+def tokenizer(*special, **named):
     """A byte tokenizer in which two line breaks are one token, so that text may merge with an expansion."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
         "ĊĊ": 256
@@ -135,10 +133,10 @@ FAMILIES = {
 
 
 def chat_template(
-    placeholders: dict[str, str],
-    begin: str = "'<|im_start|>' + m.role + '\\n'",
-    stop: str = "<|im_end|>",
-) -> str:
+    placeholders,
+    begin="'<|im_start|>' + m.role + '\\n'",
+    stop="<|im_end|>",
+):
     """A chat template: its placeholders, a Jinja expression for the start of a turn, the stop token."""
     part = "{{ p.text if p.type == 'text' else " + str(placeholders) + "[p.type] }}"
     body = (
@@ -173,13 +171,13 @@ TEMPLATES = {
 
 
 @cache
-def processor_of(name: str):
+def processor_of(name):
     """Built once per process: tests must not change it."""
     return FAMILIES[name]()
 
 
 @cache
-def chat_processor(name: str):
+def chat_processor(name):
     """A processor with a chat template like that of its family; some classes have their own."""
     processor = FAMILIES[name]()
     processor.chat_template = TEMPLATES.get(name, processor.chat_template)

@@ -1,25 +1,16 @@
 """`auto`: pack size and activation checkpointing by the memory of the GPU, recorded with the run and kept on resume."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 import yaml
-from conftest import ROOT
-from ranks import RankPool
-from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
+from conftest import CAMPAIGN, ROOT, mvp, run_process
+from run_files import printed_json, read_json
+from tiny_vlm import chat, with_images, write
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
@@ -54,29 +45,34 @@ log: {backends: [jsonl, file], interval: 1}
 WHOLE_STEP = 1024.0 * GIB  # memory for all tokens of a step in one micro-batch
 
 
-def rows_of(lengths: list[int]) -> PackedBatch:
+def qwen3():
+    return LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+
+
+def data_of(tokens, **settings):
+    return MLLMData(sources=[{"path": "x"}], micro_batch_tokens=tokens, **settings)
+
+
+def chosen(mode, *facts):
+    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing=mode))
+    return choose(config, "mllm", *facts)
+
+
+def rows_of(lengths):
     return PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
 
 
-def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -> None:
-    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
-    data = MLLMData(
-        sources=[{"path": "x"}],
-        micro_batch_tokens="auto",
-        row_tokens=4096,
-        global_batch_tokens=131072,
-    )  # type: ignore[list-item]
-    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
+def rows_of_512(size):
+    return rows_of([512] * (size // 512))
+
+
+def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations():
+    model, data = qwen3(), data_of("auto", row_tokens=4096, global_batch_tokens=131072)
     tokens, modes, accumulation = [], [], []
     for gib in (180, 139.8, 79.1, 44.4, 34):
-        work = Workload(
-            model,
-            PlanSettings(),
-            lambda size: rows_of([512] * (size // 512)),
-            Gpu(989e12, gib * GIB, 4.8e12),
-            data_ranks=2,
-        )
-        found = choose(config, "mllm", data, None, work)
+        gpu = Gpu(989e12, gib * GIB, 4.8e12)
+        work = Workload(model, PlanSettings(), rows_of_512, gpu, data_ranks=2)
+        found = chosen("auto", data, None, work)
         values = [found.values[key] for key in KEYS]
         batch = work.batch(values[0])
         settings = PlanSettings(activation_checkpointing=values[2])
@@ -94,71 +90,49 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     assert modes == sorted(modes)
     assert modes[-1] > 0
     work = Workload(model, PlanSettings(), work.batch, Gpu(989e12, 20 * GIB, 4.8e12), 1)
-    too_large = choose(config, "mllm", data, None, work)
+    too_large = chosen("auto", data, None, work)
     assert "nothing fits" in too_large.reason
     assert [too_large.values[key] for key in KEYS] == [4096, 131072, "offload"]
-    fixed = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
-    room = (
-        too_large.peak + choose(fixed, "mllm", data, None, work).peak
-    ) / 2  # not enough for full
-    found = choose(config, "mllm", data, None, work, room)
+    room = (too_large.peak + chosen("full", data, None, work).peak) / 2  # not enough for full
+    found = chosen("auto", data, None, work, room)
     assert found.values[KEYS[2]] == "offload"
     assert "the fastest that fits" in found.reason
 
 
-def test_choose_of_one_open_key_keeps_the_other() -> None:
-    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+def test_choose_of_one_open_key_keeps_the_other():
     gpu = Gpu(989e12, 44 * GIB, 4.8e12)
-    work = Workload(model, PlanSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
-    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=16384)  # type: ignore[list-item]
-    open_mode = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
-    assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "attention"}
-    open_size = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
-    data = data.model_copy(
-        update={"micro_batch_tokens": "auto", "row_tokens": 8192, "global_batch_tokens": 98304}
-    )
-    found = choose(open_size, "mllm", data, None, work)
+    work = Workload(qwen3(), PlanSettings(), rows_of_512, gpu, 1)
+    assert chosen("auto", data_of(16384), 4, work).values == {KEYS[2]: "attention"}
+    data = data_of("auto", row_tokens=8192, global_batch_tokens=98304)
+    found = chosen("full", data, None, work)
     assert found.values.keys() == set(KEYS[:2])
     assert found.values[KEYS[0]] > 16384
 
 
-def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
+def test_choose_of_one_long_sequence_computes_its_attention_once():
     """131,072 tokens of a 1.7B on an H200: attention is most of the step, and outputs of GEMMs do not fit."""
-    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+    model, batch = qwen3(), rows_of([131072])
     work = Workload(model, PlanSettings(), lambda size: rows_of([size]), gpu_by_name("H200"), 1)
-    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
-    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
-    assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
-    batch = rows_of([131072])
-    found = estimate_step(
-        model, [batch], [batch], PlanSettings(activation_checkpointing="attention")
-    )
-    rows = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]
+    assert chosen("auto", data_of(131072), 1, work).values == {KEYS[2]: "attention"}
+    settings = PlanSettings(activation_checkpointing="attention")
+    found = estimate_step(model, [batch], [batch], settings)
+    rows = read_json(ROOT / "benchmarks" / "results" / "recipes.json")["rows"]
     measured = next(row for row in rows if row["work"] == "long_128k")
     assert found["step_s"] == pytest.approx(measured["step_s"], rel=0.05)
     assert found["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.05)
 
 
-def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
+def test_choose_leaves_out_attention_where_it_would_keep_nothing():
     """Soft caps need FlexAttention, which is no operator: there `attention` is `full`."""
-    shape = {
-        "model_type": "gemma2",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-    }
-    shape |= {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    }
+    names = (
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    sizes = zip(names.split(" "), (2048, 6144, 28, 16, 8), strict=True)
+    shape = {"model_type": "gemma2", "head_dim": 128, "vocab_size": 151936, **dict(sizes)}
     model = LanguageModel.on_meta(None, shape)
     settings = PlanSettings()
     work = Workload(model, settings, lambda size: rows_of([size]), gpu_by_name("H200"), 1)
-    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
-    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
-    assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "full"}
+    assert chosen("auto", data_of(131072), 1, work).values == {KEYS[2]: "full"}
     batch = rows_of([8192])
     modes = [replace(settings, activation_checkpointing=mode) for mode in ("attention", "full")]
     attention, full = (estimate_step(model, [batch], [batch], one) for one in modes)
@@ -166,93 +140,88 @@ def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def config(vlm_folder):
     rows = [chat(f"Say {i}", " ".join(["yes"] * (i % 20 + 1))) for i in range(40)]
-    write(tmp_path / "images.jsonl", [*with_images(tmp_path, 40), *rows])
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "train.yaml").write_text(CONFIG)
-    return str(tmp_path / "train.yaml")
+    write(vlm_folder / "images.jsonl", [*with_images(vlm_folder, 40), *rows])
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    return str(vlm_folder / "train.yaml")
 
 
-def use_gpu(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
-    """Choose as for a GPU, and train on the CPU."""
-    monkeypatch.setattr(auto, "gpu_of_ranks", lambda device, world: ("a GPU", memory))
+@pytest.fixture
+def use_gpu(monkeypatch):
+    """use_gpu(memory): choose as for a GPU, and train on the CPU."""
+    return lambda memory: monkeypatch.setattr(auto, "gpu_of_ranks", lambda *_: ("a GPU", memory))
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in list_runs(folder)[-1].records("train")]
+def train(config, *words):
+    assert mvp(f"train {config}", *words) == 0
 
 
-def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    use_gpu(monkeypatch, WHOLE_STEP)
-    assert main(["train", config, "project.dir=whole"]) == 0
-    whole = list_runs(tmp_path / "whole")[-1]
+def run_of(folder):
+    return list_runs(folder)[-1]
+
+
+def settings_of(run, name="config.yaml"):
+    return yaml.safe_load((run.dir / name).read_text())
+
+
+def losses(folder):
+    return [record["loss"] for record in run_of(folder).records("train")]
+
+
+@pytest.mark.slow
+def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(config, tmp_path, use_gpu):
+    use_gpu(WHOLE_STEP)
+    train(config, "project.dir=whole")
+    whole = run_of(tmp_path / "whole")
     assert [whole.info["auto"]["values"][key] for key in KEYS] == [512, 512, "none"]
-    saved = yaml.safe_load((whole.dir / "config.yaml").read_text())
-    assert saved["mllm"]["micro_batch_tokens"] == 512
-    use_gpu(monkeypatch, 1.0)  # nothing fits: a new run takes the smallest packs
-    middle = whole.checkpoint_list()[0]
-    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == 0
+    assert settings_of(whole)["mllm"]["micro_batch_tokens"] == 512
+    use_gpu(1.0)  # nothing fits: a new run takes the smallest packs
+    train(config, "project.dir=resumed", f"resume={whole.checkpoint_list()[0]}")
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    assert main(["train", config, "project.dir=small", "loop.total_steps=2"]) == 0
-    assert main(["train", config, "project.dir=small", "resume=auto"]) == 0
-    small = list_runs(tmp_path / "small")[-1]
+    train(config, "project.dir=small", "loop.total_steps=2")
+    train(config, "project.dir=small", "resume=auto")
+    small = run_of(tmp_path / "small")
     assert small.info["auto"]["values"][KEYS[0]] == 128
     assert "full" in str(small.info["auto"]["values"][KEYS[2]])
     (before,) = small.dir.glob("config.until_step_*")  # only the steps differ
-    assert (
-        yaml.safe_load(before.read_text())["mllm"]
-        == yaml.safe_load((small.dir / "config.yaml").read_text())["mllm"]
-    )
-    assert main(["train", str(whole.dir / "config.yaml"), "project.dir=again", "resume=null"]) == 0
+    assert settings_of(small, before.name)["mllm"] == settings_of(small)["mllm"]
+    train(str(whole.dir / "config.yaml"), "project.dir=again", "resume=null")
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
 def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
-    config: str, tmp_path: Path, capsys: Any
-) -> None:
+    config, tmp_path, capsys
+):
     words = ["mllm.global_batch_tokens=16384", "loop.total_steps=1"]
-    assert main(["train", config, *words]) == 0
-    values = list_runs(tmp_path / "outputs")[-1].info["auto"]["values"]
+    train(config, *words)
+    values = run_of(tmp_path / "outputs").info["auto"]["values"]
     assert [values[key] for key in KEYS] == [4096, 16384, "none"]
     capsys.readouterr()
-    assert main(["plan", config, "--gpu", "T4"]) == 0
+    assert mvp(f"plan {config} --gpu T4") == 0
     assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
-    assert main(["data", "inspect", config]) == 0
+    assert mvp(f"data inspect {config}") == 0
     capsys.readouterr()
-    assert main(["check", config, "--json", *words]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {config} --json", *words) == 0
+    facts = printed_json(capsys)
     assert facts["auto"] == {**values, "reason": facts["auto"]["reason"]}
     words = "tokens, activation checkpointing none: the default without a GPU"
     assert words in facts["stages"][0]["says"]
 
 
-FEW_ROWS = [
-    "mllm.global_batch_tokens=auto",
-    "loop.total_steps=null",
-    "log.interval=auto",
-    "checkpoint.interval=auto",
-]
+FEW_ROWS = "mllm.global_batch_tokens=auto loop.total_steps=null log.interval=auto checkpoint.interval=auto".split()
 
 
 @pytest.mark.slow
 def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
-    config: str, tmp_path: Path, ranks2: RankPool
-) -> None:
+    config, tmp_path, ranks2
+):
     words = [*FEW_ROWS, "model.freeze=[vision]"]
-    whole = f"project.dir={tmp_path / 'whole'}"
-    assert main(["train", config, whole, *words, "loop.epochs=1"]) == 0
-    run = list_runs(tmp_path / "whole")[-1]
-    total = run.info["setup"]["total_steps"]
+    train(config, f"project.dir={tmp_path / 'whole'}", *words, "loop.epochs=1")
+    run = run_of(tmp_path / "whole")
+    total, saved = run.info["setup"]["total_steps"], settings_of(run)
     assert total >= auto.EPOCH_STEPS
-    saved = yaml.safe_load((run.dir / "config.yaml").read_text())
-    longest = saved["mllm"]["row_tokens"]
-    assert longest <= saved["mllm"]["global_batch_tokens"] < 512
+    assert saved["mllm"]["row_tokens"] <= saved["mllm"]["global_batch_tokens"] < 512
     assert [saved["log"]["interval"], saved["checkpoint"]["interval"]] == [1, -(-total // 5)]
     text = (run.dir / "log.txt").read_text()
     assert "global batch of" in text
@@ -271,11 +240,11 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
 
 
 def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_gpu(monkeypatch, WHOLE_STEP)
-    assert main(["train", config, "mllm.global_batch_tokens=auto", "loop.total_steps=1"]) == 0
-    run = list_runs(tmp_path / "outputs")[-1]
+    config, tmp_path, use_gpu
+):
+    use_gpu(WHOLE_STEP)
+    train(config, "mllm.global_batch_tokens=auto", "loop.total_steps=1")
+    run = run_of(tmp_path / "outputs")
     values = run.info["auto"]["values"]
     assert values[KEYS[0]] == values[KEYS[1]] < 512  # the whole step in one micro-batch
     assert values["mllm.row_tokens"] <= values[KEYS[0]]
@@ -283,15 +252,12 @@ def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
     assert "the fastest that fits" in run.info["auto"]["reason"]
 
 
-def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(
-    config: str, tmp_path: Path
-) -> None:
+def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
     write(tmp_path / "images.jsonl", rows * 500)
     composed = compose(config, ["mllm.global_batch_tokens=auto"])
     kit = composed.engine_class.data_kit(auto.with_defaults(composed.config))
-    found = auto.global_batch(composed.config, kit)
-    assert found.values == {"mllm.global_batch_tokens": 16384}
+    assert auto.global_batch(composed.config, kit).values == {"mllm.global_batch_tokens": 16384}
     assert not kit._measured
 
 
@@ -299,19 +265,12 @@ def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(
     ("total", "intervals"),
     [(1, (1, 1, 1)), (93, (2, 10, 19)), (100_000, (10, 400, 200)), (None, (10, 400, 200))],
 )
-def test_auto_intervals_follow_from_the_number_of_steps(
-    config: str, total: int | None, intervals: tuple[int, ...]
-) -> None:
+def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals):
     words = ["log.interval=auto", "loop.eval_interval=auto", "checkpoint.interval=auto"]
-    found = with_intervals(compose(config, words).config, total)
-    assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == intervals
-    given = compose(config, ["log.interval=7", *words[1:2], "checkpoint.interval=null"]).config
-    kept = with_intervals(given, total)
-    assert (kept.log.interval, kept.loop.eval_interval, kept.checkpoint.interval) == (
-        7,
-        intervals[1],
-        None,
-    )
+    given = ["log.interval=7", words[1], "checkpoint.interval=null"]
+    for overrides, expected in ((words, intervals), (given, (7, intervals[1], None))):
+        found = with_intervals(compose(config, overrides).config, total)
+        assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == expected
 
 
 @pytest.mark.parametrize(
@@ -327,10 +286,8 @@ def test_auto_intervals_follow_from_the_number_of_steps(
         (["model.backend=megatron"], "model.backend=fsdp"),  # with or without its package
     ],
 )
-def test_auto_that_cannot_be_chosen_is_refused(
-    config: str, words: list[str], message: str, capsys: Any
-) -> None:
-    assert main(["train", config, *words]) == EXIT_USER_ERROR
+def test_auto_that_cannot_be_chosen_is_refused(config, words, message, capsys):
+    assert mvp(f"train {config}", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
@@ -353,20 +310,21 @@ class Engine(MLLMEngine):
 """
 
 
-def own_engine(config: str, tmp_path: Path) -> None:
+def own_engine(config, tmp_path):
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "train.yaml").write_text(
         CONFIG.replace("mvp_engine.kit:MLLMEngine", f"{tmp_path}/engine.py:Engine")
     )
 
 
+@pytest.mark.slow
 def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    use_gpu(monkeypatch, 0.0)  # the engine's own
+    config, tmp_path, use_gpu, monkeypatch, capsys
+):
+    use_gpu(0.0)  # the engine's own
     own_engine(config, tmp_path)
     monkeypatch.setenv("LEAST_TOKENS", "400")
-    assert main(["train", config, "project.dir=oom"]) == 0
+    train(config, "project.dir=oom")
     (run,) = list_runs(tmp_path / "oom")
     assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 512
     assert run.info["auto"]["values"][KEYS[0]] < 400
@@ -380,36 +338,23 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
         "mllm.row_tokens=512",
         "model.activation_checkpointing=none",
     ]  # nothing is left to lower
-    assert main(["train", config, "project.dir=none", *smallest]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=none", *smallest) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.
     middle = run.checkpoint_list()[0]
-    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} project.dir=resumed resume={middle}") == EXIT_USER_ERROR
     assert "CUDA out of memory" in capsys.readouterr().err
 
 
-@pytest.mark.campaign(only=True)
-def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(
-    config: str, tmp_path: Path
-) -> None:
+@CAMPAIGN
+def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config, tmp_path):
     own_engine(config, tmp_path)
-    env = {**os.environ, "LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "mvp_engine.cli",
-        "train",
-        config,
-        "--nproc",
-        "2",
-        "loop.total_steps=2",
-    ]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    env = {"LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
+    words = ["train", config, "--nproc", "2", "loop.total_steps=2"]
+    code, output = run_process("-m", "mvp_engine.cli", *words, env=env, fresh=True)
+    assert code == 0, output
     (run,) = list_runs(tmp_path / "outputs")
     assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 256
     assert run.info["auto"]["values"][KEYS[0]] < 200
     assert run.info["status"] == "finished"
-    assert "out of memory in step 1" in done.stderr
+    assert "out of memory in step 1" in output

@@ -1,16 +1,14 @@
 """`mvp chat`: answers equal transformers' own, for folders, adapters and runs; media, streaming, errors."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import mvp
 from lora_models import engine_of
 from PIL import Image
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.hf import LanguageModel
@@ -79,7 +77,7 @@ def image(tmp_path_factory):
     return file
 
 
-def theirs(folder: Path, messages: list[dict[str, Any]], model=None) -> str:
+def theirs(folder, messages, model=None):
     """The answer of transformers alone."""
     from transformers import AutoModelForMultimodalLM, AutoProcessor
 
@@ -104,7 +102,7 @@ def theirs(folder: Path, messages: list[dict[str, Any]], model=None) -> str:
     return str(processor.decode(written, skip_special_tokens=True))
 
 
-def with_image(image: Path, text: str) -> list[dict[str, Any]]:
+def with_image(image, text):
     return [
         {
             "role": "user",
@@ -168,7 +166,7 @@ def test_chat_command_prints_text_or_json(folder, image, capsys):
     printed = capsys.readouterr().out
     assert printed == theirs(folder, with_image(image, "What colour?")) + "\n"
     assert main([*words, "-p", "What colour?", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = printed_json(capsys)
     assert record["answer"] + "\n" == printed
     assert 1 <= record["tokens"] <= NEW
 
@@ -176,9 +174,7 @@ def test_chat_command_prints_text_or_json(folder, image, capsys):
 def test_chat_reads_lines_of_one_conversation(folder, image, capsys, monkeypatch):
     lines = [f"/image {image}", "What colour?", "/reset", "blue", "/exit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    assert (
-        main(["chat", str(folder), "--device", "cpu", "--max-new-tokens", str(NEW), "--json"]) == 0
-    )
+    assert mvp(f"chat {folder} --device cpu --max-new-tokens {NEW} --json") == 0
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["messages"][0]["content"][0]["type"] == "image"
     assert second["messages"] == [{"role": "user", "content": "blue"}]
@@ -210,10 +206,10 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder, capsys, mo
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    assert main(["chat", str(folder), "--device", "cpu"]) == 0
+    assert mvp(f"chat {folder} --device cpu") == 0
     assert "half ...\n" in capsys.readouterr().out
     assert [message["content"] for message in conversations[1]] == ["one", "half", "two"]
-    assert main(["chat", str(folder), "--device", "cpu", "-p", "one"]) == 130
+    assert mvp(f"chat {folder} --device cpu -p one") == 130
 
 
 @pytest.mark.parametrize(
@@ -232,5 +228,5 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder, capsys, mo
 )
 def test_chat_user_errors_are_explained(folder, image, words, message, capsys):
     places = {"FOLDER": str(folder), "IMAGE": str(image), "EMPTY": str(image.parent)}
-    assert main(["chat", "--device", "cpu", *(places.get(word, word) for word in words)]) == 2
+    assert mvp("chat --device cpu", *(places.get(word, word) for word in words)) == 2
     assert message in capsys.readouterr().err

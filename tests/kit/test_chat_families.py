@@ -1,7 +1,5 @@
 """`mvp chat` on each family of the data kit, with each kind of media: tokens equal transformers' own."""
 
-from __future__ import annotations
-
 import pytest
 from families import KIT
 from processors import chat_processor
@@ -16,7 +14,7 @@ NEW = 8
 DECODING = Decoding(NEW)
 
 
-def own_tokens(model, processor, content, media, stop: set[int]) -> list[int]:
+def own_tokens(model, processor, content, media, stop):
     """The answer of transformers alone."""
     template = processor.chat_template
     messages = [{"role": "user", "content": content}]

@@ -1,16 +1,11 @@
 """LLaMA-Factory's dataset_info.json as the path of a source."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import pytest
+from conftest import mvp, user_error
+from run_files import printed_json, write_json
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
-from mvp_engine.cli import main
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.rows import read_row
 
 TAGS = {
@@ -61,7 +56,7 @@ def folder(tmp_path_factory):
         "parts/2.json": [{"body": "two"}],
     }
     for name, value in files.items():
-        (root / name).write_text(json.dumps(value))
+        write_json(root / name, value)
     write(
         root / "b.jsonl",
         [{"q": "q", "r": "a", "s": "s", "good": True}, {"q": "q", "r": "a", "good": False}],
@@ -69,7 +64,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def rows(folder: Path, name: str):
+def rows(folder, name):
     kit = made(
         folder / f"dataset_info.json:{name}",
         qwen3_vl() if name == "mllm" else tokenizer("zephyr"),
@@ -102,8 +97,8 @@ def test_dataset_info_folder_of_texts_is_read_as_text(folder):
 
 
 def test_dataset_info_is_inspected_without_a_model(folder, capsys):
-    assert main(["data", "inspect", f"{folder}/dataset_info.json:renamed", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"data inspect {folder}/dataset_info.json:renamed --json") == 0
+    facts = printed_json(capsys)
     assert facts["sources"][0] | {"rows": 2, "good": 1} == facts["sources"][0]
     assert facts["bad"]["by_reason"] == {"label_false": 1}
 
@@ -123,22 +118,22 @@ def test_dataset_info_is_inspected_without_a_model(folder, capsys):
     ],
 )
 def test_dataset_info_unsupported_entry_is_a_user_error(folder, path, words):
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         made(folder / path, tokenizer("zephyr"))
 
 
 def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_them(
     folder, tmp_path, capsys
 ):
-    assert main(["data", "inspect", str(folder)]) == 2
+    assert mvp(f"data inspect {folder}") == 2
     assert "is LLaMA-Factory's: write" in (error := capsys.readouterr().err)
     assert "dataset_info.json:NAME with one of the datasets in it: alpaca, renamed" in error
     info = {
         "one": {"file_name": "b.jsonl", "columns": INFO["renamed"]["columns"]},
         "far": {"hf_hub_url": "a/b"},
     }
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    write_json(tmp_path / "dataset_info.json", info)
     write(tmp_path / "b.jsonl", [{"q": "q", "r": "a", "s": "s", "good": True}])
-    assert main(["data", "inspect", str(tmp_path), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"data inspect {tmp_path} --json") == 0
+    facts = printed_json(capsys)
     assert (facts["sources"][0]["name"], facts["sources"][0]["good"]) == ("one", 1)

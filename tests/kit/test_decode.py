@@ -1,7 +1,5 @@
 """Probing and decoding of media: equal results for every form; broken, huge or endless media are a BadRow."""
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import io
@@ -9,7 +7,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from media_files import audio_file, bomb, image_file, video_file
 from PIL import Image, ImageOps
 
 from mvp_engine.kit.data.read import decoders
-from mvp_engine.kit.data.read.decoders import MediaInfo, decode
+from mvp_engine.kit.data.read.decoders import decode
 from mvp_engine.kit.data.read.probe import probe
 from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
@@ -34,14 +31,12 @@ def photo():
     )  # 86 x 128 pixels of a photo
 
 
-def read(
-    part: Part, limits: Limits = LIMITS, root: Path = HERE, rate: int = 16000
-) -> tuple[MediaInfo, Any]:
+def read(part, limits=LIMITS, root=HERE, rate=16000):
     info = probe(part, limits, root)
     return info, decode(part, info, limits, root, rate)
 
 
-def refused(kind: str, reasons, limits: Limits = LIMITS, root: Path = HERE, **options):
+def refused(kind, reasons, limits=LIMITS, root=HERE, **options):
     """Each value of a kind is a bad row with its reason."""
     for reason, values in reasons.items():
         for value in values:
@@ -98,8 +93,7 @@ def test_decode_image_every_color_mode_becomes_rgb():
     assert first(palette) == (9, 200, 30)
     assert first(palette, transparency=palette.getpixel((0, 0))) == white
     assert first(Image.fromarray(np.full((4, 4), 40000, np.uint16))) == (155, 155, 155)
-    red = first(plain("CMYK", (0, 255, 255, 0)), "JPEG")
-    assert red == pytest.approx((255, 0, 0), abs=3)
+    assert first(plain("CMYK", (0, 255, 255, 0)), "JPEG") == pytest.approx((255, 0, 0), abs=3)
     frames = [plain("RGB", color) for color in ("red", "blue")]
     assert first(frames[0], "GIF", save_all=True, append_images=frames[1:]) == (255, 0, 0)
 
@@ -162,7 +156,7 @@ def test_decode_video_with_tags_that_are_not_utf8():
     assert read(Part("video", broken))[0].total_frames == 30
 
 
-def gray_values(frames: np.ndarray) -> list[int]:
+def gray_values(frames):
     return [round(float(frame.mean()) / 8) for frame in frames]
 
 

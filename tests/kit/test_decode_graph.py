@@ -1,7 +1,5 @@
 """CUDA graphs of decoding: fixed shapes give the tokens of an eager decoding, also when completions end early."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,15 +11,13 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import decoding
-from mvp_engine.kit.decoding import Completion, Decoding, complete
+from mvp_engine.kit.decoding import Decoding, complete
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 DECODING = Decoding(max_new_tokens=20, temperature=2.0, samples=3, stop={*range(15)})
 
 
-def built(
-    name: str, device: str, precision: str = "fp32"
-) -> tuple[LanguageModelEngine, PackedBatch]:
+def built(name, device, precision="fp32"):
     model = build_model(LanguageModel, name)
     texts = [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 30, 6)]
     ones = samples(model, name) if name in VISION else texts
@@ -31,7 +27,7 @@ def built(
     return engine, PackedBatch.concat(ones)
 
 
-def tokens(completions: list[Completion]) -> list[list[int]]:
+def tokens(completions):
     return [one.tokens for one in completions]
 
 

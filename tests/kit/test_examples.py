@@ -1,7 +1,5 @@
 """Examples for the report: answers with the prompts and media of their rows."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,11 +1,7 @@
 """From files to log-probs, for each family: packs equal its own processor and transformers on each row."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +14,16 @@ from test_media import processor_outputs
 from tiny_models import check_packed_is_alone, close
 from transformers import AutoConfig
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.decoders import MediaInfo
 
 RATE = 16000
-Media = list[tuple[str, int]]  # kind and number of the media of a question
 
 
-def model_of(name: str, processor) -> LanguageModel:
+def model_of(name, processor):
     """The tiny model of the other tests, with the image sizes and token ids of the tiny processors."""
     special = copy.deepcopy(VISION[name][1])
     special["text_config"] |= {"vocab_size": 400, "max_position_embeddings": 4096}
@@ -68,7 +63,7 @@ def model_of(name: str, processor) -> LanguageModel:
     return model.eval()
 
 
-def file_of(folder: Path, kind: str, i: int, rate: int = RATE):
+def file_of(folder, kind, i, rate=RATE):
     """Write an image, the frames of a video, or an audio file, in several sizes; returns the name or names."""
     rng = np.random.default_rng(i)
     if kind == "audio":
@@ -87,7 +82,7 @@ def file_of(folder: Path, kind: str, i: int, rate: int = RATE):
     return names[0] if kind == "image" else names
 
 
-def opened(folder: Path, kind: str, file) -> tuple[MediaInfo, Any]:
+def opened(folder, kind, file):
     """The item as the processor takes it, read without the kit."""
     if kind == "audio":
         wave, rate = soundfile.read(folder / file, dtype="float32")
@@ -100,7 +95,7 @@ def opened(folder: Path, kind: str, file) -> tuple[MediaInfo, Any]:
     return MediaInfo("video", total_frames=len(file), fps=2.0, num_frames=len(file)), frames
 
 
-def own_log_probs(model: LanguageModel, given) -> torch.Tensor:
+def own_log_probs(model, given):
     """The log-probs of transformers' own model for the outputs of its processor."""
     with attention.eager_attention(model.hf.config), torch.no_grad():
         logits = model.hf(**given, use_cache=False).logits[0]
@@ -160,7 +155,7 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name, tmp_p
     check_bf16_loses_nothing(model, kit, pack)
 
 
-def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch):
+def check_bf16_loses_nothing(model, kit, pack):
     """In bf16, media in bf16 give bit-equal outputs."""
     kit.row_encoder.dtype = torch.bfloat16
     (light,) = kit.loader("train")
@@ -171,15 +166,15 @@ def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: Packe
     assert not full.equal(model(pack, ["log_probs"])["log_probs"])
 
 
-def media_of(row, media: Media) -> list[dict[str, Any]]:
+def media_of(row, media):
     return row["messages"][0]["content"][: len(media)] if media else []
 
 
-def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
+def alone(model, one):
     return model(one, ["log_probs"])["log_probs"]
 
 
-def check_row(model: LanguageModel, processor, one: PackedBatch, row, media):
+def check_row(model, processor, one, row, media):
     """Tokens, loss mask and log-probs equal those of the family's processor, chat template and model for the row."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
     text = processor.apply_chat_template(

@@ -1,16 +1,13 @@
 """The messages of docs/faq.md are those that its commands print, in a folder with the fault that the page explains."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
-from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -33,38 +30,38 @@ ENTRIES = re.findall(r"^## (.+?)\n\n```\n\$ mvp (.+?)\n(.+?)```", PAGE, re.MULTI
 
 
 @pytest.fixture
-def folder(vlm_folder):  # noqa: F811
+def folder(vlm_folder):
     """A tiny Qwen3-VL, rows with images, and a config, as in docs/your_data.md."""
     write(vlm_folder / "photos.jsonl", with_images(vlm_folder, 8))
     (vlm_folder / "train.yaml").write_text(CONFIG)
     return vlm_folder
 
 
-def without_network(folder: Path, patch: pytest.MonkeyPatch):
+def without_network(folder, patch):
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
 
 
-def without_gpu(_: Path, patch: pytest.MonkeyPatch):
+def without_gpu(_, patch):
     patch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def out_of_memory(_: Path, patch: pytest.MonkeyPatch):
+def out_of_memory(_, patch):
     def forward_step(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB.")
 
     patch.setattr(MLLMEngine, "forward_step", forward_step)
 
 
-def without_an_image(folder: Path, _: pytest.MonkeyPatch):
+def without_an_image(folder, _):
     (folder / "4_0.png").unlink()
 
 
-def without_chat_template(folder: Path, _: pytest.MonkeyPatch):
+def without_chat_template(folder, _):
     (folder / "model" / "chat_template.jinja").unlink()
 
 
-def without_wandb(_: Path, patch: pytest.MonkeyPatch):
+def without_wandb(_, patch):
     find_spec = importlib.util.find_spec
     patch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name)

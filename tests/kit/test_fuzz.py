@@ -1,7 +1,5 @@
 """Fuzzed rows, most of them odd or bad, from the file to the packs: each is trained on once or listed as bad."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,15 +1,13 @@
 """Generation on packed batches equals transformers' `generate`, for any number of prompts per rank."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import VISION, parallel
 from run_files import json_lines
 from tiny_models import build_model, samples
@@ -17,9 +15,8 @@ from torch._dynamo import eval_frame
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.experts import fp8_grouped_mm, fp8_layers
+from mvp_engine.hf.experts import fp8_layers, grouped_mm
 from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at
 from mvp_engine.kit.generation import (
@@ -36,12 +33,9 @@ from mvp_engine.ops import fp8
 FAMILIES = ["qwen3_vl", "gemma3", "qwen2_audio", "paligemma"]  # more in test_chat_families.py
 FAMILIES += ["gemma2", "gpt_oss", "qwen3_moe"]  # soft caps, windows, sinks, experts
 NEW = 5
-CAMPAIGN = pytest.mark.campaign(only=True)
 
 
-def built(
-    name: str, layout: Layout | None = None, settings: Settings | None = None
-) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+def built(name, layout=None, settings=None):
     model = build_model(LanguageModel, name)
     ones = (
         samples(model, name)
@@ -55,7 +49,7 @@ def built(
     return engine, ones
 
 
-def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> list[list[int]]:
+def expected(folder, name, ones, stop):
     """The completions of transformers on the exported folder, prompt by prompt, with a KV cache."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -94,7 +88,7 @@ def test_generate_equals_transformers_generate_on_the_exported_folder(name, tmp_
         assert generate(engine, prompts, max_new_tokens=NEW, stop={stop}, budget=budget) == theirs
 
 
-def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
+def on_ranks(name, sizes, stop):
     """With data parallel ranks, rank r has r of the prompts, so rank 0 has none."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -151,7 +145,7 @@ def test_generate_never_writes_a_placeholder_even_if_it_is_most_likely(has_bias)
 class Letters:
     eos_token_id = 2
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids, skip_special_tokens):
         return " ".join(str(id) for id in ids if not skip_special_tokens or id != 2)
 
 
@@ -209,7 +203,7 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeyp
     weights = {module.get_parameter(name).data_ptr() for module, name in places}
     seen = []
     real = fp8.quantize
-    for module in (fp8, fp8_grouped_mm, fp8_layers):
+    for module in (fp8, grouped_mm, fp8_layers):
         watched = lambda rows: (seen.append(rows.data_ptr()), real(rows))[1]  # noqa: E731
         monkeypatch.setattr(module, "quantize", watched)
     found = []
@@ -219,8 +213,7 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeyp
         seen.clear()
         written = complete(engine, PackedBatch.concat(ones), Decoding(NEW, temperature=1.0))
         found.append([(one.tokens, one.log_probs) for one in written])
-        times = len([rows for rows in seen if rows in weights])
-        assert times == len(places) * (1 if once else NEW)
+        assert len([rows for rows in seen if rows in weights]) == len(places) * (1 if once else NEW)
         assert all(
             getattr(module, fp8.quantized_name(name), None) is None for module, name in places
         )
@@ -262,7 +255,7 @@ def test_complete_top_k_and_top_p_draw_from_the_most_likely_tokens():
         {"top_k": 0},
         {"max_new_tokens": 0},
     ):
-        with pytest.raises(UserError, match=next(iter(wrong))):
+        with user_error(next(iter(wrong))):
             replace(decoding, **wrong)
 
 
@@ -297,9 +290,7 @@ def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path):
         file, 2, ["chat"], [Answer(0, 7, "yes", "of course")]
     )  # which no `score` has judged
     assert [json.loads(line)["right"] for line in file.open()] == [False, None]
-    with pytest.raises(
-        UserError, match=r"score: it returned 2 verdicts for 1 answer: return one for each"
-    ):
+    with user_error(r"score: it returned 2 verdicts for 1 answer: return one for each"):
         with_verdicts([Answer(0, 7, "yes", "no")], [True, False])
 
 

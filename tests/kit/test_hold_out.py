@@ -1,14 +1,12 @@
 """hold_out: a share of a source's rows becomes the split eval."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
+from conftest import user_error
 from run_files import json_lines
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, write
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.read.sources import open_source, split_rows
 
@@ -87,7 +85,7 @@ def test_hold_out_that_cannot_be_is_an_error(source, expected):
 def test_hold_out_of_a_single_row_is_an_error(tmp_path):
     file = write(tmp_path / "chat.jsonl", [chat("What?", "This.")])
     kit = made(file, tokenizer("qwen2_5"), sources=[{"path": str(file), "hold_out": 0.1}])
-    with pytest.raises(UserError, match="has one row, and hold_out needs two"):
+    with user_error("has one row, and hold_out needs two"):
         kit.loader("train")
 
 

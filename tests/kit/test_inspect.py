@@ -1,7 +1,5 @@
 """`mvp data inspect`: it shows what is trained on, with and without colours, and as JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -9,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import mvp
 from rich.console import Console
+from run_files import printed_json
 from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
@@ -49,9 +49,9 @@ def folder(tmp_path_factory):
     return made
 
 
-def inspect(capsys, *words: str):
-    assert main(["data", "inspect", *words, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def inspect(capsys, *words):
+    assert mvp("data inspect", *words, "--json") == 0
+    facts = printed_json(capsys)
     assert sorted(facts) == sorted(KEYS)
     return facts
 
@@ -61,7 +61,7 @@ def cache(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
-def printed(facts, width: int, colours: bool = False) -> str:
+def printed(facts, width, colours=False):
     out = io.StringIO()
     show(
         facts,
@@ -181,9 +181,9 @@ def test_inspect_row_is_found_by_index_and_by_place(folder, capsys):
     for row in ("5", "rows.jsonl:6"):
         (shown,) = inspect(capsys, *words, "--row", row)["rows"]
         assert (shown["row"], shown["bad"]["reason"], shown["sequences"]) == (5, "bad_json", [])
-    assert main(["data", "inspect", *words, "--row", "99"]) == 2
+    assert mvp("data inspect", *words, "--row", "99") == 2
     assert "the data has 14 rows" in capsys.readouterr().err
-    assert main(["data", "inspect", str(folder / "none.jsonl")]) == 2
+    assert mvp(f"data inspect {folder}/none.jsonl") == 2
 
 
 RECIPE = """
@@ -228,14 +228,14 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path, capsys):
     )
     assert facts["plan"]["micro_batch_tokens"] == 99
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))
-    assert main(["data", "inspect", str(tmp_path / "train.yaml")]) == 2
+    assert mvp(f"data inspect {tmp_path}/train.yaml") == 2
     assert "give --model MODEL" in capsys.readouterr().err
     kit = "    @classmethod\n    def data_kit(cls, config):\n        raise SystemExit(7)\n"
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "engine.py").write_text(RECIPE + kit)
     (tmp_path / "own" / "train.yaml").write_text(YAML.format(tmp_path))
     with pytest.raises(SystemExit, match="7"):
-        main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
+        mvp(f"data inspect {tmp_path}/own/train.yaml")
 
 
 def test_inspect_stream_shows_its_first_rows(tmp_path, capsys, monkeypatch):

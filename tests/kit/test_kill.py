@@ -1,14 +1,11 @@
 """A training on the data kit, killed in the middle of an epoch, resumes at the same rows on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, losses, read_metrics
+from conftest import CAMPAIGN, ROOT, losses, read_metrics
 from ranks import RankPool
 from run_files import json_lines
 from tiny_vlm import with_images, write
@@ -20,7 +17,7 @@ CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
 ROWS, BROKEN = 48, 10
 
 
-def packs(folder: Path) -> list[list[list[int]]]:
+def packs(folder):
     """The packs of each step in the global order, collected from all ranks; steps lost by a kill are left out."""
     [run] = list_runs(folder)
     notes = [
@@ -42,7 +39,7 @@ def packs(folder: Path) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterrupted_run(
     train, ranks2, ranks4, tmp_path
 ):

@@ -1,24 +1,20 @@
 """MLLMDataKit from files to training: loss masks, media, over-long rows, bad rows and their counts."""
 
-from __future__ import annotations
-
-import logging
 import pickle
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from conftest import user_error
 from PIL import Image
 from run_files import json_lines
 from templates.tiny import tokenizer
 from tiny_vlm import TEXT, chat, made, model_config, qwen3_vl, with_images, write, write_image
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.encode import processor_runner
@@ -28,14 +24,12 @@ from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> list[float]:
+def learns(model, batches, steps=8):
     optimizer, means = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(steps):
         optimizer.zero_grad()
-        total = torch.stack(
-            [-model(batch, ["log_probs"])["log_probs"].sum() for batch in batches]
-        ).sum()
-        loss = total / torch.stack([batch.num_loss_tokens for batch in batches]).sum()
+        total = sum(-model(batch, ["log_probs"])["log_probs"].sum() for batch in batches)
+        loss = total / sum(batch.num_loss_tokens for batch in batches)
         loss.backward()
         optimizer.step()
         means.append(float(loss.detach()))
@@ -45,30 +39,39 @@ def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> 
 def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path):
     rows = [chat(f"What is {i}?", f"It is {'very ' * (i % 7)}{i}.") for i in range(40)]
     kit = made(write(tmp_path / "chat.jsonl", rows), tokenizer("qwen2_5"))
-    template, seen = ChatTemplate(tokenizer("qwen2_5")), set()
-    for batch in kit.loader("train"):
-        assert batch.num_tokens <= 256
-        for s, sample in enumerate(batch.sequence_fields["sample"].tolist()):
-            ids, loss, _ = template.tokenize(template.render(read_row(rows[sample])))
-            part = batch.select([s])
-            assert part.input_ids.tolist() == ids
-            assert part.position_ids.tolist() == list(range(len(ids)))
-            expected = [id if has else IGNORE for id, has in zip(ids[1:], loss[1:], strict=True)]
-            assert part.labels.tolist() == [*expected, IGNORE]
-            seen.add(sample)
-    assert seen == set(range(40))
+    template, batches = ChatTemplate(tokenizer("qwen2_5")), list(kit.loader("train"))
+    assert all(batch.num_tokens <= 256 for batch in batches)
+    for sample, part in rows_of(batches):
+        ids, loss, _ = template.tokenize(template.render(read_row(rows[sample])))
+        assert part.input_ids.tolist() == ids
+        assert part.position_ids.tolist() == list(range(len(ids)))
+        expected = [id if has else IGNORE for id, has in zip(ids[1:], loss[1:], strict=True)]
+        assert part.labels.tolist() == [*expected, IGNORE]
+    assert {sample for batch in batches for sample in samples_of(batch)} == set(range(40))
 
 
-def zephyr(file: Path, rows, **settings):
+def zephyr(file, rows, **settings):
     """A data kit over rows of text."""
     return made(write(file, rows), tokenizer("zephyr"), **settings)
 
 
-def samples_of(loader) -> list[int]:
-    return [s for batch in loader for s in batch.sequence_fields["sample"].tolist()]
+def vlm_kit(file, **settings):
+    """A data kit over rows with images."""
+    return made(file, qwen3_vl(), model_config(), **settings)
 
 
-def one_image(folder: Path, size: int = 16) -> Path:
+def samples_of(batch):
+    return batch.sequence_fields["sample"].tolist()
+
+
+def rows_of(batches):
+    """(index in the file, what the batch holds of it) for every row."""
+    for batch in batches:
+        for place, sample in enumerate(samples_of(batch)):
+            yield sample, batch.select([place])
+
+
+def one_image(folder, size=16):
     """A file with one row, which has an image."""
     name = write_image(folder / "a.png", size, size)
     return write(folder / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
@@ -87,20 +90,18 @@ def test_loader_plain_text_without_chat_template_trains(tmp_path):
 
 
 def test_loader_images_equal_the_processor_outputs_and_train(tmp_path):
-    rows, processor, config = with_images(tmp_path), qwen3_vl(), model_config()
-    kit = made(write(tmp_path / "images.jsonl", rows), processor, config)
-    batches = list(kit.loader("train", num_workers=1))
+    rows = with_images(tmp_path)
+    batches = list(vlm_kit(write(tmp_path / "images.jsonl", rows)).loader("train", num_workers=1))
     torch.manual_seed(0)
-    model = LanguageModel.from_config(config)
-    for batch in batches:
-        for s, sample in enumerate(batch.sequence_fields["sample"].tolist()):
-            check_against_processor(batch.select([s]), rows[sample], tmp_path, model)
+    model = LanguageModel.from_config(model_config())
+    for sample, part in rows_of(batches):
+        check_against_processor(part, rows[sample], tmp_path, model)
     assert sum(len(batch.media["pixel_values"].row_counts) for batch in batches) == 12
     means = learns(model, batches)
     assert means[-1] < 0.7 * means[0]
 
 
-def check_against_processor(batch: PackedBatch, row, folder: Path, model: LanguageModel):
+def check_against_processor(batch, row, folder, model):
     """Tokens, pixels and positions equal those of transformers for the row."""
     names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
     text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
@@ -137,7 +138,7 @@ def test_loader_video_equals_the_processor_output_of_the_whole_conversation(
             return call(processor, kinds, token if text == whole else text, *more, **options)
 
         monkeypatch.setattr(processor_runner, "call_processor", swallow)
-    kit = made(write(tmp_path / "videos.jsonl", [row]), qwen3_vl(), model_config())
+    kit = vlm_kit(write(tmp_path / "videos.jsonl", [row]))
     batch = next(iter(kit.loader("train")))
     pixels = [np.array(Image.open(tmp_path / name)) for name in frames]
     video = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
@@ -167,16 +168,12 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path, 
     content = [*[{"type": "image", "image": wide}] * 4, {"type": "text", "text": "?"}]
     rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat(content, "Four.")]
     settings = {"row_tokens": 90, "overlong": overlong, "max_bad_fraction": 0.7}
-    kit = made(write(tmp_path / "long.jsonl", rows), qwen3_vl(), model_config(), **settings)
+    kit = vlm_kit(write(tmp_path / "long.jsonl", rows), **settings)
     if overlong == "error":
-        words = r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"
-        with pytest.raises(UserError, match=words):
+        with user_error(r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
             kit.loader("train")
         return
-    left = {}
-    for batch in kit.loader("train"):
-        for i, sample in enumerate(batch.sequence_fields["sample"].tolist()):
-            left[sample] = batch.select([i])
+    left = dict(rows_of(kit.loader("train")))
     expected, summary = OVERLONG[overlong]
     assert left.keys() == expected
     assert summary in kit.summary("train")
@@ -196,7 +193,7 @@ def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
         rows[row] = chat([{"type": "image", "image": name}], "None.")
     file = write(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "run"
-    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2)
+    kit = vlm_kit(file, max_bad_fraction=0.2)
     for rank in (1, 0, 0):  # the last is a resume
         loader = kit.loader("train", rank=rank, world_size=2, folder=out)
     listed = json_lines(out / "bad_rows.jsonl")
@@ -205,11 +202,11 @@ def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
     assert {line["where"]: line["reason"] for line in listed} == expected
     assert len(listed) == 4
     assert loader.bad_rows.counts["rows", "missing_file"] == 2
-    assert sorted(samples_of(kit.loader("train"))) == sorted({*range(20)} - {3, 7, 11, 15})
-    words = r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"
+    samples = sorted(sample for batch in kit.loader("train") for sample in samples_of(batch))
+    assert samples == sorted({*range(20)} - {3, 7, 11, 15})
     for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
-        with pytest.raises(UserError, match=words):
-            made(file, qwen3_vl(), model_config(), **settings).loader("train")
+        with user_error(r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"):
+            vlm_kit(file, **settings).loader("train")
 
 
 def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path):
@@ -221,14 +218,12 @@ def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, workers, monkeypatch):
-    warnings = []
-    logger = logging.getLogger("mvp_engine")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: warnings.append(text % args))
+def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, workers, logged):
+    warnings = logged()
     file = write(tmp_path / "images.jsonl", with_images(tmp_path))
 
     def kit(**settings):
-        return made(file, qwen3_vl(), model_config(), micro_batch_tokens=128, **settings)
+        return vlm_kit(file, micro_batch_tokens=128, **settings)
 
     lenient = kit(max_bad_fraction=0.2)
     lenient.dataset("train")
@@ -236,14 +231,14 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, work
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     for _ in range(2):
         loader = lenient.loader("train", folder=tmp_path, num_workers=workers)
-        samples = sorted(sample for sample in samples_of(loader) if sample >= 0)
+        samples = sorted(sample for batch in loader for sample in samples_of(batch) if sample >= 0)
     [line] = json_lines(tmp_path / "bad_rows.jsonl")
     assert (line["where"], line["reason"]) == ("images.jsonl:5", "corrupt")
     assert samples == sorted({*range(12)} - {4})
     words = "bad row, left out: images.jsonl:5: corrupt"
     assert sum(words in warning for warning in warnings) == 2  # of two loaders
     assert "left out 1 bad row (images: 1 corrupt)" in str(loader.end_report())
-    with pytest.raises(UserError, match="0 are allowed"):
+    with user_error("0 are allowed"):
         list(kit(max_bad_rows=0, max_bad_fraction=1.0).loader("train", num_workers=workers))
 
 
@@ -273,7 +268,7 @@ def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_p
 
 
 def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path):
-    kit = made(one_image(tmp_path), qwen3_vl(), model_config(), max_bad_fraction=1.0)
+    kit = vlm_kit(one_image(tmp_path), max_bad_fraction=1.0)
     good = next(iter(kit.loader("train")))
     (tmp_path / "a.png").unlink()
     (batch,) = list(kit.loader("train"))
@@ -328,9 +323,9 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
         with pytest.raises(ValueError, match=words):
             kit(**settings)
     loader = kit(global_batch_tokens=None).loader
-    with pytest.raises(UserError, match=r"give global_batch_size=PACKS, or set mllm.global_batch"):
+    with user_error(r"give global_batch_size=PACKS, or set mllm.global_batch"):
         loader("train")
-    with pytest.raises(UserError, match="no source has split: eval"):
+    with user_error("no source has split: eval"):
         loader("eval", global_batch_size=1)
     limits = kit(limits={"max_pixels": 64 * 64}).settings
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
@@ -361,33 +356,30 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
     assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
     assert loader.accumulation == 2
-    again = pickle.loads(pickle.dumps(loader.dataset))
-    assert again[0][0].equals(loader.dataset[0][0])
+    assert pickle.loads(pickle.dumps(loader.dataset))[0][0].equals(loader.dataset[0][0])
     engine.world.all_gather = lambda mine: [mine, "other"]
-    with pytest.raises(UserError, match="Do all nodes see the same files"):
+    with user_error("Do all nodes see the same files"):
         kit.engine_loader(engine)
     data.micro_batch_size = 2
-    with pytest.raises(UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"):
+    with user_error(r"a micro-batch is one pack: set data.micro_batch_size=1"):
         kit.engine_loader(engine)
 
 
 def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
     def loaded():
-        options = {"micro_batch_tokens": 80, "max_bad_fraction": 0.4}
-        return list(made(file, qwen3_vl(), model_config(), **options).loader("train"))
+        return list(vlm_kit(file, micro_batch_tokens=80, max_bad_fraction=0.4).loader("train"))
 
     write_image(tmp_path / "a.png", 8, 8)
     row = chat([{"type": "image", "image": "a.png"}], "a")
     file = write(tmp_path / "rows.jsonl", [row] * 8)
     assert loaded()
     write_image(tmp_path / "a.png", 32, 32)
-    words = r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"
-    with pytest.raises(UserError, match=words):
+    with user_error(r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"):
         loaded()
 
 
 def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
-    def corrupt(rank: int, number: int) -> list[BadRecord]:
+    def corrupt(rank, number):
         return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
 
     settings = zephyr(tmp_path / "rows.jsonl", [chat("Hi", "Yes")], max_bad_rows=3).settings
@@ -400,8 +392,7 @@ def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
     two.add(corrupt(1, 3))
     assert two.counts.total() == 3  # rows that the other rank listed count once
     one.add(corrupt(0, 3))
-    words = "4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"
-    with pytest.raises(UserError, match=words):
+    with user_error("4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"):
         two.add(corrupt(1, 4))
     alone = BadRows(settings, 1000)
     alone.add(corrupt(1, 4))
@@ -416,7 +407,7 @@ def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     opened = Counter()
     open_file = decoders.Image.open
 
-    def counted(source: Path, **options):
+    def counted(source, **options):
         opened[source.name] += 1
         return open_file(source, **options)
 

@@ -1,17 +1,13 @@
 """Rows that are left out: those unlike the rest of their file, and errors for splits without a row to train on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import user_error
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.measured_sources import no_rows, refuse_no_pairs
 from mvp_engine.kit.data.read.bad_rows import BadRecord
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
@@ -36,9 +32,8 @@ def test_no_rows_error_with_over_long_rows_names_the_keys():
 
 def test_missing_eval_split_error_names_hold_out(tmp_path):
     kit = made(write(tmp_path / "rows.jsonl", [chat("hi", "there")]), tokenizer("zephyr"))
-    with pytest.raises(
-        UserError,
-        match=r"no source has split: eval. To fix it, .* hold_out.*loop.eval_interval=null",
+    with user_error(
+        r"no source has split: eval. To fix it, .* hold_out.*loop.eval_interval=null",
     ):
         kit.loader("eval", global_batch_size=1)
 
@@ -49,19 +44,19 @@ def test_refuse_no_pairs_names_a_row_unless_one_is_a_pair_or_all_are_bad(tmp_pat
     for name, rows in {"none": [{}, chat], "one": [chat, pair], "bad": [{}, {}]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = open_source(tmp_path / f"{name}.jsonl")
-        refused = pytest.raises(UserError, match=r"such as none.jsonl:2: rows need chosen")
+        refused = user_error(r"such as none.jsonl:2: rows need chosen")
         with refused if name == "none" else contextlib.nullcontext():
             refuse_no_pairs("train", [source], [RowFormat()])
 
 
-def pictures(folder: Path, rows: int = 6) -> list[dict[str, Any]]:
+def pictures(folder, rows=6):
     return [
         {"prompt": "What?", "completion": f"{i}", "image": write_image(folder / f"{i}.png", 16, 16)}
         for i in range(rows)
     ]
 
 
-def reasons(file: Path, processor, **source) -> dict[str, str]:
+def reasons(file, processor, **source):
     """Reasons by place: those of a kit, which are those of an inspection without a model."""
     kit = made(file, processor, sources=[{"path": str(file), **source}])
     found = {record.where: record.reason for record in kit.bad_rows()}

@@ -1,23 +1,17 @@
 """LoRA: training starts as the base model, changes adapters only, and gives the same result on every layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import CAMPAIGN, ROOT, losses, user_error
 from families import parallel
 from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
 from test_api import constant
 from tiny_models import build_model
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.weights import pretrained as load_pretrained
 from mvp_engine.imports import import_file
@@ -82,7 +76,7 @@ def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path):
     assert torch.equal(*found)
 
 
-def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
+def train_in_bf16(folder, sizes):
     world = World.join("cpu") if sizes else None
     layout = Layout.of(world, parallel(**sizes)) if world else None
     engine = engine_of(folder, Lora(rank=4), layout, precision="bf16")
@@ -93,6 +87,7 @@ def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -136,7 +131,7 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base, monkeypatch
     assert 0 < sums[0] <= sums[1] < 1.1 * sums[0]
 
 
-def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings) -> dict[str, Tensor]:
+def on_layout(base, sizes, lora, settings):
     world = World.join("cpu")
     engine = engine_of(base, lora, Layout.of(world, parallel(**sizes)), **settings)
     first = {f"first {name}": value for name, value in weights(engine).items()}
@@ -153,14 +148,14 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings) -> dict[s
         pytest.param(
             {"replicate": 2},
             {"activation_checkpointing": "full"},
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),
         ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
         ({"ulysses": 2}, {}),
         pytest.param(
             {"context": 2},
             {"activation_checkpointing": "full"},
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),
     ],
     ids=["replicate", "shard", "ulysses", "context"],
@@ -177,7 +172,7 @@ def test_lora_layouts_train_to_the_same_weights(ranks2, base, sizes, settings):
 
 
 def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path):
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
+    words = f"model.type=language_model model.path={base} lora.rank=2 lora.dropout=0.3".split()
     words += [
         "optim.schedule=constant",
         "lora.train=['*.norm.weight']",
@@ -226,11 +221,11 @@ def test_lora_unknown_or_conflicting_targets_are_refused(base, vision_base):
         (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
         (Lora(train=["prjector"]), "lora.train: no parameter name matches 'prjector'"),
     ):
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             MLLMModelKit(lora).build(ModelSource(str(base)))
-    with pytest.raises(UserError, match="lora: Linear has no linear layers"):
+    with user_error("lora: Linear has no linear layers"):
         MLLMModelKit(Lora()).adapt(torch.nn.Linear(2, 2))
-    with pytest.raises(UserError, match="has no adapters to export"):
+    with user_error("has no adapters to export"):
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
 
 

@@ -1,21 +1,17 @@
 """LoRA on stacked experts: gradients, folders and merged weights are those of peft's `target_parameters`."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import config_of, layout_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, log_probs, steps, token_log_probs, weights
-from run_files import log_of
+from run_files import log_of, read_json
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -25,7 +21,7 @@ LORA = Lora(rank=8, targets=["q_proj"], target_parameters=BOTH)
 IDS = torch.arange(3, 12)[None]
 
 
-def folder_of(name: str, path: Path) -> Path:
+def folder_of(name, path):
     torch.manual_seed(0)
     model = LanguageModel.from_config(config_of(name))
     with torch.no_grad():
@@ -35,7 +31,7 @@ def folder_of(name: str, path: Path) -> Path:
     return path / name
 
 
-def own_log_probs(model) -> Tensor:
+def own_log_probs(model):
     return token_log_probs(model.eval()(IDS).logits, IDS).detach()
 
 
@@ -50,7 +46,7 @@ def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(na
     found = log_probs(engine)[:8]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.export_hf(tmp_path / "merged")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "adapter" / "adapter_config.json")
     assert len(config["target_parameters"]) == 4
     own = AutoModelForCausalLM.from_pretrained(base)
     before = own_log_probs(own)
@@ -95,7 +91,7 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path):
         )
 
 
-def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+def trained(base, folder, sizes):
     with layout_of(**sizes) as layout:
         engine = engine_of(Path(base), LORA, layout)
         steps(engine)
@@ -120,12 +116,7 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks
 
 def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
-    words = [
-        "model.type=language_model",
-        f"model.path={base}",
-        "lora.rank=2",
-        "log.backends=[file]",
-    ]
+    words = f"model.type=language_model model.path={base} lora.rank=2 log.backends=[file]".split()
     assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
     log = log_of(tmp_path / "run")
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "
@@ -148,11 +139,11 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     ],
 )
 def test_expert_adapters_that_cannot_be_are_refused(tmp_path, lora, message):
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with user_error(message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
 
 
-def exported(base: str, folder: str):
+def exported(base, folder):
     world = World.join("cpu")
     engine = engine_of(Path(base), LORA, Layout.of(world, parallel(pipeline=2)))
     steps(engine)
@@ -161,7 +152,7 @@ def exported(base: str, folder: str):
     world.close()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(ranks2, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
     ranks2.run(exported, str(base), str(tmp_path))

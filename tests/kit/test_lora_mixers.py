@@ -1,7 +1,5 @@
 """LoRA on the projections of mixers (linear attention, state space, short convolutions): gradients of peft."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lora_models import engine_of, steps

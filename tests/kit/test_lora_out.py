@@ -1,14 +1,11 @@
 """LoRA adapters on disk: checkpoints with adapters only, peft folders and merged weights give the same logits."""
 
-from __future__ import annotations
-
-import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import losses
+from conftest import CAMPAIGN, losses, mvp, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,
@@ -21,14 +18,14 @@ from lora_models import (
     token_log_probs,
     weights,
 )
-from run_files import log_of
+from run_files import log_of, read_json, write_json
 from tiny_models import build_model, samples
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.runs import list_runs
@@ -48,9 +45,7 @@ def vision_base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["lora.rslora=true"], marks=pytest.mark.campaign(only=True))]
-)
+@pytest.mark.parametrize("more", [[], pytest.param(["lora.rslora=true"], marks=CAMPAIGN)])
 def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     train, ranks2, base, tmp_path, more
 ):
@@ -58,7 +53,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     from transformers import AutoModelForCausalLM
 
     run, straight = tmp_path / "run", tmp_path / "straight"
-    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "optim.lr=0.02"]
+    words = f"model.type=language_model model.path={base} lora.rank=2 optim.lr=0.02".split()
     words += ["optim.schedule=constant", "log.backends=[file,jsonl]", *more]
     assert train(*words, config=LM, dir=straight) == 0
     two = [f"project.dir={run}", "parallel.shard=2", "loop.total_steps=3"]
@@ -81,7 +76,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
 
     folder = str(list_runs(run)[-1].dir)
     for out, option in (("merged", []), ("adapter", ["--adapter"])):
-        assert main(["merge", folder, str(tmp_path / out), *option]) == 0
+        assert mvp(f"merge {folder} {tmp_path}/{out}", *option) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
     engine = engine_of(base, Lora(rank=2, rslora=bool(more)), train=False)
@@ -123,7 +118,7 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base, 
     engine.export_hf(tmp_path / "merged")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.save_checkpoint(tmp_path / "saved")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "again")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/again") == 0
     merged, again = exported(tmp_path / "merged"), exported(tmp_path / "again")
     stream = dict(engine.get_per_tensor_param())
     assert all(torch.equal(stream[name], value) for name, value in merged.items())
@@ -189,8 +184,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
     ):
         build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
-        words = f"{name}.* trained in full, which a peft folder cannot hold"
-        with pytest.raises(UserError, match=words):
+        with user_error(f"{name}.* trained in full, which a peft folder cannot hold"):
             MLLMModelKit.export_adapter(engine, adapter)
         engine.export_hf(tmp_path / f"{family} merged")
     # A part trained in full that has parameters in modules with submodules.
@@ -202,7 +196,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
     vision = {name: value for name, value in weights(engine).items() if ".vision_tower." in name}
     for name, value in vision.items():
         assert torch.equal(loaded[name.removeprefix("hf.")], value), name
-    kept = json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"]
+    kept = read_json(adapter / "adapter_config.json")["modules_to_save"]
     assert "model.vision_tower.embeddings" in kept
     assert not any(name.startswith("model.vision_tower.embeddings.") for name in kept)
 
@@ -226,7 +220,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
         torch.nn.init.normal_(param)
     other.hf.save_pretrained(tmp_path / "other")
     words = r"other holds different weights\. Set model.path to the folder"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         engine_of(tmp_path / "other", lora).load_checkpoint(saved)
     words = ["model.type=language_model", f"model.path={here}", "lora.rank=2"]
     assert train(*words, config=LM) == EXIT_USER_ERROR
@@ -236,19 +230,19 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
 def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     """By `hf/mvp.json`, which older versions wrote, and by the names of its tensors."""
 
-    def note(is_dora: bool):
-        file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": is_dora}}))
+    def note(is_dora):
+        write_json(file, info | {"lora": info["lora"] | {"dora": is_dora}})
 
     lora, saved = Lora(rank=2), tmp_path / "saved"
     engine = engine_of(base, lora)
     engine.save_checkpoint(saved)
     without_checksums(saved)
     file = saved / "hf" / "mvp.json"
-    info = json.loads(file.read_text())
+    info = read_json(file)
     words = ["merge", str(saved), str(tmp_path / "out")]
     said = "was trained with DoRA (lora.dora=true), which was removed"
     note(True)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with user_error(re.escape(said)):
         engine.load_checkpoint(saved)
     assert main(words) == EXIT_USER_ERROR
     assert said in capsys.readouterr().err
@@ -260,5 +254,5 @@ def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     engine.model.get_submodule(layer).lora_magnitude_vector = torch.nn.Linear(2, 2)
     engine.save_checkpoint(tmp_path / "magnitudes")
     words = r"trained with DoRA, .* it holds model\..*lora_magnitude_vector\.weight"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         engine_of(base, lora, train=False).load_checkpoint(tmp_path / "magnitudes")

@@ -1,20 +1,15 @@
 """LoRA under tensor parallel: gradients, checkpoints and exports of one rank."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import config_of, parallel
 from folders import alone, entries
 from lora_models import BATCH, engine_of, exported, log_probs, steps, token_log_probs, weights
-from torch import Tensor
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 
@@ -31,9 +26,7 @@ def bases(tmp_path_factory):
     return folder
 
 
-def results(
-    bases: Path, family: str, layout: Layout, out: Path | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def results(bases, family, layout, out):
     """Gradients with adapters that are not zero, and the weights after two steps."""
     engine = engine_of(bases / family, LORA, layout)
     steps(engine, count=2)
@@ -52,12 +45,10 @@ def results(
     return {name: grad / layout.data_size for name, grad in grads.items()}, after
 
 
-def on_ranks(
-    bases: Path, families: tuple[str, ...], out: Path, sizes: dict[str, int]
-) -> list[tuple[dict[str, Tensor], ...]]:
+def on_ranks(bases, families, out, sizes):
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
-    with pytest.raises(UserError, match=r"model.quantize does not support parallel.tensor > 1"):
+    with user_error(r"model.quantize does not support parallel.tensor > 1"):
         engine_of(bases / families[0], LORA, layout, quantize={"llm": "nf4"})
     found = [
         results(bases, family, layout, out if family == "qwen3" else None) for family in families
@@ -66,7 +57,7 @@ def on_ranks(
     return found
 
 
-def check(bases: Path, families: tuple[str, ...], found: list[list[tuple[dict[str, Tensor], ...]]]):
+def check(bases, families, found):
     for i, family in enumerate(families):
         expected = results(bases, family, alone(), None)
         for rank in found:
@@ -101,7 +92,7 @@ def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases, t
     assert torch.allclose(picked, expected, atol=1e-5)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(ranks4, bases, tmp_path):
     families = ("qwen3", "phi3")
     check(

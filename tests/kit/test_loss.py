@@ -24,20 +24,20 @@ class Logged(StepContext):
     def __init__(self):
         self.logged: dict[str, float] = {}
 
-    def log(self, name: str, value, weight=1.0):
+    def log(self, name, value, weight=1.0):
         self.logged[name] = self.logged.get(name, 0.0) + float(value) / float(weight)
 
-    def count(self, name: str, amount):
+    def count(self, name, amount):
         self.logged[name] = self.logged.get(name, 0.0) + float(amount)
 
 
-def batch() -> PackedBatch:
+def batch():
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(50, (n,), generator=g) for n in (9, 4, 7)]
     return PackedBatch.from_sequences(ids, [torch.rand(len(i), generator=g) < 0.7 for i in ids])
 
 
-def model() -> LanguageModel:
+def model():
     torch.manual_seed(1)
     made = LanguageModel.from_config(Qwen3Config(**TINY), chunk=6)
     with torch.no_grad():

@@ -1,21 +1,16 @@
 """Measuring of row costs: what is measured again after which change, and what a kill leaves behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, is_gone, wait_until
+from conftest import ROOT, TINY, is_gone, user_error, wait_until
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.config import compose
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data import cpus
 from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.pack import costs
@@ -24,7 +19,7 @@ from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.sources import open_source
 
 
-def image_rows(folder: Path, rows: int) -> list[Any]:
+def image_rows(folder, rows):
     found = []
     for i in range(rows):
         name = write_image(folder / f"{i}.png", 16 + 8 * (i % 3), 16, i)
@@ -34,18 +29,24 @@ def image_rows(folder: Path, rows: int) -> list[Any]:
     return found
 
 
-def measured(file: Path, workers: int = 0, **settings: Any) -> Any:
+def measured(file, workers=0, **settings):
     kit = made(file, qwen3_vl(), **settings)
     return measure_costs(open_source(file), None, kit.row_encoder, kit.cache, workers)
 
 
+def assert_same_costs(found, expected):
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.encoder.tolist() == expected.encoder.tolist()
+    assert found.bad == expected.bad
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def opened(monkeypatch):
     """The images that were opened in this process."""
-    found: list[str] = []
+    found = []
     open_image = decoders.open_image
 
-    def counted(value: Any, *args: Any) -> Any:
+    def counted(value, *args):
         found.append(value)
         return open_image(value, *args)
 
@@ -53,9 +54,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_measure_costs_changed_data_or_limits_opens_only_new_images(
-    tmp_path: Path, opened: list[str]
-) -> None:
+def test_measure_costs_changed_data_or_limits_opens_only_new_images(tmp_path, opened):
     rows = image_rows(tmp_path, 12)
     file = write(tmp_path / "rows.jsonl", rows[:9])
     first = measured(file)
@@ -70,19 +69,16 @@ def test_measure_costs_changed_data_or_limits_opens_only_new_images(
     write(file, [rows[3], *rows[1:5], chat("Replaced?", "Yes."), *rows[6:]])
     assert measured(file).media.tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     assert not opened  # one row replaced, one moved
-    smaller = measured(file, limits={"max_pixels": 64})
+    limits = {"max_pixels": 64}
+    smaller = measured(file, limits=limits)
     assert not opened
     assert (smaller.tokens[:9] <= first.tokens).all()
     assert smaller.encoder.sum() < first.encoder.sum()
-    assert (
-        smaller.tokens.tolist()
-        == measured(file, limits={"max_pixels": 64}, cache=str(tmp_path / "b")).tokens.tolist()
-    )
+    other = measured(file, limits=limits, cache=str(tmp_path / "b"))
+    assert smaller.tokens.tolist() == other.tokens.tolist()
 
 
-def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(
-    tmp_path: Path, opened: list[str]
-) -> None:
+def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(tmp_path, opened):
     rows = image_rows(tmp_path, 4)
     file = write(tmp_path / "rows.jsonl", rows[:3])
     before = measured(file)
@@ -94,20 +90,17 @@ def test_measure_costs_replaced_image_is_opened_again_when_rows_are_measured(
     assert after.tokens[1] < before.tokens[1]
 
 
-def test_measure_costs_workers_find_the_costs_of_one_process(tmp_path: Path) -> None:
+def test_measure_costs_workers_find_the_costs_of_one_process(tmp_path):
     rows = image_rows(tmp_path, 2 * CHUNK_ROWS + 3)
     rows[5]["messages"][0]["content"][0]["image"] = "missing.png"
     rows[CHUNK_ROWS]["messages"] = []
     file = write(tmp_path / "rows.jsonl", rows)
     alone = measured(file)
-    several = measured(file, 2, cache=str(tmp_path / "other"))
-    assert several.tokens.tolist() == alone.tokens.tolist()
-    assert several.encoder.tolist() == alone.encoder.tolist()
-    assert several.bad == alone.bad
+    assert_same_costs(measured(file, 2, cache=str(tmp_path / "other")), alone)
     assert sorted(alone.bad) == [5, CHUNK_ROWS]
 
 
-def in_fork(work: Callable[[], Any]) -> int:
+def in_fork(work):
     """Run `work` in a forked process, which ends with exit code 0; returns its id."""
     pid = os.fork()
     if pid == 0:
@@ -121,12 +114,12 @@ def in_fork(work: Callable[[], Any]) -> int:
 
 
 def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str]
-) -> None:
+    tmp_path, monkeypatch, opened
+):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, 3 * CHUNK_ROWS))
     open_image = decoders.open_image
 
-    def hangs_in_the_last_chunk(value: str, *args: Any) -> Any:
+    def hangs_in_the_last_chunk(value, *args):
         if int(value.partition(".")[0]) >= 2 * CHUNK_ROWS:
             time.sleep(600)
         return open_image(value, *args)
@@ -135,7 +128,7 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
         patched.setattr(decoders, "open_image", hangs_in_the_last_chunk)
         pid = in_fork(lambda: measured(file, 2))
 
-    def kept() -> int:
+    def kept():
         return sum(
             len(RecordFile(one, ROW_RECORD).read()) for one in (tmp_path / "cache").glob("*.rows")
         )
@@ -152,21 +145,16 @@ def test_measure_costs_after_kill_has_no_orphan_and_measures_the_rest(
     wait_until(lambda: all(map(is_gone, workers)))
 
 
-def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measure_costs_worker_that_dies_is_a_user_error_with_its_rows(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
     monkeypatch.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(
-        UserError,
-        match=r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:",
+    with user_error(
+        r"a process died while it measured the rows from rows.jsonl:\d+ to rows.jsonl:"
     ):
         measured(file, 2)
 
 
-def test_measure_costs_error_in_a_worker_is_raised_with_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measure_costs_error_in_a_worker_is_raised_with_its_row(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
     monkeypatch.setattr(decoders, "open_image", lambda *_: [][0])
     with pytest.raises(IndexError) as raised:
@@ -174,16 +162,13 @@ def test_measure_costs_error_in_a_worker_is_raised_with_its_row(
     assert "while measuring rows.jsonl:" in "".join(raised.value.__notes__)
 
 
-def test_locked_held_by_another_process_reports_what_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_held_by_another_process_reports_what_it_waits_for(tmp_path, monkeypatch, logged):
     monkeypatch.setattr(costs, "FIRST_REPORT_SECONDS", 0.0)
-    messages: list[str] = []
-    monkeypatch.setattr(costs.LOGGER, "info", lambda text, *values: messages.append(text % values))
+    messages = logged("info")
     reader, writer = os.pipe()
     held, release = os.pipe()
 
-    def hold() -> None:
+    def hold():
         with locked(tmp_path / "a.lock", "chats"):
             os.write(writer, b"x")
             os.read(held, 1)
@@ -201,16 +186,16 @@ def test_locked_held_by_another_process_reports_what_it_waits_for(
 class ReleasingTime:
     """The module `time`, except that the first sleep lets the owner of the lock go."""
 
-    def __init__(self, release: int) -> None:
+    def __init__(self, release):
         self.release = release
         self.monotonic = time.monotonic
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         os.write(self.release, b"x")
         time.sleep(seconds)
 
 
-def test_record_file_with_a_cut_off_record_keeps_the_others(tmp_path: Path) -> None:
+def test_record_file_with_a_cut_off_record_keeps_the_others(tmp_path):
     file = RecordFile(tmp_path / "a.rows", ROW_RECORD)
     record = np.array([(bytes(range(15)) + b"\0", 7, 8, 1)], ROW_RECORD)
     file.append(record)
@@ -221,15 +206,15 @@ def test_record_file_with_a_cut_off_record_keeps_the_others(tmp_path: Path) -> N
     assert file.read().tolist() == 2 * record.tolist()
 
 
-def test_num_processes_uses_all_cores_unless_workers_are_off() -> None:
+def test_num_processes_uses_all_cores_unless_workers_are_off():
     assert num_processes(0) == 0
     assert num_processes(1) >= len(os.sched_getaffinity(0))
     assert num_processes(100) == 100
 
 
 def test_num_workers_auto_is_a_share_of_the_cores_for_the_data_kit_and_none_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     digits = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(cpus, "available_cpus", lambda: 12)

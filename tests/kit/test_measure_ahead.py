@@ -1,25 +1,17 @@
 """Rows that are measured while the model is built: the same costs, the same errors, and blocks compiled meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers as hf
-from conftest import is_gone
-from test_measure import image_rows
-from tiny_vlm import made, model_config, qwen3_vl, write
+from conftest import is_gone, losses, mvp, user_error
+from test_measure import assert_same_costs, image_rows
+from tiny_vlm import made, qwen3_vl, write
 
-from mvp_engine.cli import main
 from mvp_engine.engine import Engine
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
 from mvp_engine.kit.data.read import decoders
-from mvp_engine.runs import list_runs
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -37,7 +29,7 @@ log: {backends: [jsonl], interval: 1}
 """
 
 
-def kit_of(folder: Path, workers: int, cache: str = "cache", rows: int = 2 * CHUNK_ROWS + 3) -> Any:
+def kit_of(folder, workers, cache="cache", rows=2 * CHUNK_ROWS + 3):
     found = image_rows(folder, rows)
     found[5]["messages"][0]["content"][0]["image"] = "missing.png"
     kit = made(write(folder / "rows.jsonl", found), qwen3_vl(), cache=str(folder / cache))
@@ -46,24 +38,22 @@ def kit_of(folder: Path, workers: int, cache: str = "cache", rows: int = 2 * CHU
 
 
 def test_measure_ahead_finds_the_costs_of_measured_and_leaves_it_nothing_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     expected = kit_of(tmp_path, 0, "other").measured("train")[1][0]
     kit = kit_of(tmp_path, 2)
     assert kit.measure_ahead(["train"])
     monkeypatch.setattr(Measure, "__call__", lambda *_: pytest.fail("measured again"))
     found = kit.measured("train")[1][0]
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.encoder.tolist() == expected.encoder.tolist()
-    assert found.bad == expected.bad
+    assert_same_costs(found, expected)
     assert list(found.bad) == [5]
     assert not kit_of(tmp_path, 2).measure_ahead(["train"])  # from the cache
     assert not kit_of(tmp_path, 0, "third").measure_ahead(["train"])  # without processes
 
 
 def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     kit = kit_of(tmp_path, 0, rows=12)
     found = kit.sample_costs()
     mixture, (costs,) = kit.measured("train")
@@ -72,23 +62,17 @@ def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(
     assert found.all()
 
 
-def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(tmp_path, monkeypatch):
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
         patched.setattr(decoders, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert kit.measure_ahead(["train"])
-        with pytest.raises(
-            UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"
-        ):
+        with user_error(r"a process died while it measured the rows from rows.jsonl:\d+ to"):
             kit.measured("train")
     assert (kit.measured("train")[1][0].tokens > 0).sum() == 2 * CHUNK_ROWS + 2
 
 
-def test_stop_measuring_ends_the_processes_and_releases_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_measuring_ends_the_processes_and_releases_the_lock(tmp_path, monkeypatch):
     kit = kit_of(tmp_path, 2)
     with monkeypatch.context() as patched:
         patched.setattr(decoders, "open_image", lambda *_: signal.pause())
@@ -101,32 +85,24 @@ def test_stop_measuring_ends_the_processes_and_releases_the_lock(
 
 
 @pytest.mark.slow
-def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(vlm_folder, monkeypatch):
     from torch._dynamo.utils import counters
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
-    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
-    qwen3_vl().save_pretrained(tmp_path / "model")
-    (tmp_path / "train.yaml").write_text(CONFIG)
+    write(vlm_folder / "rows.jsonl", image_rows(vlm_folder, CHUNK_ROWS + 1))
+    (vlm_folder / "train.yaml").write_text(CONFIG)
     monkeypatch.setattr(MeasuredSources, "is_measuring", True)  # however fast this machine is
-    graphs: list[int] = []
+    graphs = []
     opened = Engine.open_data
 
-    def counted(engine: Engine) -> None:
+    def counted(engine):
         graphs.append(counters["stats"]["unique_graphs"])
         opened(engine)
 
     monkeypatch.setattr(Engine, "open_data", counted)
-    losses = []
+    found = []
     for words in ([], ["model.compile=null"]):
         counters.clear()
-        assert main(["train", "train.yaml", *words]) == 0
-        losses.append(
-            [record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")]
-        )
+        assert mvp("train train.yaml", *words) == 0
+        found.append(losses(vlm_folder / "outputs"))
     assert graphs[0] > 0
-    assert losses[0] == losses[1]
+    assert found[0] == found[1]

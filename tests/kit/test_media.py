@@ -1,22 +1,19 @@
 """Media through processors: planned costs equal the processor's outputs for every family; limits are saved with it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from conftest import user_error
 from PIL import Image
 from processors import FAMILIES, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.processor import audio_extractor, limited_processor
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
@@ -30,17 +27,17 @@ LENGTHS = [5000, 16000, 400, 31999, 32000, 12345, 640]
 
 
 @cache
-def handler(name: str) -> MediaHandler:
+def handler(name):
     return MediaHandler(processor_of(name))
 
 
-def photo() -> np.ndarray:
+def photo():
     from sklearn.datasets import load_sample_image
 
     return np.array(load_sample_image("china.jpg"))
 
 
-def item(kind: str, i: int) -> Part:
+def item(kind, i):
     """A crop of a photo, or a waveform of noise, in several sizes."""
     height, width = SIZES[i]
     if kind == "image":
@@ -54,7 +51,7 @@ def item(kind: str, i: int) -> Part:
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def processor_outputs(processor, text: str, infos: list[MediaInfo], items):
+def processor_outputs(processor, text, infos, items):
     """The processor's own outputs for a whole conversation."""
     given = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
@@ -94,7 +91,7 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else ''
 {{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
 
 
-def row_encoder(name: str, **options) -> RowEncoder:
+def row_encoder(name, **options):
     """With a chat template that writes the placeholders of the family's processor."""
     processor = copy.copy(processor_of(name))
     places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
@@ -102,7 +99,7 @@ def row_encoder(name: str, **options) -> RowEncoder:
     return RowEncoder(processor, max_tokens=100_000, **options)
 
 
-def conversation(processor, parts: list[Part]) -> tuple[dict[str, Any], str]:
+def conversation(processor, parts):
     """A row with media, and its rendered text with placeholders."""
     blocks, text = [{"type": "text", "text": "What is\n"}], "<|im_end|>What is\n"
     for part in parts:
@@ -235,7 +232,7 @@ def test_row_encoder_placeholder_in_user_text_is_a_bad_row():
         rows.encode({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
 
 
-def big(kind: str) -> MediaInfo:
+def big(kind):
     return MediaInfo(
         kind, 400, 300, total_frames=40, fps=2.0, num_frames=12 if kind == "video" else 0
     )
@@ -309,13 +306,9 @@ def test_limits_survive_saving_and_loading_the_processor(name, tmp_path):
 
 
 def test_limited_processor_unsupported_limit_is_a_user_error():
-    with pytest.raises(
-        UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"
-    ):
+    with user_error("CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"):
         limited_processor(processor_of("llava"), Limits(max_pixels=255))
-    with pytest.raises(
-        UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"
-    ):
+    with user_error("Qwen2_5OmniProcessor fixes the size of videos in its code"):
         limited_processor(processor_of("qwen2_5_omni"), Limits(video_max_pixels=255))
 
 
@@ -421,9 +414,7 @@ def test_media_handler_unsupported_family_is_a_user_error():
     odd.replace_image_token = lambda images, image_idx, **options: (
         "<image>" * len(images["pixel_values"])
     )
-    with pytest.raises(
-        UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"
-    ):
+    with user_error("LlavaProcessor cannot be called for one image at a time: it expands two"):
         MediaHandler(odd)
 
 

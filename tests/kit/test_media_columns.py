@@ -1,7 +1,5 @@
 """Media columns of rows: their items go to typed blocks without value, and to tags in texts."""
 
-from __future__ import annotations
-
 import pytest
 from test_rows import chat, media_values, reason, text_part
 

@@ -1,16 +1,13 @@
 """MFUKit: the formula against torch's FLOP counter, attention pairs against the mask, device peaks by name."""
 
-from __future__ import annotations
-
 import copy
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from families import TOKENS
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import Media, PackedBatch
@@ -131,17 +128,17 @@ CASES = {
 class Adapted(nn.Module):
     """A frozen linear layer with a LoRA adapter."""
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base):
         super().__init__()
         self.base_layer = base
         self.lora_A = nn.Linear(base.in_features, 16, bias=False)
         self.lora_B = nn.Linear(16, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-def model_of(case: str) -> LanguageModel:
+def model_of(case):
     from transformers import AutoConfig
 
     kind, settings, seen, trains = CASES[case]
@@ -162,7 +159,7 @@ def model_of(case: str) -> LanguageModel:
     return model
 
 
-def sample(case: str, seen: bool) -> PackedBatch:
+def sample(case, seen):
     """One sequence, with an image or audio if `seen`."""
     kind, settings, look, _ = CASES[case]
     ids, media, tokens = [torch.randint(3, 90, (30 if seen else 50,))], {}, {}
@@ -190,7 +187,7 @@ def sample(case: str, seen: bool) -> PackedBatch:
     return PackedBatch.from_sequences([row], token_fields=tokens, media=made)
 
 
-def counted(model: LanguageModel, one: PackedBatch) -> int:
+def counted(model, one):
     """What torch counts in forward and backward of transformers' own model on one sequence."""
     given = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():
@@ -289,17 +286,16 @@ def test_peak_of_device_name_is_found(name, teraflops):
     assert peaks.peak_of(name) == (None if teraflops is None else teraflops * 1e12)
 
 
-def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog):
+def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, logged):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
-    said = []
-    monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda *what: said.append(what))
+    warnings = logged()
     peaks.device_peak.cache_clear()
     try:
         assert [peaks.device_peak(torch.device("cuda", 0)) for _ in "abc"] == [None] * 3
     finally:
         peaks.device_peak.cache_clear()
-    assert len(said) == 1
-    assert "Voodoo 2" in said[0]
+    [warning] = warnings
+    assert "Voodoo 2" in warning
 
 
 def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path):
@@ -315,21 +311,17 @@ def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch, tmp_path):
     assert "mfu" not in alone.read({"tokens": 1.0}, 0.0, None)
 
 
-def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, tmp_path):
-    now = [0.0]
-    said = []
+def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, logged, tmp_path):
+    now, texts = [0.0], logged()
     monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(
-        meter_module.LOGGER, "warning", lambda text, *values: said.append(text % values)
-    )
     for seconds, warnings in ((1.0, 0), (2.0, 1)):
         meter = Meter(World(0, 1, 0, 1, torch.device("cpu")), tmp_path, 0)
         for _ in range(5):
             now[0] += 10.0
             with meter.evaluating():
                 now[0] += seconds
-        assert len(said) == warnings
+        assert len(texts) == warnings
         assert meter.read({}, 0.0, None)["step_s"] == 50.0  # evaluations are not training time
-    assert said[0].startswith(
+    assert texts[0].startswith(
         "evaluations take 17 % of the time, 2.0 s each: raise loop.eval_interval"
     )

@@ -1,15 +1,13 @@
 """Generation by models with mixers: greedy completions equal those of transformers' generate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from mixer_families import MIXERS, mixer_model
 from transformers import DynamicCache
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.kit.decoding import Decoding, complete
@@ -19,8 +17,8 @@ WITHOUT_CACHE = {"recurrent_gemma", "rwkv", "xlstm"}
 QUICK = ["qwen3_5_text", "nemotron_h", "lfm2_moe", "mamba", "minimax", "rwkv"]
 
 
-def campaign(name: str) -> object:
-    return pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign(only=True))
+def campaign(name):
+    return pytest.param(name, marks=[] if name in QUICK else CAMPAIGN)
 
 
 @pytest.mark.parametrize("name", [campaign(name) for name in MIXERS])
@@ -49,7 +47,7 @@ def test_complete_with_mixer_states_equals_transformers_generate(name):
 
 def test_kv_cache_for_mixers_without_states_is_refused():
     model = mixer_model("rwkv")
-    with pytest.raises(UserError, match="call it without a KV cache"):
+    with user_error("call it without a KV cache"):
         model(
             PackedBatch.from_sequences([torch.arange(3, 9)]),
             ["next_logits"],

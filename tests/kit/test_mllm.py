@@ -1,7 +1,5 @@
 """MLLMEngine: user errors are raised before the first step, and evaluation, export and report handle every row."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -10,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_files import json_lines
+from conftest import mvp
+from run_files import json_lines, printed_json
 from safetensors.torch import load_file
-from tiny_vlm import chat, vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import chat, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
@@ -39,7 +38,7 @@ REPORT = ["workflow=report", "resume=auto"]
 
 
 @pytest.fixture
-def config(vlm_folder):  # noqa: F811
+def config(vlm_folder):
     rows = with_images(vlm_folder, 8)
     write(vlm_folder / "images.jsonl", rows)
     write(vlm_folder / "held.jsonl", rows[:2])
@@ -47,11 +46,11 @@ def config(vlm_folder):  # noqa: F811
     return str(vlm_folder / "train.yaml")
 
 
-def train(config: str, *words: str) -> int:
-    return main(["train", config, *words])
+def train(config, *words):
+    return mvp(f"train {config}", *words)
 
 
-def page(folder: Path) -> str:
+def page(folder):
     (file,) = folder.glob("outputs/*/report.html")
     return file.read_text()
 
@@ -87,7 +86,9 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
     assert [json.loads(line)["right"] for line in lines] == [True, False]
 
 
-@pytest.mark.parametrize("stream", [None, "images", "held"])
+@pytest.mark.parametrize(
+    "stream", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("images", "held"))]
+)
 def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_path, stream):
     words = ["log.backends=[jsonl,plot]", "loop.total_steps=2"]
     words += [f"mllm.sources.{stream}.stream=true"] if stream else []
@@ -105,7 +106,7 @@ def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_p
 def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_folder(
     config, tmp_path, capsys
 ):
-    words = ["loop.eval_interval=null", "optim.ema=0.9", "optim.lr=0.1", "export=link"]
+    words = "loop.eval_interval=null optim.ema=0.9 optim.lr=0.1 export=link".split()
     assert train(config, *words) == 0
     assert train(config, *words, "workflow=export", "resume=auto", "optim.ema=null") == 0
     averages, last = (load_file(weights_of(tmp_path, name)) for name in FOLDERS)
@@ -119,7 +120,7 @@ def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_f
         assert "nothing can be written into" in capsys.readouterr().err
 
 
-def weights_of(folder: Path, export: str) -> Path:
+def weights_of(folder, export):
     return next(folder.glob(f"outputs/*/{export}/model.safetensors"))
 
 
@@ -149,10 +150,10 @@ def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(config, tmp_p
     assert train(config, *three, "workflow=export", "resume=auto") == 0
     assert (run.dir / "hf_step_1_ema").is_dir()
     for name in ("latest", run.id, f"three/{run.id}"):
-        assert main(["evaluate", name, *here]) == 0
+        assert mvp(f"evaluate {name}", *here) == 0
     assert [record["step"] for record in json_lines(run.dir / "evaluate.jsonl")] == [1, 1, 1]
     capsys.readouterr()
-    assert main(["evaluate", "lates", *here]) == EXIT_USER_ERROR
+    assert mvp("evaluate lates", *here) == EXIT_USER_ERROR
     assert f"no run 'lates' below {tmp_path / 'three'}" in capsys.readouterr().err
 
 
@@ -202,7 +203,7 @@ def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config, tm
     drawn = np.random.default_rng(0)
     answers = ["yes " * int(drawn.integers(3, 22)) for _ in range(40)]
     write(tmp_path / "images.jsonl", [chat("Say", answer) for answer in answers])
-    words = ["loop.total_steps=null", "loop.epochs=3", "loop.eval_interval=null", "log.interval=1"]
+    words = "loop.total_steps=null loop.epochs=3 loop.eval_interval=null log.interval=1".split()
     assert train(config, *words, "mllm.micro_batch_tokens=160") == 0
     (run,) = list_runs(tmp_path / "outputs")
     records = list(run.records("train"))
@@ -235,12 +236,7 @@ def test_rows_that_the_default_loss_would_ignore_are_refused(config, tmp_path, c
 def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_path):
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
-    words = [
-        "loop.eval_interval=null",
-        "loop.epochs=1",
-        "loop.total_steps=null",
-        "mllm.max_bad_fraction=0.5",
-    ]
+    words = "loop.eval_interval=null loop.epochs=1 loop.total_steps=null mllm.max_bad_fraction=0.5".split()
     words.append("log.backends=[file]")
     assert train(config, *words) == 0
     (log,) = tmp_path.glob("outputs/*/log.txt")
@@ -250,7 +246,7 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_pa
 
 
 def test_plan_of_rows_that_do_not_fit_is_a_user_error(config, capsys):
-    assert main(["plan", config, "mllm.row_tokens=2"]) == EXIT_USER_ERROR
+    assert mvp(f"plan {config} mllm.row_tokens=2") == EXIT_USER_ERROR
     assert "no row of train" in capsys.readouterr().err
 
 
@@ -312,12 +308,13 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
             (log,) = tmp_path.glob(f"{what}/*/log.txt")
             assert f"{what} failed in the evaluation at step 1" in log.read_text()
             assert "in fail" in log.read_text()  # the traceback
-            assert main(["evaluate", config, *words]) == 1
+            assert mvp(f"evaluate {config}", *words) == 1
             assert "IndexError: no answer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
-    words = ["loop.eval_interval=null", "lora.rank=2", "lora.targets=[llm]", "optim.lr=0.5"]
+    words = "loop.eval_interval=null lora.rank=2 lora.targets=[llm] optim.lr=0.5".split()
     words.append("loop.total_steps=2")
     assert train(config, *words) == 0
     (run,) = (tmp_path / "outputs").iterdir()
@@ -325,8 +322,8 @@ def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
     def answer(target):
         capsys.readouterr()
         options = "--device cpu --max-new-tokens 6 --json --image 1_0.png"
-        assert main(["chat", target, *shlex.split(options), "-p", "How many?"]) == 0
-        return str(json.loads(capsys.readouterr().out)["answer"])
+        assert mvp(f"chat {target}", *shlex.split(options), "-p", "How many?") == 0
+        return str(printed_json(capsys)["answer"])
 
     untrained = answer("model")
     of_checkpoint = answer(run.name)  # merged for the chat

@@ -1,15 +1,12 @@
 """The optimizer kit in one process: parameter groups, schedules, Muon, EMA, skipped steps, loading of states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml
-from conftest import ROOT
-from torch import Tensor, nn
+from conftest import ROOT, user_error
+from torch import nn
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim.optimizer import orthogonalize
 from mvp_engine.kit.optim.state_tensor import chunks
@@ -19,7 +16,7 @@ from mvp_engine.model_engine.optim import build_optimizer
 DEFAULTS = yaml.safe_load((ROOT / "mvp_engine" / "config" / "default.yaml").read_text())["optim"]
 
 
-def settings(**options) -> OptimSettings:
+def settings(**options):
     return OptimSettings(**{**DEFAULTS, "lr": 0.01, "weight_decay": 0.1, **options})
 
 
@@ -28,7 +25,7 @@ class Experts(nn.Module):
         super().__init__()
         self.stack = nn.Parameter(torch.randn(3, 12, 12) / 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.einsum("bd,edf->bf", x, self.stack)
 
 
@@ -41,13 +38,13 @@ class Block(nn.Module):
         self.conv = nn.Conv1d(1, 1, 3, padding=1)
         self.experts = Experts()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
         return x + 0.1 * self.experts(self.conv(x[:, None])[:, 0])
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int):
+    def __init__(self, layers):
         super().__init__()
         self.table = nn.Embedding(11, 12)
         self.place_embed = nn.Parameter(torch.zeros(1, 12))
@@ -55,14 +52,14 @@ class Net(nn.Module):
         self.head = nn.Linear(12, 11)
         self.scale = nn.Parameter(torch.tensor(0.0))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.table(ids) * self.scale.exp() + self.place_embed
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
 
-def net(layers: int = 2) -> Net:
+def net(layers=2):
     torch.manual_seed(0)
     return Net(layers)
 
@@ -70,11 +67,11 @@ def net(layers: int = 2) -> Net:
 IDS = torch.arange(11)
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model):
     return nn.functional.cross_entropy(model(IDS), (3 * IDS + 1) % 11)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def train(model, optimizer, steps):
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -85,7 +82,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def contents(model, optimizer):
     """Copies of all weights and optimizer states."""
     found = {}
     for name, param in model.named_parameters():
@@ -95,11 +92,11 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def read_state(optimizer, param: Tensor, which: int) -> Tensor:
+def read_state(optimizer, param, which):
     """A state of a parameter as float32: 0 is `exp_avg`, 1 is `exp_avg_sq`."""
     (chunk,) = chunks(param)
     (group, *_) = optimizer.param_groups
@@ -124,9 +121,7 @@ def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_on
 
 
 def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error():
-    with pytest.raises(
-        UserError, match=r"optim\.kind=muon: Linear has no trainable matrix for Muon"
-    ):
+    with user_error(r"optim\.kind=muon: Linear has no trainable matrix for Muon"):
         OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
 
 
@@ -147,7 +142,7 @@ def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps():
 
 def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
-    with pytest.raises(UserError, match="does not say how many tokens a step has"):
+    with user_error("does not say how many tokens a step has"):
         OptimKit(settings(warmup_tokens=9)).build_scheduler(optimizer, 50)
     with pytest.raises(
         ValueError, match="give one of warmup_steps, warmup_ratio and warmup_tokens"
@@ -251,11 +246,11 @@ def test_averaged_after_training_swaps_the_ema_weights_in_and_out():
 
 def test_averaged_without_ema_raises_a_user_error():
     optimizer = OptimKit(settings()).build_optimizer(net())
-    with pytest.raises(UserError, match="no EMA of the weights is kept"), optimizer.averaged():
+    with user_error("no EMA of the weights is kept"), optimizer.averaged():
         pass
 
 
-def engine(kit: OptimKit | None = None) -> FSDPEngine:
+def engine(kit=None):
     made = FSDPEngine(net(), Layout(World(0, 1, 0, 1, torch.device("cpu"))))
     made.initialize(None if kit is None else kit.build_optimizer)
     return made
@@ -314,9 +309,7 @@ def test_eval_weights_without_ema_are_the_weights(tmp_path, has_optimizer):
 # ---- Loading ------------------------------------------------------------------------------------------------------
 
 
-def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
-    monkeypatch,
-):
+def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(logged):
     model = net()
     first = OptimKit(settings(ema=0.9)).build_optimizer(model)
     train(model, first, 3)
@@ -327,9 +320,7 @@ def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(
     renumbered = second.state_dict()
     second_order = [p for group in second.param_groups for p in group["params"]]
     renumbered["state"] = {i: states[p] for i, p in enumerate(second_order)}
-    warnings = []
-    logger = "mvp_engine.kit.optim.optimizer.LOGGER.warning"
-    monkeypatch.setattr(logger, lambda text, *values: warnings.append(text % values))
+    warnings = logged()
     second.load_state_dict(renumbered)
     assert warnings == [
         "the optimizer states of 6 parameters start from zero, such as of layers.0.up.weight"

@@ -1,7 +1,5 @@
 """benchmarks/optimizer_states.py: figures of each optimizer, reasons of failures, comparison after resharding."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

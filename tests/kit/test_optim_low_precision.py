@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from test_optim import contents, net, read_state, same, settings, train
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvp_engine.kit import OptimKit
@@ -47,7 +44,7 @@ def test_random_bits_of_positions_beyond_32_bits_wrap_around():
     assert torch.equal(far, random_bits(key, (2,), (5,), (2**34,)))
 
 
-def rounded(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+def rounded(value, dtype, bits):
     if dtype is torch.bfloat16:
         return round_to_bfloat16(value, bits).float()
     return dequantize(*quantize(value, dtype, bits))
@@ -152,15 +149,12 @@ def test_flat_offset_of_a_parameter_that_is_not_contiguous_is_none():
     assert flat_offset(nn.Parameter(torch.zeros(()))) is None
 
 
-Update = Callable[[list[AdamWParam], dict[str, Any], DeviceFlags], None]
-
-
-def by_kernel(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_kernel(params, group, flags):
     offsets = [flat_offset(item.param) for item in params]
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
 
 
-def by_kernel_in_slices(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_kernel_in_slices(params, group, flags):
     """As a StateStream does: rows of a parameter, each with its rows of the states."""
     for item in params:
         for rows in (slice(0, 2), slice(2, len(item.param))):
@@ -178,14 +172,12 @@ def by_kernel_in_slices(params: list[AdamWParam], group, flags: DeviceFlags):
             kernel_adamw_([sliced], [sliced.offset], group, flags)
 
 
-def by_plain_operations(params: list[AdamWParam], group, flags: DeviceFlags):
+def by_plain_operations(params, group, flags):
     for item in params:
         chunked_adamw_(item, group, flags)
 
 
-def states_after_five_steps(
-    update: Update, state_dtype: str, device: str
-) -> list[dict[str, Tensor]]:
+def states_after_five_steps(update, state_dtype, device):
     """Weights and states of two parameters; the fourth of the five steps is skipped."""
     torch.manual_seed(0)
     params = [0.02 * torch.randn(*shape, device=device) for shape in ((9, 200), (4, 3, 130))]
@@ -216,7 +208,7 @@ def adamw_param(optimizer, param, group):
     return AdamWParam(param, state["step"], *optimizer._state_tensors(param, group, state))
 
 
-def compare_kernel_and_plain_operations(device: str):
+def compare_kernel_and_plain_operations(device):
     for state_dtype in ("bfloat16", "int8"):
         kernel = states_after_five_steps(by_kernel, state_dtype, device)
         if state_dtype == "int8":  # also has scales to slice

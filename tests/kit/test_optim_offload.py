@@ -11,18 +11,16 @@ from typing import ClassVar
 
 import pytest
 import torch
+from conftest import user_error
 from families import parallel
-from lazy_streams import use_lazy_streams
 from test_optim import IDS, contents, loss_of, net, same, settings, train
 from test_optim_ranks import ONE_RANK, engine, gathered, steps
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import state_stream
-from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.state_stream import (
     ALIGNED_ELEMENTS,
     SLOTS,
@@ -50,7 +48,7 @@ class Watched(StateStream):
     ] = []  # (what, number of the bucket, address of its buffer)
     seen: ClassVar[list[Bucket]] = []
 
-    def _load(self, bucket: Bucket, slot):
+    def _load(self, bucket, slot):
         self.seen.append(bucket)
         self.log.append(("load", len(self.seen), slot.buffer.data_ptr()))
         staged = super()._load(bucket, slot)
@@ -77,7 +75,7 @@ def on_host(monkeypatch):
     use_tiny_buckets()
 
 
-def trained(num_steps: int, **options) -> tuple[nn.Module, KitOptimizer]:
+def trained(num_steps, **options):
     model = net()
     optimizer = OptimKit(settings(**options), seed=5).build_optimizer(model)
     train(model, optimizer, num_steps)
@@ -115,14 +113,12 @@ def test_offloaded_states_give_bit_equal_weights_and_states(options, monkeypatch
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("options", KINDS[::3], ids=lambda options: "-".join(options.values()))
-def test_offloaded_states_on_streams_that_are_late_are_waited_for(options, monkeypatch):
-    expected = contents(*trained(4, ema=0.9, **options))
-    streams = use_lazy_streams(monkeypatch)
-    found = trained(4, ema=0.9, offload=True, **options)
-    assert same(expected, contents(*found))
-    assert len(streams) == 2
-    assert all(stream.done > 100 for stream in streams)
-    assert not any(stream.queue for stream in streams)  # the step has waited for all of them
+def test_offloaded_states_on_streams_that_are_late_are_waited_for(options, lazy_streams):
+    expected, found = (trained(4, ema=0.9, offload=late, **options) for late in (False, True))
+    assert same(contents(*expected), contents(*found))
+    assert len(lazy_streams) == 2
+    assert all(stream.done > 100 for stream in lazy_streams)
+    assert not any(stream.queue for stream in lazy_streams)  # the step has waited for all of them
 
 
 @pytest.mark.usefixtures("on_host")
@@ -216,7 +212,7 @@ def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike():
     assert same(*found)
 
 
-def two_ranks(options) -> list[dict[str, Tensor]]:
+def two_ranks(options):
     use_tiny_buckets()
     world = World.join("cpu")
     found = []
@@ -239,7 +235,7 @@ def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options):
 def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(state_stream, "available_host_memory", lambda: 2**16)
-    with pytest.raises(UserError, match=r"optim.offload keeps .* GiB .* for 4 of its ranks"):
+    with user_error(r"optim.offload keeps .* GiB .* for 4 of its ranks"):
         OptimKit(settings(offload=True)).build_optimizer(net())
 
 
@@ -302,7 +298,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(
     assert not registered
     assert synchronized == [3]  # of the thread that allocated it
     assert events == ["synchronize", "unregister"]  # a copy may still read it
-    with pytest.raises(UserError, match="cannot be pinned"):
+    with user_error("cannot be pinned"):
         host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
 
 
@@ -327,7 +323,7 @@ def test_offload_on_a_cpu_keeps_states_as_they_are():
 # ---- On a GPU -----------------------------------------------------------------------------------------------------
 
 
-def large(device: str, layers: int = 6, width: int = 3000) -> nn.Module:
+def large(device, layers=6, width=3000):
     torch.manual_seed(0)
     model = nn.Module()
     model.layers = nn.ModuleList(
@@ -336,7 +332,7 @@ def large(device: str, layers: int = 6, width: int = 3000) -> nn.Module:
     return model.to(device)
 
 
-def updated(model: nn.Module, optimizer, num_steps: int):
+def updated(model, optimizer, num_steps):
     for step in range(num_steps):
         generator = torch.Generator("cuda").manual_seed(step)
         for param in model.parameters():

@@ -1,15 +1,12 @@
 """The optimizer kit on sharded layouts: updates equal those of one rank, checkpoints load on any layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import parallel
 from test_optim import contents, net, settings
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -22,13 +19,13 @@ from mvp_engine.model_engine import FSDPEngine
 ONE_RANK = World(0, 1, 0, 1, torch.device("cpu"))
 
 
-def engine(world: World, options) -> FSDPEngine:
+def engine(world, options):
     made = FSDPEngine(net(), Layout.of(world, parallel(shard=world.size)))
     made.initialize(OptimKit(settings(**options), seed=5).build_optimizer)
     return made
 
 
-def steps(model: nn.Module, optimizer, first: int, last: int):
+def steps(model, optimizer, first, last):
     """Updates by random gradients that do not depend on the layout."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
@@ -40,7 +37,7 @@ def steps(model: nn.Module, optimizer, first: int, last: int):
         optimizer.step()
 
 
-def gathered(made: FSDPEngine) -> dict[str, Tensor]:
+def gathered(made):
     """The full tensors of all weights and optimizer states."""
     found = {}
     for name, param in made.model.named_parameters():
@@ -50,7 +47,7 @@ def gathered(made: FSDPEngine) -> dict[str, Tensor]:
     return found
 
 
-def train_and_save(options, folder: Path) -> tuple[dict[str, Tensor], int]:
+def train_and_save(options, folder):
     """On each of two ranks: the full tensors after three steps, and the bytes of this rank's optimizer states."""
     world = World.join("cpu")
     made = engine(world, options)
@@ -67,8 +64,8 @@ KINDS = [
     {"state_dtype": "float32"},
     {"state_dtype": "int8"},
     {"kind": "muon"},
-    pytest.param({"state_dtype": "bfloat16"}, marks=pytest.mark.campaign(only=True)),
-    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({"state_dtype": "bfloat16"}, marks=CAMPAIGN),
+    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=CAMPAIGN),
 ]
 
 
@@ -103,7 +100,7 @@ def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(ranks2, tmp_p
         )
 
 
-def is_elementwise(name: str, found: dict[str, Tensor]) -> bool:
+def is_elementwise(name, found):
     """Whether a result does not depend on the shard sizes. Muon's and that of torch's fused kernel do.
 
     The fused kernel computes the last elements of a tensor by another code path, an ulp apart.
@@ -122,7 +119,7 @@ ROW_OPTIONS = [
 ]
 
 
-def train_with_sharded_rows(folder: Path) -> tuple[list[Tensor], str]:
+def train_with_sharded_rows(folder):
     """Matrices that are sharded inside of rows, as by tensor parallel; loads an int8 checkpoint on such a layout."""
     from mvp_engine.checkpoint import state
 
@@ -150,7 +147,7 @@ def train_with_sharded_rows(folder: Path) -> tuple[list[Tensor], str]:
     return made, message
 
 
-def one_matrix(place=lambda full: full, wide: bool = False) -> nn.Module:
+def one_matrix(place=lambda full: full, wide=False):
     """A model of one block with one matrix: rows of 300, or wide ones of whole int8 blocks on each of two ranks."""
     torch.manual_seed(4)
     model = nn.Module()
@@ -184,7 +181,7 @@ def test_optimizer_on_rows_sharded_inside_of_blocks_updates_like_one_rank_or_rai
         assert "Set optim.state_dtype=bfloat16" in message
 
 
-def muon_on_a_mesh(shape: tuple[int, int], placements) -> list[Tensor]:
+def muon_on_a_mesh(shape, placements):
     world = World.join("cpu")
     mesh = init_device_mesh("cpu", shape)
     model = six_matrices(lambda full: distribute_tensor(full, mesh, placements))
@@ -196,7 +193,7 @@ def muon_on_a_mesh(shape: tuple[int, int], placements) -> list[Tensor]:
     return found
 
 
-def six_matrices(place=lambda full: full) -> nn.Module:
+def six_matrices(place=lambda full: full):
     torch.manual_seed(4)
     model = nn.Module()
     shapes = [(6, 10), (9, 4), (5, 5), (7, 12), (8, 8), (3, 6, 6)]

@@ -1,18 +1,14 @@
 """The recipe of docs/optim.md as printed there: resume, EMA evaluation and export. The check script of the skill."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, mvp, read_metrics
 from safetensors.torch import load_file
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.imports import import_file
 from mvp_engine.runs import list_runs
@@ -29,7 +25,7 @@ def recipe(tmp_path):
     return tmp_path / "count" / "train.yaml"
 
 
-def last_checkpoint(folder: Path) -> Reader:
+def last_checkpoint(folder):
     return Reader(list_runs(folder)[-1].checkpoint_list()[-1])
 
 
@@ -37,12 +33,9 @@ def last_checkpoint(folder: Path) -> Reader:
 def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_evaluated_and_exported(
     train, ranks2, recipe, tmp_path, capsys
 ):
-    options = [
-        "log.interval=1",
-        "log.backends=[jsonl]",
-        "checkpoint.interval=5",
-        "data.micro_batch_size=2",
-    ]
+    options = (
+        "log.interval=1 log.backends=[jsonl] checkpoint.interval=5 data.micro_batch_size=2".split()
+    )
     options += ["loop.total_steps=10", "loop.eval_interval=5"]
     uninterrupted = tmp_path / "uninterrupted"
     resumed = tmp_path / "resumed"
@@ -74,7 +67,7 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     } < kept
 
     run = list_runs(uninterrupted)[-1].dir
-    assert main(["merge", "--ema", str(run), str(tmp_path / "out")]) == 0
+    assert mvp(f"merge --ema {run} {tmp_path}/out") == 0
     out = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(out[name], saved.read(f"optim.hf.{name}.ema"))
@@ -90,13 +83,13 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     assert with_ema == pytest.approx(during_training, rel=1e-5)
     assert without_ema != pytest.approx(during_training, rel=1e-3)
 
-    assert train("optim.ema=null", "loop.total_steps=1", config=recipe, dir=tmp_path / "none") == 0
+    assert train("optim.ema=null loop.total_steps=1", config=recipe, dir=tmp_path / "none") == 0
     capsys.readouterr()
     run = list_runs(tmp_path / "none")[-1].dir
-    assert main(["merge", "--ema", str(run), str(tmp_path / "never")]) == EXIT_USER_ERROR
+    assert mvp(f"merge --ema {run} {tmp_path}/never") == EXIT_USER_ERROR
     assert "has no averaged weights" in capsys.readouterr().err
     assert (
-        train("workflow=evaluate", f"resume={run}", config=recipe, dir=tmp_path / "no")
+        train(f"workflow=evaluate resume={run}", config=recipe, dir=tmp_path / "no")
         == EXIT_USER_ERROR
     )
     assert "has no EMA weights: it was trained without optim.ema" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Evaluations that compute their loss at the end (preference, contrastive), on pipeline stages: equal to one rank."""
 
-from __future__ import annotations
-
 import pytest
 import transformers as hf
 from conftest import read_metrics

@@ -123,7 +123,10 @@ def test_plan_of_fp8_weight_gradients_equals_what_autograd_saves(
     monkeypatch.setattr(fp8, "_matmul_transposed", lambda *both, fast=True: fp8_mm(*both))
     batch = PackedBatch.from_sequences([torch.arange(n) % 96 for n in (1000, 615)])
     with patch.multiple(
-        attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+        attention_ops,
+        _has_kernels=lambda *_: True,
+        _torch_varlen_is_supported=lambda *_: True,
+        _torch_varlen=dense,
     ):
         plain, low = (bytes_of_block(batch, weight_gradients) for weight_gradients in (False, True))
     block = LanguageModel.on_meta(None, SHAPE).hf.model.layers[0]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import ROOT
 from test_recipe import recipe  # noqa: F401 - a fixture
-from tiny_vlm import vlm_folder  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.config.schema import CHECKPOINTING_MODES

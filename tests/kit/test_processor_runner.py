@@ -1,11 +1,8 @@
 """Processors that differ: they format prompts, change expansions by their neighbours, mask tiles or no frames."""
 
-from __future__ import annotations
-
 import pickle
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -67,7 +64,7 @@ def test_processor_call_passes_its_own_options_directly(monkeypatch):
 class UnmaskedRunner(ProcessorRunner):
     """A processor of sounds with two features a frame, and a mask of what the encoder makes of them."""
 
-    def call(self, items) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items):
         frames = [info.num_samples // 1000 for info, _ in items]
         mask = torch.arange(max(frames) // 4) < torch.tensor(frames)[:, None] // 4
         outputs = {
@@ -86,7 +83,7 @@ def test_audio_without_a_mask_of_frames_has_a_row_for_each_frame():
     assert media.values.shape == (0, 2)
 
 
-def runner_of(kind: type[ProcessorRunner]) -> ProcessorRunner:
+def runner_of(kind):
     processor = hf.Qwen2AudioProcessor.__new__(hf.Qwen2AudioProcessor)
     processor.tokenizer = SimpleNamespace(bos_token="<s>")
     return kind(processor, ["audio"], 16000)
@@ -95,12 +92,12 @@ def runner_of(kind: type[ProcessorRunner]) -> ProcessorRunner:
 class OneSoundRunner(ProcessorRunner):
     """A processor that takes one sound per text, with a mask of frames."""
 
-    def call(self, items) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items):
         if len(items) > 1:
             raise ValueError("one sound per text")
         return self._call_with_own_texts(items)
 
-    def _call_with_own_texts(self, items) -> tuple[list[str], dict[str, Any]]:
+    def _call_with_own_texts(self, items):
         frames = torch.tensor([info.num_samples // 1000 for info, _ in items])
         mask = torch.arange(int(frames.max())) < frames[:, None]
         outputs = {"input_features": mask[..., None] * torch.ones(2), "input_features_mask": mask}
@@ -119,7 +116,7 @@ def test_sounds_of_a_processor_for_one_per_text_are_padded_as_it_pads_several_te
 class EqualTilesRunner(ProcessorRunner):
     """A processor of images in tiles that stacks those of one call, so they must have equal numbers of tiles."""
 
-    def call(self, items) -> tuple[list[str], dict[str, Any]]:
+    def call(self, items):
         counts = [info.height // 8 for info, _ in items]
         if len(set(counts)) > 1:
             raise ValueError("stack expects each tensor to be equal size")

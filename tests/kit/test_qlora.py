@@ -1,22 +1,16 @@
 """QLoRA: adapters on a base in NF4 train like adapters on the dequantized base, on every layout and on disk."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import mvp, user_error
 from families import config_of, parallel
 from folders import entries
 from lora_models import BATCH, adam, engine_of, exported, log_probs, steps, token_log_probs, weights
+from run_files import read_json
 from test_api import constant
-from torch import Tensor
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -29,7 +23,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_si
 IDS = torch.arange(3, 12)[None]
 
 
-def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save(folder, dtype=torch.float32):
     torch.manual_seed(0)
     config = config_of("qwen3")
     for name, value in {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}.items():
@@ -64,7 +58,7 @@ def rounded(base, tmp_path_factory):
     return folder
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
+def same_bytes(a, b):
     """The bytes of quantized weights may be NaN as numbers."""
     return torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8))
 
@@ -113,9 +107,7 @@ def test_qlora_stores_linear_layers_in_4_bits_and_nothing_else(half):
     assert not any("embed" in name or "head" in name for name in layers)
 
 
-def train_on(
-    folder: Path, precision: str, out: Path, sizes: dict[str, int], resume: bool
-) -> dict[str, Tensor]:
+def train_on(folder, precision, out, sizes, resume):
     """Two steps and a checkpoint, or two steps after that checkpoint."""
     world = World.join("cpu") if sizes else None
     layout = Layout.of(world, parallel(**sizes)) if world else None
@@ -173,7 +165,7 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(base, rou
     engine.save_checkpoint(tmp_path / "saved")
     engine.export_hf(tmp_path / "exported")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     written = exported(tmp_path / "exported")
     for other in (exported(tmp_path / "merged"), dict(engine.get_per_tensor_param())):
         assert written.keys() == other.keys()
@@ -249,19 +241,19 @@ def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
     again.load_checkpoint(tmp_path / "saved")
     assert torch.equal(log_probs(again), log_probs(engine))
     engine.export_hf(tmp_path / "exported")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     merged = exported(tmp_path / "merged")
     for name, value in entries(tmp_path / "exported" / "model.safetensors"):
         assert torch.allclose(merged[name], value, atol=1e-6), name
 
 
-def parallel_alone() -> Layout:
+def parallel_alone():
     return Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
 def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     def fails(match, lora, **settings):
-        with pytest.raises(UserError, match=match):
+        with user_error(match):
             engine_of(base, lora, train=False, **settings)
 
     fails(
@@ -274,13 +266,9 @@ def test_quantize_is_refused_where_it_cannot_work(base, tmp_path):
     fails("both name llm", Lora(), quantize=NF4, fp8={"llm": True}, precision="bf16")
     narrow = tmp_path / "narrow"
     LanguageModel.from_config(config_of("qwen3")).hf.save_pretrained(narrow)
-    with pytest.raises(
-        UserError, match=r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"
-    ):
+    with user_error(r"the part llm .* has no frozen linear layers with a multiple of 64 inputs"):
         engine_of(narrow, Lora(), train=False, quantize=NF4)
     engine_of(base, Lora(rank=4), quantize=NF4).save_checkpoint(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "hf" / "mvp.json").read_text())["quantize"] == NF4
-    with pytest.raises(
-        UserError, match=r"trained with model.quantize=\{llm: nf4\}, and this model has other base"
-    ):
+    assert read_json(tmp_path / "saved" / "hf" / "mvp.json")["quantize"] == NF4
+    with user_error(r"trained with model.quantize=\{llm: nf4\}, and this model has other base"):
         engine_of(base, Lora(rank=4)).load_checkpoint(tmp_path / "saved")

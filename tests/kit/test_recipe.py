@@ -1,28 +1,21 @@
 """The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
-from __future__ import annotations
-
-import json
 import re
 from multiprocessing import active_children
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as hf
-from conftest import ROOT
-from run_files import json_lines
+from conftest import CAMPAIGN, ROOT, mvp
+from run_files import json_lines, printed_json
 from templates.tiny import tokenizer
 from test_kit import chat, with_images, write
-from tiny_vlm import vlm_folder  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.encode import row_encoder
 
 
 @pytest.fixture
-def recipe(vlm_folder):  # noqa: F811
+def recipe(vlm_folder):
     page = (ROOT / "docs" / "data.md").read_text()
     for name, code in re.findall(
         r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
@@ -37,7 +30,7 @@ def recipe(vlm_folder):  # noqa: F811
     return vlm_folder
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder):
     (file,) = folder.glob("*/metrics.jsonl")
     return json_lines(file)
 
@@ -56,17 +49,16 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     )
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
-    assert main(["data", "inspect", "chat/configs/train.yaml", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["plan"]["steps"] == len(lines)
+    assert mvp("data inspect chat/configs/train.yaml --json") == 0
+    assert printed_json(capsys)["plan"]["steps"] == len(lines)
     (run,) = recipe.glob("outputs/*")
-    assert main(["merge", str(run), "merged"]) == 0
+    assert mvp(f"merge {run} merged") == 0
     processor = hf.AutoProcessor.from_pretrained("merged")
     assert processor.image_processor.size["longest_edge"] == 512  # limits.max_pixels of the recipe
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     config = recipe / "chat" / "configs" / "train.yaml"
     text = (
@@ -75,7 +67,7 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
         .replace("repeats: 2.0", "stream: true")
     )
     config.write_text(text + "  stream_window: 2\n")
-    words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
+    words = f"train {config} log.interval=1 loop.epochs=null optim.schedule=constant".split()
     before = {*active_children()}
     assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
     for steps in (1, 3, 4):
@@ -93,12 +85,9 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
-def test_row_encoder_template_without_stop_token_warns_once(tmp_path, monkeypatch):
-    source, warned = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-        [],
-    )
-    monkeypatch.setattr(row_encoder.LOGGER, "warning", warned.append)
+def test_row_encoder_template_without_stop_token_warns_once(tmp_path, logged):
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    warned = logged()
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {
         "sources": [{"path": f"{tmp_path}/a.jsonl"}],

@@ -4,14 +4,12 @@ The faults are in sequences of packs, among others: a NaN weight, an image of 1e
 outside of the vocabulary.
 """
 
-from __future__ import annotations
-
-import json
 import shlex
 
 import pytest
-from run_files import json_lines
-from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+from conftest import CAMPAIGN, mvp
+from run_files import json_lines, printed_json
+from tiny_vlm import with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -74,7 +72,7 @@ log: {backends: [jsonl, file]}
 
 
 @pytest.fixture
-def config(vlm_folder):  # noqa: F811
+def config(vlm_folder):
     write(vlm_folder / "images.jsonl", with_images(vlm_folder, 24))
     (vlm_folder / "engine.py").write_text(ENGINE)
     (vlm_folder / "train.yaml").write_text(CONFIG)
@@ -84,14 +82,14 @@ def config(vlm_folder):  # noqa: F811
 @pytest.mark.slow
 def test_replay_of_a_packed_vlm_names_the_rows(config, tmp_path, capsys):
     planted = {"nan": 3, "huge": 11, "log": 18}
-    assert main(["train", config, *(f"faults.{kind}={row}" for kind, row in planted.items())]) == 0
+    assert mvp(f"train {config}", *(f"faults.{kind}={row}" for kind, row in planted.items())) == 0
     [run] = list_runs(tmp_path / "outputs")
     records = json_lines(run.dir / "skipped_steps.jsonl")
     found = {}
     for record in records:
         capsys.readouterr()
-        assert main(["check", run.id, "--json", "--step", str(record["step"])]) == 0
-        for entry in json.loads(capsys.readouterr().out)["rows"]:
+        assert mvp(f"check {run.id} --json --step", str(record["step"])) == 0
+        for entry in printed_json(capsys)["rows"]:
             assert entry["step"] == record["step"]
             [name] = entry["rows"]
             found[name] = entry
@@ -104,27 +102,22 @@ def test_replay_of_a_packed_vlm_names_the_rows(config, tmp_path, capsys):
 
 
 def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config, capsys):
-    assert main(["train", config, "faults.label=5"]) == EXIT_USER_ERROR
+    assert mvp(f"train {config} faults.label=5") == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "rank 0, micro-batch" in text
     assert "row images.jsonl:6: labels: 9999 at position 0" in text
     assert "Traceback" not in text
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
     config, tmp_path, capsys
 ):
-    words = [
-        "optim.lr=50",
-        "optim.warmup_steps=0",
-        "checkpoint.interval=1",
-        "guard.max_consecutive_skips=3",
-    ]
-    assert main(["train", config, *words, "loop.epochs=3"]) == EXIT_USER_ERROR
+    words = "optim.lr=50 optim.warmup_steps=0 checkpoint.interval=1 guard.max_consecutive_skips=3".split()
+    assert mvp(f"train {config}", *words, "loop.epochs=3") == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
     [run] = list_runs(tmp_path / "outputs")
-    assert main(["check", run.id]) == 0
+    assert mvp(f"check {run.id}") == 0
     text = capsys.readouterr().out
     assert "the weights are to blame and not the data" in text
     assert "the learning rate 4" in text
@@ -136,7 +129,7 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
 @pytest.mark.slow
 def test_replay_on_a_stream_names_the_stream_and_the_row(config, tmp_path, capsys):
     words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
-    assert main(["train", config, *words, "faults.nan=3"]) == 0
+    assert mvp(f"train {config}", *words, "faults.nan=3") == 0
     [run] = list_runs(tmp_path / "outputs")
-    assert main(["check", run.id]) == 0
+    assert mvp(f"check {run.id}") == 0
     assert "row images, row 3\n" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Columns of rows: renamed, dropped, read as numbers, or listed because nothing reads them."""
 
-from __future__ import annotations
-
 import pytest
 from test_rows import ANSWER, EXPECTED_TURNS, QUESTION, reason, roles_and_texts, text_part
 

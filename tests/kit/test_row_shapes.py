@@ -3,8 +3,6 @@
 `row_shapes.jsonl` has one row (or file) of each shape. The table below has what the model sees of it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -102,7 +100,7 @@ def encoders():
     return {name: RowEncoder(model, max_tokens=4000, pairs=True) for name, model in models.items()}
 
 
-def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row, **options) -> list[str]:
+def seen(encoders, name, folder, row, **options):
     """What the model sees: roles and texts, those with loss between « and ». Raises BadRow."""
     is_text = name in ("lf_sharegpt_tools", "openai_tool_calls", "reasoning_content")
     encoder = encoders["text" if is_text else "vlm"]
@@ -121,7 +119,7 @@ def seen(encoders: dict[str, RowEncoder], name: str, folder: Path, row, **option
     return [_shown(sequence) for sequence in facts["sequences"]]
 
 
-def _shown(sequence) -> str:
+def _shown(sequence):
     text = ""
     for segment in sequence["text"]:
         if "media" in segment:

@@ -1,7 +1,5 @@
 """Row formats: every format is read into the same `Row`; junk is a BadRow with a reason code, never a crash."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -9,11 +7,11 @@ import re
 
 import numpy as np
 import pytest
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
 
@@ -23,21 +21,21 @@ OTHER = {"role": "assistant", "content": "No."}
 TURNS = [QUESTION, ANSWER]
 
 
-def text_part(text: str) -> Part:
+def text_part(text):
     return Part("text", text)
 
 
-def reason(raw, format: RowFormat | str | None = None) -> str:
+def reason(raw, format=None):
     with pytest.raises(BadRow) as caught:
         read_row(raw, format)
     return caught.value.reason
 
 
-def media_values(row: Row):
+def media_values(row):
     return [part.value for part in row.media()]
 
 
-def roles_and_texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+def roles_and_texts(messages):
     return [(message.role, message.text) for message in messages]
 
 
@@ -256,7 +254,7 @@ def test_read_row_unknown_format_names_found_and_wanted_keys():
     assert all(key in caught.value.detail for keys in FORMATS.values() for key in keys)
     with pytest.raises(BadRow, match="wanted: instruction and output"):
         read_row({"messages": TURNS}, "alpaca")
-    with pytest.raises(UserError, match="mesages"):
+    with user_error("mesages"):
         read_row({}, "mesages")
 
 

@@ -1,21 +1,17 @@
 """Sampling: hashed noise, the same tokens on every layout, and log-probs that are those of the trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import FAMILIES, VISION, parallel
 from test_generate import built
-from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.kit import decoding as noise
 from mvp_engine.kit.decoding import (
-    Completion,
     Decoding,
     complete,
     gumbel_noise,
@@ -23,17 +19,16 @@ from mvp_engine.kit.decoding import (
     sequence_keys,
     with_completion,
 )
-from mvp_engine.model_engine import LanguageModelEngine
 
 DRAWS = 20_000
 SAMPLED = Decoding(max_new_tokens=4, temperature=0.8, samples=2, seed=3)
 
 
-def keys_of(seed: int, prompts: list[int], samples: int = 1) -> Tensor:
+def keys_of(seed, prompts, samples=1):
     return torch.tensor(sequence_keys(seed, prompts, samples))
 
 
-def p_value(drawn: Tensor, probs: Tensor) -> float:
+def p_value(drawn, probs):
     """Of the chi-square test that the draws follow the probabilities."""
     expected = probs.double() * len(drawn)
     counts = torch.bincount(drawn, minlength=len(probs))
@@ -107,7 +102,7 @@ def test_complete_draws_follow_the_probabilities_without_placeholders():
         assert one.log_probs[0] == pytest.approx(float(log_probs[one.tokens[0]]), abs=2e-5)
 
 
-def with_labels(prompt: PackedBatch, tokens: list[int], token_type: int) -> PackedBatch:
+def with_labels(prompt, tokens, token_type):
     """The prompt and its completion, with the completion's tokens as labels."""
     text = with_completion(prompt, None, tokens, token_type)
     start = prompt.num_tokens - 1
@@ -116,11 +111,11 @@ def with_labels(prompt: PackedBatch, tokens: list[int], token_type: int) -> Pack
 
 
 def trainer_log_probs(
-    engine: LanguageModelEngine,
-    prompts: list[PackedBatch],
-    found: list[Completion],
-    temperature: float,
-) -> list[list[float]]:
+    engine,
+    prompts,
+    found,
+    temperature,
+):
     token_type = engine.model.completion_token_type
     batch = PackedBatch.concat(
         [with_labels(prompts[one.prompt], one.tokens, token_type) for one in found]
@@ -132,19 +127,14 @@ def trainer_log_probs(
     return [part.tolist() for part in chosen.split([len(one.tokens) for one in found])]
 
 
-def check_log_probs(
-    engine: LanguageModelEngine, prompts: list[PackedBatch], found: list[Completion]
-):
+def check_log_probs(engine, prompts, found):
     trained = trainer_log_probs(engine, prompts, found, SAMPLED.temperature)
     for one, log_probs in zip(found, trained, strict=True):
         assert one.log_probs == pytest.approx(log_probs, abs=2e-5)
 
 
 SOME = ["gemma2", "gpt_oss", "gemma3", "paligemma", "qwen2_audio", "qwen2_5_vl"]
-ALL = [
-    pytest.param(name, marks=[] if name in SOME else pytest.mark.campaign(only=True))
-    for name in [*FAMILIES, *VISION]
-]
+ALL = [pytest.param(name, marks=[] if name in SOME else CAMPAIGN) for name in [*FAMILIES, *VISION]]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -159,7 +149,7 @@ def test_sampled_log_probs_equal_the_trainers_on_packed_families(name):
     assert [one.tokens for one in uncached] == [one.tokens for one in found]
 
 
-def on_ranks(name: str, sizes: dict[str, int], budget: int | None) -> list[tuple[int, list[int]]]:
+def on_ranks(name, sizes, budget):
     """Keys and tokens of the completions of this rank's prompts."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -176,7 +166,7 @@ def on_ranks(name: str, sizes: dict[str, int], budget: int | None) -> list[tuple
     return [(keys[one.prompt], one.tokens) for one in found]
 
 
-def check_layout(ranks, count: int, sizes: dict[str, int]):
+def check_layout(ranks, count, sizes):
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
     keys = range(100, 100 + len(ones))
@@ -194,9 +184,9 @@ def test_sampled_tokens_on_two_ranks_are_those_of_one(ranks2, sizes):
 
 
 FOUR_RANKS = [
-    pytest.param({}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({}, marks=CAMPAIGN),
     {"shard": 2, "ulysses": 2},
-    pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.campaign(only=True)),
+    pytest.param({"shard": 2, "tensor": 2}, marks=CAMPAIGN),
 ]
 
 
@@ -231,8 +221,8 @@ def test_model_temperature_per_call_equals_plain_pytorch_and_leaves_the_next_cal
         found["entropy"], -log_p.exp().mul(log_p.clamp(min=-1e9)).sum(-1), atol=1e-5
     )
     assert torch.equal(model(batch, ["log_probs"])["log_probs"], before)
-    with pytest.raises(UserError, match="temperature=0"):
+    with user_error("temperature=0"):
         model(batch, ["log_probs"], temperature=0)
-    with pytest.raises(UserError, match="mean_log_probs is over all tokens"):
+    with user_error("mean_log_probs is over all tokens"):
         model(batch, ["mean_log_probs"], temperature=1.0)
     assert torch.equal(model(batch, ["log_probs"])["log_probs"], before)

@@ -3,8 +3,6 @@
 Each payload would create `marker`, or shows `SECRET`, if it worked. docs/security.md says what is trusted.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -15,11 +13,11 @@ import subprocess
 import sys
 import tarfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, user_error
+from run_files import read_json, write_json
 from safetensors.torch import save_file
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
@@ -29,7 +27,6 @@ from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.model import config_source
 from mvp_engine.hf.model.config_source import _config_of_folder
 from mvp_engine.hf.weights.export import Target, write_side_files
 from mvp_engine.hf.weights.load import weight_paths
@@ -50,7 +47,7 @@ SECRET = "the private key"
 class Payload:
     """Runs code when it is unpickled."""
 
-    def __init__(self, marker: Path):
+    def __init__(self, marker):
         self.marker = marker
 
     def __reduce__(self):
@@ -80,14 +77,14 @@ def test_payload_itself_would_run(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def pickled(payload) -> torch.Tensor:
+def pickled(payload):
     """The bytes of a pickle, as older checkpoints held them."""
     buffer = io.BytesIO()
     torch.save(payload, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def write_checkpoint(folder: Path, **tensors):
+def write_checkpoint(folder, **tensors):
     checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
 
 
@@ -101,7 +98,7 @@ def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path, marker, pl
     tensors[place] = pickled({"step": 3, "bad": Payload(marker)})
     write_checkpoint(tmp_path / "made", **tensors)
     checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
-    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert train("resume=auto loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
 
@@ -109,7 +106,7 @@ def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path, secret):
     folder = tmp_path / "step"
     write_checkpoint(folder, x=torch.ones(3))
     checkpoint_format.verify(folder)
-    (folder / "meta.json").write_text(json.dumps({"files": {"../outside/id_rsa": 0}}))
+    write_json(folder / "meta.json", {"files": {"../outside/id_rsa": 0}})
     with pytest.raises(CorruptCheckpoint, match="names a file outside"):
         checkpoint_format.verify(folder)
     (folder / "meta.json").write_text("{}")
@@ -130,7 +127,7 @@ def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path, dtype):
 
 def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
     write_checkpoint(tmp_path, shared=pickled(Payload(marker)))
-    with pytest.raises(UserError, match="could run code"):
+    with user_error("could run code"):
         state.read_shared(tmp_path)
 
 
@@ -141,14 +138,14 @@ def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path, marker):
     "name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"]
 )
 def test_weight_index_that_names_a_file_outside_is_refused(tmp_path, name):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(UserError, match="a file outside of its folder"):
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": name}})
+    with user_error("a file outside of its folder"):
         weight_paths(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path, marker):
     torch.save(Payload(marker), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="is a pickle"):
+    with user_error("is a pickle"):
         weight_paths(tmp_path)
 
 
@@ -159,11 +156,11 @@ def model_folder(tmp_path):
     return folder
 
 
-def with_code(folder: Path, config: str, marker: Path, auto_map, **settings):
+def with_code(folder, config, marker, auto_map, **settings):
     (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
     file = folder / config
-    before = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**before, **settings, "auto_map": auto_map}))
+    before = read_json(file) if file.exists() else {}
+    write_json(file, {**before, **settings, "auto_map": auto_map})
 
 
 def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, monkeypatch):
@@ -172,7 +169,7 @@ def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, mo
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoProcessor": "evil.Evil"}
     with_code(model_folder, "tokenizer_config.json", marker, auto_map, tokenizer_class="Evil")
     with_code(model_folder, "processor_config.json", marker, auto_map, processor_class="Evil")
-    with pytest.raises(UserError, match="has no processor or tokenizer that transformers can read"):
+    with user_error("has no processor or tokenizer that transformers can read"):
         load_processor(model_folder)
     assert not asked
     assert "evil" not in sys.modules
@@ -180,16 +177,14 @@ def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder, marker, mo
 
 def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path, marker):
     with_code(tmp_path, "config.json", marker, {"AutoConfig": "evil.Evil"}, model_type="evil_lm")
-    with pytest.raises(UserError, match="cannot be read"):
+    with user_error("cannot be read"):
         _config_of_folder(tmp_path)
 
 
 def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
-    model_folder, marker, tmp_path, monkeypatch
+    model_folder, marker, tmp_path, logged
 ):
-    warned = []
-    logger = config_source.LOGGER
-    monkeypatch.setattr(logger, "warning", lambda text, file: warned.append(text % file.name))
+    warned = logged()
     code = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
     code["AutoTokenizer"] = ["evil.Evil", None]
     sizes = {"vocab_size": 320, "hidden_size": 8, "head_dim": 8}
@@ -201,7 +196,8 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
     rows = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
     kit = made(rows, load_processor(model_folder))
     assert [text.partition(",")[0] for text in warned] == [
-        f"{name}.json names code of its own (auto_map)" for name in ("config", "tokenizer_config")
+        f"{model_folder}/{name}.json names code of its own (auto_map)"
+        for name in ("config", "tokenizer_config")
     ]
     kit.save_processor(tmp_path / "processor")
     for side_files in (model_folder, tmp_path / "processor"):
@@ -218,15 +214,15 @@ def test_auto_map_of_a_known_model_is_a_warning_and_not_exported(
 @pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
 def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder, secret, value):
     file = model_folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
-    with pytest.raises(UserError, match="is outside of its folder"):
+    write_json(file, {**read_json(file), "vocab_file": value})
+    with user_error("is outside of its folder"):
         load_processor(model_folder)
 
 
 def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder, secret):
     (model_folder / "chat_template.jinja").unlink(missing_ok=True)
     (model_folder / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(UserError, match="is a link to"):
+    with user_error("is a link to"):
         load_processor(model_folder)
     sizes = {"hidden_size": 8, "head_dim": 8, "vocab_size": 8}
     config = Qwen3Config(**sizes, num_hidden_layers=1, num_attention_heads=1)
@@ -237,7 +233,7 @@ def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model
     for key, value in fields.items():
         object.__setattr__(target, key, value)
     out = model_folder.parent / "export"
-    with pytest.raises(UserError, match="which is not copied"):
+    with user_error("which is not copied"):
         write_side_files(target, out)
     assert not any(SECRET in file.read_text() for file in out.rglob("*") if file.is_file())
 
@@ -314,7 +310,7 @@ def test_chat_template_that_takes_too_much_memory_or_time_is_refused(template, m
     before = resource.getrusage(
         resource.RUSAGE_CHILDREN
     ).ru_maxrss  # KiB, the most of any child so far
-    with pytest.raises(UserError, match=EXPENSIVE[template]):
+    with user_error(EXPENSIVE[template]):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 2**20)
 
@@ -338,7 +334,7 @@ def test_chat_template_trial_imports_no_torch_and_runs_once_for_a_template(
 
 
 def test_row_that_multiplies_its_work_in_a_chat_template_is_a_bad_row(monkeypatch):
-    def form(source: str) -> ChatTemplate:
+    def form(source):
         return ChatTemplate(tokenizer("zephyr", chat_template=source))
 
     turn = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
@@ -365,12 +361,12 @@ EPS = (
 )
 
 
-def encode_and_load(encoder, source, index: int, format):
+def encode_and_load(encoder, source, index, format):
     sides = encoder.encode(source[index], format, source.root)
     encoder.load(sides, source.root, {"source": 0, "sample": index})
 
 
-def reasons(file: Path, **settings) -> list[str]:
+def reasons(file, **settings):
     """Why each row of a file is bad."""
     kit = made(file, qwen3_vl(), **settings)
     source = open_source(file)
@@ -444,8 +440,8 @@ def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path):
     from mvp_engine.kit.data.settings import read_dataset_info
 
     for name in ("../outside/rows.json", "/etc/passwd"):
-        (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": name}}))
-        with pytest.raises(UserError, match="outside of its folder"):
+        write_json(tmp_path / "dataset_info.json", {"x": {"file_name": name}})
+        with user_error("outside of its folder"):
             read_dataset_info(f"{tmp_path}/dataset_info.json:x")
 
 
@@ -508,6 +504,6 @@ def test_recipe_with_a_link_outside_is_not_copied(tmp_path, secret):
     recipe = tmp_path / "recipe"
     shutil.copytree(TINY.parent, recipe)
     (recipe / "notes.md").symlink_to(secret)
-    with pytest.raises(UserError, match="a link that leads out of the recipe"):
+    with user_error("a link that leads out of the recipe"):
         new_recipe("copied", str(recipe), tmp_path)
     assert not (tmp_path / "copied").exists()

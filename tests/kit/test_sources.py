@@ -1,7 +1,5 @@
 """Sources: every file kind gives rows by index in any process; broken files are user errors; mixtures are exact."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing
@@ -16,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import user_error
+from run_files import write_json
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.packs import Mixture
@@ -27,13 +27,13 @@ from mvp_engine.kit.data.settings import DataSource, resolve_source
 ROWS = [{"prompt": f"Is {i} even?", "completion": "yes" if i % 2 == 0 else "nö"} for i in range(10)]
 
 
-def jsonl(file: Path, rows=ROWS) -> Path:
+def jsonl(file, rows=ROWS):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file
 
 
-def parquet(file: Path) -> Path:
+def parquet(file):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(
         pa.Table.from_pylist(ROWS), file, row_group_size=3, compression="none", use_dictionary=False
@@ -41,7 +41,7 @@ def parquet(file: Path) -> Path:
     return file
 
 
-def arrow(file: Path, stream: bool = False) -> Path:
+def arrow(file, stream=False):
     pa = pytest.importorskip("pyarrow")
     table = pa.Table.from_pylist(ROWS)
     with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(file), table.schema) as writer:
@@ -49,18 +49,18 @@ def arrow(file: Path, stream: bool = False) -> Path:
     return file
 
 
-def on_disk(folder: Path) -> Path:
+def on_disk(folder):
     """As `Dataset.save_to_disk` writes it: Arrow streams, and a state.json with their names."""
     folder.mkdir()
     arrow(folder / "data-00000-of-00002.arrow", stream=True)
     arrow(folder / "data-00001-of-00002.arrow", stream=True)
     files = [{"filename": file.name} for file in sorted(folder.glob("*.arrow"))]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    write_json(folder / "state.json", {"_data_files": files})
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
 
-def tar(file: Path, members: dict[str, bytes]) -> Path:
+def tar(file, members):
     with tarfile.open(file, "w") as out:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -69,7 +69,7 @@ def tar(file: Path, members: dict[str, bytes]) -> Path:
     return file
 
 
-def shard(file: Path) -> Path:
+def shard(file):
     return tar(file, {f"{i:03}.json": json.dumps(row).encode() for i, row in enumerate(ROWS)})
 
 
@@ -133,7 +133,7 @@ def test_source_fingerprint_follows_the_content_not_the_path(made, tmp_path):
     assert open_source(moved).fingerprint != before
 
 
-def bad_reasons(rows) -> list[str]:
+def bad_reasons(rows):
     """Why each of some rows is bad; each is a function."""
     reasons = []
     for row in rows:
@@ -149,7 +149,7 @@ def test_open_source_reads_what_datasets_saves(tmp_path):
     images = [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}]
     data = datasets.Dataset.from_dict({"image": images, "text": ["a", "b"]}, features=features)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
-    with pytest.raises(UserError, match=r"both/test, .*both/train"):
+    with user_error(r"both/test, .*both/train"):
         open_source(tmp_path / "both")
     source = open_source(tmp_path / "both" / "train")
     assert [read_row(row).media()[0].value["path"] for row in source] == [None, "b.png"]
@@ -209,7 +209,7 @@ def test_tar_shard_media_members_replace_the_rows_media_names(tmp_path):
 
 
 def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path):
-    def write(**files: bytes | str):
+    def write(**files):
         for name, data in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -295,14 +295,14 @@ def test_open_source_unusable_file_is_a_user_error_with_its_name(tmp_path, name,
         pytest.importorskip("pyarrow")
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=words) as caught:
+    with user_error(words) as caught:
         open_source(tmp_path / name)
     assert name in str(caught.value)
 
 
 def test_open_source_empty_folder_empty_list_and_duplicates_are_user_errors(tmp_path, monkeypatch):
-    def refused(words: str, source):
-        with pytest.raises(UserError, match=words):
+    def refused(words, source):
+        with user_error(words):
             open_source(source)
 
     folder = tmp_path / "a"
@@ -332,7 +332,7 @@ def three(tmp_path):
     ]
 
 
-def counts(order: np.ndarray) -> Counter[tuple[int, int]]:
+def counts(order):
     return Counter(map(tuple, order.tolist()))
 
 
@@ -391,15 +391,14 @@ def test_mixture_invalid_share_is_a_user_error(three, share):
 def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three):
     one = ("a", three[0], 1)
     for parts, by in (([], "repeats"), ([one] * 2, "repeats"), ([one], "size")):
-        with pytest.raises(UserError, match="mixture needs"):
+        with user_error("mixture needs"):
             Mixture(parts, by=by)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(tmp_path, suffix):
     first = '{"prompt": "a", "completion": "b", "prompt": "c"}'
-    inner = '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}'
-    lines = [first, json.dumps(ROWS[0]), inner]
+    lines = [first, json.dumps(ROWS[0]), '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}']
     file = tmp_path / f"rows.{suffix}"
     file.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
     source = open_source(file)
@@ -434,12 +433,12 @@ def test_row_with_more_text_than_the_limit_is_bad_before_it_is_tokenized():
 
 
 def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_path):
-    def sizes(path: Path | str, **source) -> int:
+    def sizes(path, **source):
         found = resolve_source(DataSource(path=str(path), **source))
         assert found.label == source.get("name", Path(path).name.rpartition(":")[2])
         return len(open_source(found.path, found.root))
 
-    def card(folder: Path, files: str):
+    def card(folder, files):
         text = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
         (folder / "README.md").write_text(text)
 
@@ -450,13 +449,12 @@ def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_p
     assert sizes(folder) == 20
     assert sizes(f"{folder}:test") == 10
     assert sizes(f"{folder}:test", split="eval", name="held_out") == 10
-    words = r"no split eval: name one of its splits, .*set:test, .*set:train"
-    with pytest.raises(UserError, match=words):
+    with user_error(r"no split eval: name one of its splits, .*set:test, .*set:train"):
         sizes(folder, split="eval")
     card(folder, "[{split: train, path: data/test-*}]")
     assert sizes(folder) == 10
     jsonl(lines / "all.jsonl")
-    with pytest.raises(UserError, match="name such files one by one"):
+    with user_error("name such files one by one"):
         sizes(lines)
     card(lines, "all.jsonl")
     assert sizes(lines) == 10

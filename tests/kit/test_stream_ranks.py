@@ -1,25 +1,22 @@
 """Streams on another number of ranks than they were saved by: every row once, also after several moves in an epoch."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
 from itertools import islice
-from typing import Any
 
 import pytest
 from conftest import ROOT, losses
 from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
 
 from mvp_engine.errors import EXIT_INTERRUPTED
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader, is_of_lane, move_lanes, start_lanes
+from mvp_engine.kit.data.pack.stream_loader import is_of_lane, move_lanes, start_lanes
 from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
 
 
-def loaders(data, ranks: int, states: list[Any] | None = None) -> list[StreamLoader]:
+def loaders(data, ranks, states=None):
     made = [
         data.stream_loader("train", rank=rank, world_size=ranks, seed=3) for rank in range(ranks)
     ]
@@ -91,8 +88,7 @@ def test_move_lanes_deals_out_even_shares(before, after, lanes):
 
 def test_move_lanes_of_many_ranks_stay_bounded():
     states = [{"lanes": start_lanes(4, rank, 1024), "turn": 2} for rank in range(1024)]
-    sizes = {len(cursors) for cursors in move_lanes(states, 4, 1023)}
-    assert sizes == {4, 5}
+    assert {len(cursors) for cursors in move_lanes(states, 4, 1023)} == {4, 5}
 
 
 @pytest.mark.slow

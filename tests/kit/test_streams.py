@@ -1,7 +1,5 @@
 """Stream loader: each row once, full packs in bounded memory, and bit-exact resumes with any number of workers."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -15,27 +13,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from run_files import json_lines
 from templates.tiny import tokenizer
 from test_kit import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 
 ROWS = 400
-CAMPAIGN = pytest.mark.campaign(only=True)
 
 
-def texts(rows: int = ROWS, seed: int = 0) -> list[dict[str, str]]:
+def texts(rows=ROWS, seed=0):
     rng = np.random.default_rng(seed)
     return [{"text": f"{i} " + "word " * int(rng.integers(1, 40))} for i in range(rows)]
 
 
-def kit(file: Path, **settings):
+def kit(file, **settings):
     given = {
         "sources": [{"path": str(file), "stream": True}],
         "stream_window": 4,
@@ -49,7 +46,7 @@ def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("streams") / "a.jsonl", texts())
 
 
-def samples(batches: list[PackedBatch]) -> list[int]:
+def samples(batches):
     return [sample for batch in batches for sample in batch.sequence_fields["sample"].tolist()]
 
 
@@ -142,13 +139,13 @@ def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(file, s
 def test_stream_loader_state_of_other_streams_or_ranks_raises(file):
     state = kit(file).stream_loader("train").state_dict()
     kit(file).stream_loader("train").load_state_dict(state)
-    with pytest.raises(UserError, match="the packing is not what the checkpoint was trained with"):
+    with user_error("the packing is not what the checkpoint was trained with"):
         kit(file, stream_window=5).stream_loader("train").load_state_dict(state)
-    with pytest.raises(UserError, match="the position is of rank 0 of 1"):
+    with user_error("the position is of rank 0 of 1"):
         kit(file).stream_loader("train", world_size=2).load_state_dict(state)
 
 
-def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> StreamLoader:
+def lengths_only(sizes, budget, window, lanes):
     """A loader over rows with given lengths and no tokenizer, for long streams."""
 
     class Sized:
@@ -157,10 +154,10 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
         def encode(self, raw, *_):
             return [type("Sides", (), {"ids": range(raw["size"])})()]
 
-        def encoder_cost(self, sides) -> int:
+        def encoder_cost(self, sides):
             return 0
 
-        def load(self, sides, root, fields: dict[str, int]):
+        def load(self, sides, root, fields):
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
             return [
                 PackedBatch.from_sequences(
@@ -179,7 +176,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_stream_loader_realistic_lengths_fills_packs_to_99_percent():
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
     sizes = (
@@ -225,16 +222,16 @@ def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path):
     assert loader.end_report() == (
         f"left out 2 bad rows (a: 1 bad_json, a: 1 unknown_format). All are in {tmp_path / 'bad_rows.jsonl'}"
     )
-    with pytest.raises(UserError, match=r"2 of \d+ rows are bad, and 1 are allowed"):
+    with user_error(r"2 of \d+ rows are bad, and 1 are allowed"):
         list(kit(file, max_bad_rows=1).stream_loader("train"))
     shared = kit(file, max_bad_rows=1, stream_lanes=2)
     first, _, third = (
         shared.stream_loader(rank=rank, world_size=3, folder=tmp_path / "3") for rank in range(3)
     )
     list(first)  # it has one of them
-    with pytest.raises(UserError, match=r"2 of 60 rows are bad, and 1 are allowed.*bad_rows.jsonl"):
+    with user_error(r"2 of 60 rows are bad, and 1 are allowed.*bad_rows.jsonl"):
         list(third)
-    with pytest.raises(UserError, match=r"a.jsonl:31: \d+ tokens; 256 are allowed"):
+    with user_error(r"a.jsonl:31: \d+ tokens; 256 are allowed"):
         list(kit(file, overlong="error").stream_loader("train"))
 
 
@@ -266,11 +263,11 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes())))
     same("-")
     pipes = kit(plain, sources=[{"path": "-", "stream": True}])
-    with pytest.raises(UserError, match="a pipe can be read by one rank alone"):
+    with user_error("a pipe can be read by one rank alone"):
         pipes.stream_loader("train", world_size=2)
     cut_off = (tmp_path / "b.jsonl.gz").read_bytes()[:-20]
     (tmp_path / "c.jsonl.gz").write_bytes(cut_off)
-    with pytest.raises(UserError, match=r"c.jsonl.gz cannot be read to its end"):
+    with user_error(r"c.jsonl.gz cannot be read to its end"):
         same(str(tmp_path / "c.jsonl.gz"))
 
 
@@ -308,7 +305,7 @@ def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path):
     assert mixed.source_names() == ["a", "b"]
     with pytest.raises(ValueError, match="must be streams, or none"):
         kit(a, sources=[{"path": str(a), "stream": True}, {"path": str(b)}])
-    with pytest.raises(UserError, match="use stream_loader"):
+    with user_error("use stream_loader"):
         mixed.loader("train")
 
 

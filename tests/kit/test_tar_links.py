@@ -1,18 +1,15 @@
 """Links in tar shards: `tar` writes the second name of a file as a link, which has the content of the first."""
 
-from __future__ import annotations
-
 import io
 import tarfile
-from pathlib import Path
 
 import pytest
+from conftest import user_error
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.sources import Stream, open_source
 
 
-def shard(file: Path, links: dict[str, tuple[bytes, str]]) -> Path:
+def shard(file, links):
     """Two samples, of which the first has an image, and links: name -> (type, target)."""
     with tarfile.open(file, "w") as tar:
         for name, data in (("./a/1.txt", b"one"), ("./a/1.png", b"PNG"), ("./a/2.txt", b"two")):
@@ -45,7 +42,7 @@ def test_tar_shard_linked_member_has_the_content_of_its_target(tmp_path, kind, t
 
 @pytest.mark.parametrize("target", ["a/9.png", "a/2.png", "a"])
 def test_tar_shard_link_without_content_is_a_user_error(tmp_path, target):
-    with pytest.raises(UserError, match=r"a/2.png is a link to .*tar --dereference"):
+    with user_error(r"a/2.png is a link to .*tar --dereference"):
         open_source(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, target)}))
 
 
@@ -53,7 +50,5 @@ def test_stream_with_a_linked_member_is_a_user_error(tmp_path):
     stream = Stream(
         "s", str(shard(tmp_path / "s.tar", {"./a/2.png": (tarfile.LNKTYPE, "a/1.png")}))
     )
-    with pytest.raises(
-        UserError, match=r"a/2.png is a link, which a stream cannot follow: set stream: false"
-    ):
+    with user_error(r"a/2.png is a link, which a stream cannot follow: set stream: false"):
         list(stream)

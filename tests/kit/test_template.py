@@ -1,13 +1,11 @@
 """Loss masks by chat template: exactly the expected characters of a rendered conversation carry loss."""
 
-from __future__ import annotations
-
 import copy
-import json
 import pickle
 from types import SimpleNamespace
 
 import pytest
+from conftest import user_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.templates.tiny import (
@@ -35,9 +33,9 @@ from kit.templates.tiny import (
     texts_with_loss,
     tokenizer,
 )
+from run_files import read_json, write_json
 from tokenizers import AddedToken
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import load_processor
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered, truncate
@@ -48,27 +46,25 @@ from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
 def test_render_assistant_turns_and_stop_token_carry_loss(name):
     form, stop = template(name), STOPS[name]
     assert texts_with_loss(form, HI, HELLO) == ["Hello  there!" + stop]
-    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == [
-        "Hello  there!" + stop,
-        "Ciao\n\n  now." + stop,
-    ]
+    answers = [text + stop for text in ("Hello  there!", "Ciao\n\n  now.")]
+    assert texts_with_loss(form, HI, HELLO, BYE, CIAO) == answers
     if name not in ("gemma", "by_index"):
         assert texts_with_loss(form, SYSTEM, HI, HELLO) == ["Hello  there!" + stop]
     assert form.render(chat_row(HI, HELLO)).stops
 
 
-def chat_row(*messages, **columns) -> Row:
+def chat_row(*messages, **columns):
     return Row(messages=messages, **columns)
 
 
-def bad_row(form: ChatTemplate, row: Row) -> str:
+def bad_row(form, row):
     """The reason why a form refuses a row."""
     with pytest.raises(BadRow) as bad:
         form.render(row)
     return bad.value.reason
 
 
-def learnt(form: ChatTemplate, *messages) -> str:
+def learnt(form, *messages):
     """The text of the tokens that carry loss."""
     ids, loss, _ = form.tokenize(form.render(chat_row(*messages)))
     return form.tokenizer.decode([id for id, has in zip(ids, loss, strict=True) if has])
@@ -138,12 +134,11 @@ def test_render_deepseek_r1_drops_reasoning_and_masks_the_opened_block():
     tag = message("assistant", "<think>\nlong\n</think><b>4</b>")
     assert texts_with_loss(form, HI, tag, BYE, CIAO) == ["Ciao\n\n  now." + stop]
     call = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
-    runs = texts_with_loss(
-        form, HI, message("assistant", tool_calls=call), RESULT, RESULT, HELLO, BYE, CIAO
-    )
-    assert runs[0].startswith("<｜tool▁calls▁begin｜>")  # noqa: RUF001
-    assert runs[0].endswith(stop)
-    assert runs[1:] == ["Hello  there!" + stop, "Ciao\n\n  now." + stop]
+    calls = message("assistant", tool_calls=call)
+    first, *others = texts_with_loss(form, HI, calls, RESULT, RESULT, HELLO, BYE, CIAO)
+    assert first.startswith("<｜tool▁calls▁begin｜>")  # noqa: RUF001
+    assert first.endswith(stop)
+    assert others == ["Hello  there!" + stop, "Ciao\n\n  now." + stop]
 
 
 def test_render_trimmed_contents_carry_loss_without_white_space():
@@ -154,13 +149,11 @@ def test_render_trimmed_contents_carry_loss_without_white_space():
 
 def test_render_generation_blocks_equal_transformers_assistant_mask():
     form = template("generation")
-    messages = [
-        {"role": m.role, "content": m.parts[0].value} for m in (SYSTEM, HI, HELLO, BYE, CIAO)
-    ]
-    expected = form.tokenizer.apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True
-    )
-    ids, loss, _ = form.tokenize(form.render(chat_row(SYSTEM, HI, HELLO, BYE, CIAO)))
+    turns = (SYSTEM, HI, HELLO, BYE, CIAO)
+    messages = [{"role": turn.role, "content": turn.parts[0].value} for turn in turns]
+    options = {"return_assistant_tokens_mask": True, "return_dict": True}
+    expected = form.tokenizer.apply_chat_template(messages, **options)
+    ids, loss, _ = form.tokenize(form.render(chat_row(*turns)))
     assert ids == expected["input_ids"]
     assert loss == [bool(flag) for flag in expected["assistant_masks"]]
 
@@ -231,11 +224,10 @@ def test_render_placeholder_in_row_text_is_a_bad_row():
 def test_render_llava_typed_texts_with_images_moved_to_the_front():
     form = ChatTemplate(Processor("llava"))
     assert form.renderer.typed_content
-    assert texts_with_loss(form, SYSTEM, HI, HELLO, message("user", "this:", IMAGE), CIAO) == [
-        "Hello  there!",
-        "Ciao\n\n  now.",
-    ]
-    rendered = form.render(chat_row(message("user", "this:", IMAGE), CIAO))
+    shown = message("user", "this:", IMAGE)
+    answers = ["Hello  there!", "Ciao\n\n  now."]
+    assert texts_with_loss(form, SYSTEM, HI, HELLO, shown, CIAO) == answers
+    rendered = form.render(chat_row(shown, CIAO))
     assert rendered.text == "USER: <image>\nthis: ASSISTANT: Ciao\n\n  now. "
     assert not rendered.stops, "the format has no stop token"
 
@@ -276,7 +268,7 @@ def test_render_row_content_left_out_by_the_template_is_a_bad_row():
     ],
 )
 def test_chat_template_unusable_source_is_a_user_error(source):
-    with pytest.raises(UserError, match="chat template"):
+    with user_error("chat template"):
         ChatTemplate(tokenizer("zephyr", chat_template=source))
 
 
@@ -340,8 +332,7 @@ def test_tokenize_token_across_a_span_border_carries_loss_but_a_special_one_must
     form = template("phi3")
     text = "<|user|>\n\n hello<|end|>\n"
     ids = form.tokenizer(text).input_ids
-    words = [form.tokenizer.decode([id]) for id in ids]
-    assert words[:2] == ["<|user|>", "\n\n"]
+    assert [form.tokenizer.decode([id]) for id in ids][:2] == ["<|user|>", "\n\n"]
     for start, first in (8, 1), (9, 1), (10, 2):
         _, loss, _ = form.tokenize(Rendered(text, ((start, text.index("\n", 11)),)))
         assert [i for i, has in enumerate(loss) if has] == list(range(first, len(ids) - 1))
@@ -401,12 +392,12 @@ def test_truncate_never_splits_a_media_span():
 def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template():
     form = pickle.loads(pickle.dumps(template("qwen3")))
     assert texts_with_loss(form, HI, HELLO) == texts_with_loss(template("qwen3"), HI, HELLO)
-    with pytest.raises(UserError, match="fast tokenizer"):
+    with user_error("fast tokenizer"):
         ChatTemplate(SimpleNamespace(is_fast=False))
     bare = copy.deepcopy(tokenizer("zephyr"))
     bare.chat_template = None
     ChatTemplate(bare).render(Row(text="hello"))
-    with pytest.raises(UserError, match="no chat template"):
+    with user_error("no chat template"):
         ChatTemplate(bare).render(chat_row(HI, HELLO))
 
 
@@ -415,13 +406,9 @@ def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_i
 ):
     tokenizer("qwen_vl").save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), "processor_class": "Qwen3VLProcessor"})
-    )
-    found = load_processor(tmp_path)
-    assert found.encode("two words") == tokenizer("qwen_vl").encode("two words")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_vl", "vision_config": {}})
-    )
-    with pytest.raises(UserError, match="has no processor"):  # of a VLM, the processor is missing
+    settings = {**read_json(file), "processor_class": "Qwen3VLProcessor"}
+    write_json(file, settings)
+    assert load_processor(tmp_path).encode("two words") == tokenizer("qwen_vl").encode("two words")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
+    with user_error("has no processor"):  # of a VLM, the processor is missing
         load_processor(tmp_path)

@@ -1,7 +1,5 @@
 """Tables and lines: csv, tsv and txt files give rows by index, with the line of the file."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

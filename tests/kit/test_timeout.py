@@ -1,7 +1,5 @@
 """Timeouts of decoders: a call that hangs in C code is abandoned, and its process can still exit."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
@@ -32,10 +30,10 @@ except BadRow as bad:
 
 
 class HangingDataset(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index):
         try:
             return run_with_timeout(0.2, lambda: ctypes.CDLL(None).sleep(300), "it")
         except BadRow as bad:

@@ -3,15 +3,13 @@
 The published templates of model families are tried where `../shared/templates` is next to the checkout.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 from conftest import ROOT
 from kit.templates.tiny import template, tokenizer
+from run_files import printed_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -58,19 +56,19 @@ TOOL = {
 }
 
 
-def form_of(source: str, **options) -> ChatTemplate:
+def form_of(source, **options):
     return ChatTemplate(tokenizer("qwen3", chat_template=source), **options)
 
 
-def user(text: str = "Hi"):
+def user(text="Hi"):
     return {"role": "user", "content": text}
 
 
-def answer(text: str, reasoning: str | None = None, **more):
+def answer(text, reasoning=None, **more):
     return {"role": "assistant", "content": text, "reasoning_content": reasoning, **more}
 
 
-def calls(arguments, reasoning: str | None = None, count: int = 1):
+def calls(arguments, reasoning=None, count=1):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     return answer("", reasoning, tool_calls=[call] * count)
 
@@ -78,12 +76,12 @@ def calls(arguments, reasoning: str | None = None, count: int = 1):
 RESULT = {"role": "tool", "content": "12 degrees", "tool_call_id": "c", "name": "weather"}
 
 
-def learnt(form: ChatTemplate, *messages, **columns) -> list[str]:
+def learnt(form, *messages, **columns):
     rendered = form.render(read_row({"messages": list(messages), **columns}))
     return [rendered.text[start:end] for start, end in rendered.loss]
 
 
-def tool_row(arguments) -> list[dict[str, Any]]:
+def tool_row(arguments):
     return [user(), calls(arguments), RESULT, answer("Cold.")]
 
 
@@ -217,8 +215,7 @@ def test_inspect_counts_turns_without_their_reasoning(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(2 * f"{json.dumps(row)}\n")
     arguments = ["data", "inspect", f"{tmp_path}/rows.jsonl", "--model", f"{tmp_path}/model"]
     assert not main([*arguments, "--json"])
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["sample"]["reasoning_left_out"] == 2
+    assert printed_json(capsys)["sample"]["reasoning_left_out"] == 2
     assert not main(arguments)
     assert "2 turns without loss" in " ".join(capsys.readouterr().out.split())
 
@@ -226,7 +223,7 @@ def test_inspect_counts_turns_without_their_reasoning(tmp_path, capsys):
 # ---- Published templates --------------------------------------------------------------------------------------------
 
 
-def published(name: str) -> ChatTemplate:
+def published(name):
     source = (PUBLISHED / f"{name}.jinja").read_text()
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,20 +1,16 @@
 """Checkpoints of what trains only: for plain modules, with and without LoRA, and for Hugging Face models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import mvp, user_error
 from families import layout_of
 from folders import alone, folder_of, same
 from lora_models import adam, exported, steps
 from test_api import constant
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
 
@@ -26,7 +22,7 @@ class Net(nn.Module):
 
     fresh = ("head.*",)
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -35,33 +31,31 @@ class Net(nn.Module):
         torch.manual_seed(9)
         self.head = nn.Linear(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(self.norm(x))
 
 
-def plain_engine(
-    seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings
-) -> FSDPEngine:
+def plain_engine(seed, lora=None, layout=None, **settings):
     model = MLLMModelKit(lora).adapt(Net(seed))
     engine = FSDPEngine(model, layout or alone(), Settings(**settings))
     engine.initialize(adam, constant)
     return engine
 
 
-def step(engine: FSDPEngine):
+def step(engine):
     engine.train_batch([X], lambda x: (engine.model(x).square().sum(), 3.0))
 
 
-def tensors(engine: FSDPEngine) -> dict[str, Tensor]:
+def tensors(engine):
     return {
         name: full_tensor(value.detach()).clone()
         for name, value in engine.model.state_dict().items()
     }
 
 
-def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
+def saved_by_two_shards(folder):
     with layout_of(shard=2) as layout:
         engine = plain_engine(0, Lora(rank=2), layout)
         step(engine)
@@ -87,9 +81,7 @@ def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2
     again = plain_engine(0, Lora(rank=2))
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), trained)
-    with pytest.raises(
-        UserError, match=r"leaves out the frozen blocks\.0\.\w+ .*which has other values"
-    ):
+    with user_error(r"leaves out the frozen blocks\.0\.\w+ .*which has other values"):
         plain_engine(1, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
 
 
@@ -117,7 +109,7 @@ def test_frozen_plain_module_is_saved_whole_unless_trainable_only(trainable_only
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), tensors(engine))
     if trainable_only:
-        with pytest.raises(UserError, match=r"no optimizer state for .*blocks.*: was it frozen"):
+        with user_error(r"no optimizer state for .*blocks.*: was it frozen"):
             plain_engine(0).load_checkpoint(tmp_path / "saved")  # nothing is frozen now
 
 
@@ -150,5 +142,5 @@ def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), tensors(engine))
     engine.export_hf(tmp_path / "export")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     assert same(exported(tmp_path / "merged"), exported(tmp_path / "export"))

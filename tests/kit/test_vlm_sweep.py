@@ -3,23 +3,21 @@
 A few types with different processors and encoders in each run of the tests, all of them in a campaign.
 """
 
-from __future__ import annotations
-
 import importlib.util
-import json
 
 import pytest
 import transformers
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
 from families import is_supported
+from run_files import read_json
 from vlm_columns import columns
 from vlm_sweep import try_type, types
 from vlm_tiny import special_of
 
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.model.head_probe import LogitSteps
+from mvp_engine.hf.model.language_model import LogitSteps
 
-LISTED = json.loads((ROOT / "mvp_engine" / "tools" / "models_media.json").read_text())
+LISTED = read_json(ROOT / "mvp_engine" / "tools" / "models_media.json")
 
 # Type -> what its trial covers beyond the families of test_families_kit.py.
 QUICK = {
@@ -46,12 +44,11 @@ QUICK = {
 
 # Other tests of the suite have what these cover: test_processor_runner.py and tests/hf/test_omni_*.py.
 COVERED = ("step3p7", "qwen3_omni_moe")
-IN_CAMPAIGN = pytest.mark.campaign(only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=IN_CAMPAIGN) if name in COVERED else name for name in QUICK]
+    "name", [pytest.param(name, marks=CAMPAIGN) if name in COVERED else name for name in QUICK]
 )
 def test_data_kit_and_model_of_unlisted_type_equal_transformers(name):
     if name not in types() or not is_supported(name):
@@ -60,7 +57,7 @@ def test_data_kit_and_model_of_unlisted_type_equal_transformers(name):
     assert trial.outcome == "exact", trial
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("name", types())
 def test_media_type_is_as_listed_in_every_column(name, ranks2):
     needs = special_of(name).needs

@@ -1,29 +1,25 @@
 """The watchdog: a worker that dies or hangs raises an error with its row; an exception in a worker is unchanged."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
-from conftest import run_process
+from conftest import run_process, user_error
 from templates.tiny import tokenizer
 from test_kit import made, write
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.pack import packs
 from mvp_engine.kit.data.pack.packs import WorkerWatchdog
 
 
-def broken_at(kit, row: int, what):
+def broken_at(kit, row, what):
     """Call `what` when the row with this number is loaded."""
     load = kit.row_encoder.load
 
-    def replaced(sides, root: Path, fields: dict[str, int]):
+    def replaced(sides, root, fields):
         if fields["sample"] == row:
             what()
         return load(sides, root, fields)
@@ -40,9 +36,7 @@ def kit(tmp_path):
 def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit, monkeypatch):
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(packs, "CHECK_SECONDS", 1.0)
-    with pytest.raises(
-        UserError, match=r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"
-    ):
+    with user_error(r"(?s)DataLoader worker \(pid.*\. What was being.*worker \d at a.jsonl:8"):
         list(kit.loader("train", num_workers=2))
 
 
@@ -55,7 +49,7 @@ def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit, monkeypat
 
     broken_at(kit, 7, lambda: setattr(Connection, "_send", send_half))
     monkeypatch.setattr(packs, "CHECK_SECONDS", 1.0)
-    with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid"):
+    with user_error(r"(?s)DataLoader worker \(pid"):
         list(kit.loader("train", num_workers=2))
 
 
@@ -72,7 +66,7 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
         return ["worker 0 at a.jsonl:8"]
 
     monkeypatch.setattr(WorkerWatchdog, "positions", positions)
-    with pytest.raises(UserError, match=r"worker \(pid 1\) is killed.*worker 0 at a.jsonl:8"):
+    with user_error(r"worker \(pid 1\) is killed.*worker 0 at a.jsonl:8"):
         list(WorkerWatchdog().iterate(fetching, 1.0))
 
 
@@ -83,7 +77,7 @@ def test_watchdog_hanging_worker_raises_with_its_row(kit, monkeypatch):
     )  # until it is ended
     broken_at(kit, 7, lambda: time.sleep(600))
     monkeypatch.setattr(MLLMData, "stall_seconds", 1.0)
-    with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):
+    with user_error(r"nothing came from the workers .*worker . at a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
 
 

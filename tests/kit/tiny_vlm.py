@@ -1,15 +1,9 @@
 """Shared by tests of the data kit: a tiny Qwen3-VL config with its real processor, and rows with random images."""
 
-from __future__ import annotations
-
 import json
-import shutil
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import transformers as hf
 from PIL import Image
 from templates.tiny import FOLDER, tokenizer
@@ -60,7 +54,7 @@ def model_config():
     return hf.Qwen3VLConfig(text_config={**TEXT, **rope}, vision_config=VIT, **ids)
 
 
-def chat(question, answer: str):
+def chat(question, answer):
     return {
         "messages": [
             {"role": "user", "content": question},
@@ -69,20 +63,20 @@ def chat(question, answer: str):
     }
 
 
-def write_image(file: Path, width: int, height: int, seed: int = 0) -> str:
+def write_image(file, width, height, seed=0):
     drawn = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     Image.fromarray(drawn).save(file)
     return file.name
 
 
-def write(file: Path, rows) -> Path:
+def write(file, rows):
     file.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     )
     return file
 
 
-def made(file: Path, processor, config=None, **settings) -> MLLMDataKit:
+def made(file, processor, config=None, **settings):
     """A data kit for one file; a step has two packs."""
     given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256}
     given |= {"cache": str(file.parent / "cache"), **settings}
@@ -90,7 +84,7 @@ def made(file: Path, processor, config=None, **settings) -> MLLMDataKit:
     return MLLMDataKit(MLLMData.model_validate(given), processor, model_config=config)
 
 
-def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
+def with_images(folder, rows=12):
     found = []
     for i in range(rows):
         names = [
@@ -106,16 +100,8 @@ def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
 
 
 @cache
-def _saved_model(parent: Path) -> Path:
+def saved_model(parent):
+    """A folder with a tiny Qwen3-VL, made once."""
     hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(parent / "model")
     qwen3_vl().save_pretrained(parent / "model")
     return parent / "model"
-
-
-@pytest.fixture
-def vlm_folder(tmp_path, tmp_path_factory, monkeypatch):
-    """The current folder, with a tiny Qwen3-VL in `model`, and a cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(_saved_model(tmp_path_factory.getbasetemp()), tmp_path / "model")
-    return tmp_path

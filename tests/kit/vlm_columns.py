@@ -1,24 +1,19 @@
 """The columns of the model matrix for types with media: Ulysses, tensor parallel, LoRA and export, on rows of the data
 kit. Each check returns True, or the reason why the model type does not support it."""
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from model_sweep import worst_difference
 from sweep_columns import compare_ranks, outputs_and_gradients, random_adapters, tensors_or_reason
-from torch import Tensor
-from vlm_sweep import TOLERANCE, Rows, own_log_probs, random_model
+from vlm_sweep import TOLERANCE, own_log_probs, random_model
 from vlm_tiny import special_of, tiny_config, tiny_processor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
 
 WHOLE_FOLDERS = (
     "qwen2_5_omni",
@@ -27,7 +22,7 @@ WHOLE_FOLDERS = (
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
 
 
-def columns(name: str, rows: Rows, pool) -> dict[str, bool | str]:
+def columns(name, rows, pool):
     """All columns of a type that is exact. `pool`: two ranks."""
     found = {"lora": lora(name, rows)}
     for column in ("ulysses", "tensor"):
@@ -36,11 +31,11 @@ def columns(name: str, rows: Rows, pool) -> dict[str, bool | str]:
     return found
 
 
-def build(name: str) -> LanguageModel:
+def build(name):
     return random_model(tiny_config(name, tiny_processor(name)), special_of(name).noise)
 
 
-def lora(name: str, rows: Rows) -> bool | str:
+def lora(name, rows):
     """Adapters on the text layers: packed text and media stay exact, and the adapters get gradients."""
     model = build(name)
     adapters = random_adapters(model)
@@ -63,7 +58,7 @@ def lora(name: str, rows: Rows) -> bool | str:
     )
 
 
-def export(name: str, rows: Rows) -> bool | str:
+def export(name, rows):
     """A folder that transformers reads without missing or unexpected tensors, with the log-probs of this model."""
     model = build(name)
     with tempfile.TemporaryDirectory() as parent, torch.no_grad():
@@ -93,14 +88,14 @@ def export(name: str, rows: Rows) -> bool | str:
     )
 
 
-def _read(model_class, folder: Path) -> tuple[Any, dict[str, list[str]]]:
+def _read(model_class, folder):
     """The model in a folder, and the tensors that are missing or unexpected."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, loading = model_class.from_pretrained(folder, **options)
     return model, {key: sorted(map(str, names)) for key, names in loading.items() if names}
 
 
-def on_two_ranks(name: str, rows: Rows, pool, **sizes: int) -> bool | str:
+def on_two_ranks(name, rows, pool, **sizes):
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     batch = PackedBatch.concat(rows.ones)
     answers = pool.run(_on_layout, name, pickle.dumps(batch), sizes, timeout=120.0)
@@ -108,7 +103,7 @@ def on_two_ranks(name: str, rows: Rows, pool, **sizes: int) -> bool | str:
     return compare_ranks(answers, expected, sizes)
 
 
-def _on_layout(name: str, batch: bytes, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+def _on_layout(name, batch, sizes):
     return tensors_or_reason(
         lambda layout: outputs_and_gradients(build(name), layout, pickle.loads(batch)), sizes
     )

@@ -1,7 +1,5 @@
 """What the tiny configs and processors of single types need beyond the rules of `vlm_tiny.py`."""
 
-from __future__ import annotations
-
 from vlm_special import (
     DROP,
     FOUR_HEADS,

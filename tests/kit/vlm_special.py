@@ -50,11 +50,10 @@ GLM_ALIASES = {
     for end, side in (("start", "begin"), ("end", "end"))
 }
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>")
-QWEN_VIDEO = "Qwen2VLVideoProcessor"
 SIGLIP = {"options": {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}}
 
 
-def qwen_like(**changes) -> Special:
+def qwen_like(**changes):
     found = {
         "config": {"text_config": MROPE},
         "places": QWEN,
@@ -64,7 +63,7 @@ def qwen_like(**changes) -> Special:
     return Special(**{**found, **changes})
 
 
-def glm_like(**changes) -> Special:
+def glm_like(**changes):
     config = {"text_config": {**MROPE, "partial_rotary_factor": 1.0}}
     return Special(
         **{"config": config, "places": GLM, "tokens": GLM_TOKENS, "aliases": GLM_ALIASES, **changes}
@@ -124,7 +123,7 @@ QWEN2_5_OMNI = {
 QWEN3_OMNI = {"text_config": MROPE, "vision_config": {"patch_size": 14}, **START}
 
 
-def omni_like(processor_of: str, config) -> Special:
+def omni_like(processor_of, config):
     return qwen_like(
         processor_of=processor_of,
         images=OMNI_PATCH,

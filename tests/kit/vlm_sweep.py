@@ -55,7 +55,7 @@ class Rows:
     runnable: list[int] = field(default_factory=list)
 
 
-def types() -> list[str]:
+def types():
     """All image-text types of the installed transformers, and those for audio."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -76,7 +76,7 @@ def types() -> list[str]:
     return sorted(names - {"mistral4"})  # listed there, but text only: see tests/hf/model_sweep.py
 
 
-def try_type(name: str) -> Trial:
+def try_type(name):
     try:
         processor = tiny_processor(name)
         config = tiny_config(name, processor)
@@ -101,14 +101,14 @@ def try_type(name: str) -> Trial:
     return Trial(name, "exact", ", ".join(rows.kinds), rows=rows)
 
 
-def _last_line() -> str:
+def _last_line():
     kind, error, trace = sys.exc_info()
     frames = traceback.extract_tb(trace)
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
     return f"{kind.__name__ if kind else ''}: {error} ({' '.join(places)})"
 
 
-def check_type(config, processor, noise: float) -> Rows:
+def check_type(config, processor, noise):
     """Raise unless rows with media are exact through the data kit; returns them."""
     model = random_model(config, noise)
     check_packing(model)
@@ -118,7 +118,7 @@ def check_type(config, processor, noise: float) -> Rows:
     return rows
 
 
-def random_model(config, noise: float = 0.1) -> LanguageModel:
+def random_model(config, noise=0.1):
     """No weight is zero, and all media change the outputs by far more than the tolerance."""
     with torch.device("meta"):
         size = sum(
@@ -134,7 +134,7 @@ def random_model(config, noise: float = 0.1) -> LanguageModel:
     return model.eval()
 
 
-def _rows_of(model: LanguageModel, processor, folder: Path) -> Rows:
+def _rows_of(model, processor, folder):
     """Rows with the media that the model takes, from files."""
     settings = {
         "sources": [{"path": str(folder / "rows.jsonl")}],
@@ -193,13 +193,13 @@ def _rows_of(model: LanguageModel, processor, folder: Path) -> Rows:
     return Rows(kinds, ones, given)
 
 
-def _row_of(row, item: int):
+def _row_of(row, item):
     """The row with one of its media."""
     blocks = row["messages"][0]["content"]
     return _row([blocks[item]], blocks[-1]["text"], row["messages"][1]["content"])
 
 
-def _sounds_change(processor, together, row, media) -> bool:
+def _sounds_change(processor, together, row, media):
     """Whether the last frames of sounds change with other sounds of the call, as where waveforms are padded.
 
     The data kit calls processors for one sound at a time.
@@ -227,11 +227,11 @@ def _sounds_change(processor, together, row, media) -> bool:
 
 
 def _kinds_of_model(
-    model: LanguageModel,
-    kinds: list[str],
-    items: list[list[tuple[str, int]]],
-    ones: list[PackedBatch],
-) -> tuple[list[str], list[int]]:
+    model,
+    kinds,
+    items,
+    ones,
+):
     """The kinds of media that pass the preflight, and the rows without others."""
     problems = {}
     for kind in kinds:
@@ -253,7 +253,7 @@ def _kinds_of_model(
     return [kind for kind in kinds if kind not in problems], kept
 
 
-def _row(blocks, question: str, answer: str):
+def _row(blocks, question, answer):
     content = [*blocks, {"type": "text", "text": question}] if blocks else question
     return {
         "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
@@ -311,7 +311,7 @@ def own_format(processor, shown, media):
     return found
 
 
-def compare(model: LanguageModel, rows: Rows):
+def compare(model, rows):
     """Log-probs and gradients: packed, alone, and by transformers' own model with its own attention code."""
     ones = rows.ones
     own, own_grads = _transformers(model, rows)
@@ -340,14 +340,12 @@ def compare(model: LanguageModel, rows: Rows):
     assert encoders, "no encoder has a gradient"
 
 
-def _assert_close(what: str, computed: torch.Tensor, expected: torch.Tensor):
+def _assert_close(what, computed, expected):
     difference = float((computed - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     assert difference <= TOLERANCE, f"{what} differ by {difference:.1e}"
 
 
-def _ours(
-    model: LanguageModel, batches: list[PackedBatch]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _ours(model, batches):
     model.zero_grad()
     found = []
     for batch in batches:
@@ -357,7 +355,7 @@ def _ours(
     return torch.cat(found), _grads(model.hf)
 
 
-def _transformers(model: LanguageModel, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _transformers(model, rows):
     """The same from a plain model of transformers, with the outputs of its processor, of the rows that it can run."""
     config = copy.deepcopy(model.hf.config)
     config._attn_implementation = "eager"
@@ -377,14 +375,14 @@ def _transformers(model: LanguageModel, rows: Rows) -> tuple[torch.Tensor, dict[
     return torch.cat(found), _grads(plain)
 
 
-def own_log_probs(plain, one: PackedBatch, inputs) -> torch.Tensor:
+def own_log_probs(plain, one, inputs):
     """The log-probs of the labels of a row, by a model of transformers."""
     logits = plain(**inputs, use_cache=False).logits[0]
     picked = logits.log_softmax(-1).gather(-1, one.labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(one.labels == IGNORE, 0.0, picked)
 
 
-def _grads(model) -> dict[str, torch.Tensor]:
+def _grads(model):
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {name: grad.clone() for name, grad in grads.items() if bool(grad.any())}
 

@@ -3,8 +3,6 @@
 Sizes follow from the names of config keys and from the signatures of processors; `EXCEPTIONS` holds what does not.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -153,17 +151,16 @@ KNOWN_TOKENS = {
     f"{name}_token"
     for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "add_bos", "add_eos")
 }
-SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
 
 
 # ---- Configs ---------------------------------------------------------------------------------------------------
 
 
-def special_of(name: str) -> Special:
+def special_of(name):
     return EXCEPTIONS.get(name, Special())
 
 
-def tiny_config(name: str, processor):
+def tiny_config(name, processor):
     """The config of a type with a few thousand parameters, and the token ids of `processor`."""
     config_class = hf.CONFIG_MAPPING[name]
     special = special_of(name)
@@ -241,7 +238,7 @@ def _name_tokens(values, processor):
             values[key] = next(unused)
 
 
-def special_of_processor(processor) -> dict[str, str]:
+def special_of_processor(processor):
     """The tokens that a processor or its tokenizer names: `image` for `image_token` and so on."""
     found = {}
     for owner in (processor.tokenizer, processor):
@@ -255,14 +252,14 @@ def special_of_processor(processor) -> dict[str, str]:
     return found | processor_aliases(processor)
 
 
-def processor_aliases(processor) -> dict[str, str]:
+def processor_aliases(processor):
     return dict(getattr(processor, "tiny_aliases", {}))
 
 
 # ---- Processors ------------------------------------------------------------------------------------------------
 
 
-def tokenizer_for(source: str, special: Special):
+def tokenizer_for(source, special):
     """A byte tokenizer with the special tokens that a processor's code names."""
     alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bare = Tokenizer(models.BPE(vocab=alphabet | {"ĊĊ": 256}, merges=[("Ċ", "Ċ")]))
@@ -292,7 +289,7 @@ def tokenizer_for(source: str, special: Special):
     return tokenizer
 
 
-def tiny_processor(name: str):
+def tiny_processor(name):
     """The processor of a type, with a chat template that writes its placeholders."""
     from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -374,7 +371,7 @@ def _sub_processor(kind, changes):
     return kind(**{**options, **changes})
 
 
-def _size(size, areas: bool) -> dict[str, int]:
+def _size(size, areas):
     given = {key for key, value in size.items() if value is not None}
     if areas and given >= {"shortest_edge", "longest_edge"}:
         return {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}

@@ -1,10 +1,6 @@
 """metrics.jsonl on a full disk: records wait for space, and no partial line stays in the file."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +10,20 @@ from mvp_engine.log.backends import JsonlBackend
 class FullDisk:
     """A file that takes only the first bytes of what is written."""
 
-    def __init__(self, file: Any, space: int) -> None:
+    def __init__(self, file, space):
         self.file = file
         self.space = space
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.file, name)
 
-    def write(self, data: bytes) -> int:
+    def write(self, data):
         written = self.file.write(data[: self.space])
         self.space -= written
         return int(written)
 
 
-def test_jsonl_backend_writes_that_fail_several_times_leave_no_partial_line(tmp_path: Path) -> None:
+def test_jsonl_backend_writes_that_fail_several_times_leave_no_partial_line(tmp_path):
     backend = JsonlBackend()
     backend.pending = b""
     path = tmp_path / "metrics.jsonl"

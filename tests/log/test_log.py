@@ -43,7 +43,7 @@ PERF = {
 }
 
 
-def test_metric_store_weights_means_and_sums_totals() -> None:
+def test_metric_store_weights_means_and_sums_totals():
     store = MetricStore(ALONE)
     for value, weight in ((2.0, 1), (torch.tensor(9.0), 3)):
         store.add("loss", value, weight)
@@ -55,14 +55,14 @@ def test_metric_store_weights_means_and_sums_totals() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), torch.tensor(float("nan"))])
-def test_metric_store_skips_nonfinite_values(bad: Any) -> None:
+def test_metric_store_skips_nonfinite_values(bad):
     store = MetricStore(ALONE)
     for value in (1.0, bad, torch.tensor(3.0)):
         store.add("loss", value)
     assert store.reduce()[0] == {"loss": 2.0}
 
 
-def test_metric_store_state_dict_restores_host_and_device_sums() -> None:
+def test_metric_store_state_dict_restores_host_and_device_sums():
     store, again = MetricStore(ALONE), MetricStore(ALONE)
     for part in (store, again):
         part.add("a", 0.1)
@@ -75,12 +75,12 @@ def test_metric_store_state_dict_restores_host_and_device_sums() -> None:
     assert store.reduce() == again.reduce()
 
 
-def test_metric_store_reduce_with_different_names_per_rank(ranks2) -> None:
+def test_metric_store_reduce_with_different_names_per_rank(ranks2):
     results = ranks2.run(_uneven_metrics)
     assert results[0] == results[1] == ({"both": 1.5, "only0": 0.0, "only1": 1.0}, {"n": 4.0})
 
 
-def _uneven_metrics() -> Any:
+def _uneven_metrics():
     world = World.join("cpu")
     store = MetricStore(world)
     store.add("both", torch.tensor(1.0 + world.rank))
@@ -92,7 +92,7 @@ def _uneven_metrics() -> Any:
     return dict(sorted(means.items())), totals
 
 
-def test_log_line_contains_the_main_metrics() -> None:
+def test_log_line_contains_the_main_metrics():
     line = format.line({**RECORD, "fill": 0.975, "perf": PERF}, 100)
     for part in (
         "step 20/100",
@@ -113,11 +113,11 @@ def test_log_line_contains_the_main_metrics() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")]
 )
-def test_duration_is_formatted_as_clock(seconds: float, text: str) -> None:
+def test_duration_is_formatted_as_clock(seconds, text):
     assert format.duration(seconds) == text
 
 
-def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
+def test_terminal_panel_on_a_tty_and_plain_lines_otherwise():
     plain = io.StringIO()
     terminal = Terminal("run", 100, live=True, console=Console(file=plain, width=100))
     terminal.show({**RECORD, "perf": PERF})
@@ -137,8 +137,8 @@ def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
 
 
 def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_echo(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     """A `^C` that the terminal echoes after a line of full width would wrap, and the panel stay on the screen."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     backend = TerminalBackend()
@@ -157,9 +157,7 @@ def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_ech
 
 
 @pytest.mark.parametrize(("interval", "says"), [(10, True), (1, False)])
-def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(
-    interval: int, says: bool, monkeypatch: Any
-) -> None:
+def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(interval, says, monkeypatch):
     console = Console(file=(out := io.StringIO()), width=80)
     monkeypatch.setattr("mvp_engine.log.backends.Terminal", partial(Terminal, console=console))
     clock = iter([0.0, 10.0, 70.0, 80.0])
@@ -177,19 +175,16 @@ def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(
     assert says or not out.getvalue()
 
 
-def test_sparkline_of_a_falling_loss_falls() -> None:
-    line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
-    assert line == "█▇▆▅▄▃▂▁"
+def test_sparkline_of_a_falling_loss_falls():
+    assert sparkline([math.exp(-i / 10) for i in range(80)], 8) == "█▇▆▅▄▃▂▁"
     assert sparkline([], 8) == ""
     assert sparkline([1.0], 8) == "▁"
 
 
-def test_backends_write_all_files_of_a_run(train, tmp_path: Path, capsys: Any) -> None:
+def test_backends_write_all_files_of_a_run(train, tmp_path, capsys):
     assert (
         train(
-            "log.backends=[terminal,file,jsonl,tensorboard,plot]",
-            "loop.eval_interval=6",
-            dir=tmp_path,
+            "log.backends=[terminal,file,jsonl,tensorboard,plot] loop.eval_interval=6", dir=tmp_path
         )
         == 0
     )
@@ -222,7 +217,7 @@ def test_backends_write_all_files_of_a_run(train, tmp_path: Path, capsys: Any) -
     }  # the first step warms up: it predicts nothing
 
 
-def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> None:
+def test_tensorboard_after_resume_has_each_step_once(train, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ["log.backends=[tensorboard,jsonl]", "log.interval=1"]
@@ -234,16 +229,16 @@ def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> N
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 13))
 
 
-def test_log_file_after_resume_is_appended(train, tmp_path: Path) -> None:
+def test_log_file_after_resume_is_appended(train, tmp_path):
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     before = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
-    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path) == 0
+    assert train("resume=auto loop.total_steps=6", dir=tmp_path) == 0
     after = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
     assert after.startswith(before)
     assert "resume=auto: continuing" in after[len(before) :]
 
 
-def test_rewind_metrics_moves_later_records_and_a_partial_line(tmp_path: Path) -> None:
+def test_rewind_metrics_moves_later_records_and_a_partial_line(tmp_path):
     run = Run(tmp_path)
     lines = [json.dumps({"step": n, "split": "train"}) + "\n" for n in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "spl')
@@ -256,14 +251,14 @@ def test_rewind_metrics_moves_later_records_and_a_partial_line(tmp_path: Path) -
 class Recorder(Backend):
     seen: list[Any] = []  # noqa: RUF012
 
-    def metrics(self, record: dict[str, Any]) -> None:
+    def metrics(self, record):
         self.seen.append(record["step"])
 
-    def close(self, failure: str | None) -> None:
+    def close(self, failure):
         self.seen.append(failure)
 
 
-def test_custom_backend_by_module_and_class_gets_records(train, tmp_path: Path) -> None:
+def test_custom_backend_by_module_and_class_gets_records(train, tmp_path):
     sys.modules.setdefault("test_log", sys.modules[__name__])
     Recorder.seen.clear()
     assert train("log.backends=['test_log:Recorder']", dir=tmp_path) == 0
@@ -300,7 +295,7 @@ class Mute(Backend):
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Path:
+def board(tmp_path):
     """A config whose recipe folder has a log backend of its own."""
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "board.py").write_text(BOARD)
@@ -319,14 +314,12 @@ def board(tmp_path: Path) -> Path:
     ],
 )
 def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
-    train, board: Path, tmp_path: Path, fails: str, calls: str
-) -> None:
+    train, board, tmp_path, fails, calls
+):
     file = tmp_path / "calls"
     entry = f"{{name:'board.py:Board',file:{file},fails:{fails}}}"
     assert (
-        train(
-            f"log.backends=[file,{entry}]", "loop.total_steps=4", config=board, dir=tmp_path / "out"
-        )
+        train(f"log.backends=[file,{entry}] loop.total_steps=4", config=board, dir=tmp_path / "out")
         == 0
     )
     assert file.read_text() == calls
@@ -358,15 +351,15 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
     ],
 )
 def test_wrong_backend_is_refused_before_the_run_folder_exists(
-    train, board: Path, tmp_path: Path, capsys: Any, entry: str, expected: str
-) -> None:
+    train, board, tmp_path, capsys, entry, expected
+):
     assert train(f"log.backends=[{entry}]", config=board, dir=tmp_path / "out") == EXIT_USER_ERROR
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
+def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
     calls: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)),
@@ -375,8 +368,7 @@ def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, n
     fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
     assert (
-        train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path)
-        == 0
+        train(f"log.backends=[{{name:{name},entity:team}}] loop.total_steps=4", dir=tmp_path) == 0
     )
     assert calls[0]["project"] == "tiny"
     assert calls[0]["entity"] == "team"
@@ -385,16 +377,14 @@ def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, n
     assert calls[-1] == "finish"
 
 
-def test_only_rank_0_writes_files(ranks2, tmp_path: Path) -> None:
+def test_only_rank_0_writes_files(ranks2, tmp_path):
     words = [f"project.dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert len(list_runs(tmp_path)) == 1
     assert len(read_metrics(tmp_path)) == 7
 
 
-def test_early_messages_are_printed_at_once_and_written_to_the_log_file(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_early_messages_are_printed_at_once_and_written_to_the_log_file(tmp_path, capsys):
     logger, names = logging.getLogger("mvp_engine"), ["terminal", "file"]
     with EarlyMessages(names):
         logger.info("early")

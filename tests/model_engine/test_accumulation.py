@@ -1,14 +1,9 @@
 """Several micro-batches on sharded ranks: the gradients of one rank, and at no time those of the whole model on any."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiny_engines import (
     ALONE,
-    Tensors,
     assert_close,
     assert_equal,
     engine_of,
@@ -17,10 +12,9 @@ from tiny_engines import (
     share_of,
     weights,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mvp_engine.distributed import Layout
 from mvp_engine.model_engine import FSDPEngine
 
 # Blocks of each micro-batch, the same on all ranks in a pass; 3 is for nobody.
@@ -35,27 +29,27 @@ class Stack(nn.Module):
         self.beside = nn.Linear(4, 6)  # of the same group as the first, and not used by all
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
 
-    def forward(self, x: Tensor, used: tuple[int, ...], beside: bool) -> Tensor:
+    def forward(self, x, used, beside):
         out = self.first(x) + self.beside(x) if beside else self.first(x)
         for index in used:
             out = out + self.blocks[index](out).tanh()
         return out
 
 
-def stack_engine(layout: Layout, **how) -> FSDPEngine:
+def stack_engine(layout, **how):
     torch.manual_seed(0)
     return engine_of(Stack(), layout, lambda model: sgd(model, 0.1), FSDPEngine, **how)
 
 
-def rows(count: int, seed: int) -> Tensor:
+def rows(count, seed):
     return torch.randn(count, 3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def groups_of(engine: FSDPEngine) -> list[Any]:
+def groups_of(engine):
     return [g for m in engine.sharded for g in m._get_fsdp_state()._fsdp_param_groups]
 
 
-def stepped(layout: Layout) -> tuple[Tensors, list[int]]:
+def stepped(layout):
     """Gradients of a step over eight micro-batches, and how many numbers of whole gradients were held in its passes."""
     engine = stack_engine(layout, clip_grad_norm=None)
     held = []
@@ -87,7 +81,7 @@ def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(
         assert held == [0] * (16 // len(results))
 
 
-def gathers(layout: Layout) -> tuple[Tensors, Tensors, list[int]]:
+def gathers(layout):
     """Gradients and weights after two steps of three micro-batches; the all-gathers of a step and an evaluation."""
     engine = stack_engine(layout, precision="bf16")
     batches = [(row, (0, 1, 2, 3), True) for row in rows(3, seed=layout.world.rank)]

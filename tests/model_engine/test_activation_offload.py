@@ -7,14 +7,13 @@ import weakref
 
 import pytest
 import torch
-from lazy_streams import use_lazy_streams
+from conftest import user_error
 from tiny_engines import engine_of, no_host_sync, scores_of, sgd
 from tiny_models import build_model, packs_of
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import FSDPEngine
 from mvp_engine.model_engine.fsdp import parallelize
@@ -25,19 +24,19 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, x, scale=1.0):
         return x + scale * self.down(self.up(x).relu())
 
 
 class Net(nn.Module):
     """Blocks that run twice in a forward, as those of an encoder; `change` is called with the input of each."""
 
-    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS, runs: int = 2):
+    def __init__(self, width=WIDTH, blocks=BLOCKS, runs=2):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(width, width)
@@ -46,7 +45,7 @@ class Net(nn.Module):
         self.change = None
         self.by_name = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embed(x)
         for _ in range(self.runs):
             for layer in self.layers:
@@ -62,23 +61,23 @@ class Inputs(HostInputs):
 
     made: list[Inputs] = []  # noqa: RUF012
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model):
         super().__init__(model)
         self.made.append(self)
         self.allocated = 0
         self.taken = 0
 
-    def take(self, size: int, device: torch.device) -> Tensor:
+    def take(self, size, device):
         self.allocated += not any(len(one) >= size for one in self.free)
         self.taken += 1
         return super().take(size, device)
 
     @property
-    def all_are_free(self) -> bool:
+    def all_are_free(self):
         return self.host_bytes == sum(map(len, self.free))
 
     @property
-    def free(self) -> list[Tensor]:
+    def free(self):
         return self._free + self._returned
 
 
@@ -89,21 +88,21 @@ def small(monkeypatch):
     monkeypatch.setattr(Inputs, "made", [])
 
 
-def net_engine(mode, net: Net | None = None, device: str = "cpu", **how):
+def net_engine(mode, net=None, device="cpu", **how):
     layout = Layout(World(0, 1, 0, 1, torch.device(device)))
     settings = {"kind": FSDPEngine, "activation_checkpointing": mode, **how}
     return engine_of(net or Net(), layout, lambda model: sgd(model, 1e-3), **settings)
 
 
-def rows_of(size: int, seed: int = 0) -> Tensor:
+def rows_of(size, seed=0):
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def train(engine, *batches: Tensor):
+def train(engine, *batches):
     engine.train_batch(list(batches), lambda x: (engine.model(x), len(x)))
 
 
-def trained(mode: str, rows: list[list[int]], **how) -> list[Tensor]:
+def trained(mode, rows, **how):
     """The weights after steps with micro-batches of so many rows."""
     engine = net_engine(mode, **how)
     for step, sizes in enumerate(rows):
@@ -111,12 +110,14 @@ def trained(mode: str, rows: list[list[int]], **how) -> list[Tensor]:
     return [param.detach().clone() for param in engine.model.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
+def same(a, b):
     return all(map(torch.equal, a, b))
 
 
-def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
-    streams = use_lazy_streams(monkeypatch)  # copies run as late as they may
+def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(
+    monkeypatch,
+    lazy_streams,  # copies run as late as they may
+):
     freed_early = []
 
     def free(self):
@@ -137,8 +138,8 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch):
     assert (inputs.taken, inputs.allocated) == (6 * calls, calls)
     assert inputs.all_are_free
     assert freed_early == [False] * 6 * (calls - 1)
-    assert len(streams) == 1
-    assert not streams[0].queue  # backward has waited for all
+    [stream] = lazy_streams
+    assert not stream.queue  # backward has waited for all
     trained("offload", [[32], [64]])  # a larger pack takes the place of the smaller one
     assert Inputs.made[-1].allocated == 2 * calls
     assert len(Inputs.made[-1].free) == calls
@@ -202,7 +203,7 @@ def test_offload_input_passed_by_name_and_evaluation_without_gradients():
     assert Inputs.made[0].taken == 2 * BLOCKS - 1
 
 
-def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
+def several_forwards(mode, loss_of):
     """Gradients where forwards and backwards are not in turn, as of preference pairs."""
     net = net_engine(mode).model
     a, b, c = rows_of(32), rows_of(48, 1), rows_of(16, 2)
@@ -228,13 +229,11 @@ def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("loss_of", ["sum", "each", "twice"])
 def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full(
-    loss_of, monkeypatch
+    loss_of, lazy_streams
 ):
-    full = several_forwards("full", loss_of)
-    streams = use_lazy_streams(monkeypatch)
-    assert same(full, several_forwards("offload", loss_of))
+    assert same(several_forwards("full", loss_of), several_forwards("offload", loss_of))
     assert Inputs.made[-1].all_are_free
-    assert not streams[0].queue
+    assert not lazy_streams[0].queue
 
 
 def test_offload_buffers_are_the_smallest_that_fit():
@@ -255,14 +254,12 @@ def test_offload_without_host_memory_is_an_error(monkeypatch):
     device = torch.device("cuda")
     inputs = HostInputs(nn.Module())
     assert len(inputs.take(2**30, device)) == 2**30
-    message = r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"):
         inputs.take(2**31, device)
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch):
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(lazy_streams):
     expected = trained("full", [[32]])
-    streams = use_lazy_streams(monkeypatch)
     engine = net_engine("offload")
     net = engine.model
     batch = rows_of(32)
@@ -282,7 +279,7 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypa
         engine.optimizer_zero_grad()
         gc.collect()
         assert Inputs.made[-1].all_are_free
-        assert not streams[0].queue  # copies were waited for before their memory was freed
+        assert not lazy_streams[0].queue  # copies were waited for before their memory was freed
     net.change = None
     train(engine, batch)
     assert same(expected, [param.detach() for param in net.parameters()])
@@ -329,12 +326,12 @@ def test_offload_input_changed_in_place_raises():
     engine = net_engine("offload")
     engine.model.change = lambda x: x.detach().add_(1)
     message = "input of a block was changed in place after the block had read it"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         train(engine, torch.ones(32, WIDTH))
 
 
-def test_offload_of_parts_is_bit_equal_to_full(monkeypatch):
-    use_lazy_streams(monkeypatch)
+@pytest.mark.usefixtures("lazy_streams")
+def test_offload_of_parts_is_bit_equal_to_full():
     found = []
     for mode in ("full", {"vision": "offload", "llm": "offload"}):
         model = build_model(LanguageModel, "qwen3_vl")

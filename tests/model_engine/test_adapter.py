@@ -1,14 +1,11 @@
 """ModelAdapter: plain modules have one, and that of Hugging Face models has the same methods."""
 
-from __future__ import annotations
-
 import inspect
 
-import pytest
 import torch
+from conftest import user_error
 from torch import nn
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model.adapter import HFAdapter, ModelAdapter, adapter_of
 
 
@@ -26,7 +23,7 @@ def test_hf_adapter_has_the_methods_and_parameters_of_the_plain_adapter():
 def test_plain_module_without_a_folder_cannot_be_exported():
     adapter = adapter_of(nn.Linear(2, 2))
     assert type(adapter) is ModelAdapter
-    with pytest.raises(UserError, match="Linear is no Hugging Face model"):
+    with user_error("Linear is no Hugging Face model"):
         adapter.named_full_tensors(torch.float32)
 
 

@@ -1,30 +1,23 @@
 """The model engine's API is enforced, and the page that says how to add a type and a backend is true."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
-from conftest import ROOT, losses
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, refusal
 from test_packed_layouts import batch, gradients
-from tiny_engines import ALONE, CAMPAIGN, LM, assert_close, engine_of, message_of
+from tiny_engines import ALONE, LM, assert_close, engine_of, message_of
 from tiny_engines import gradients as gradients_of
 
-from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model import tp_plan
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
     ModelEngine,
-    ModelSource,
     engine_class,
     register,
 )
-from mvp_engine.model_engine.base import _REGISTRY
 
 PAGE = ROOT / "docs" / "model_engine.md"
 CALLS = """initialize train_mode eval_mode forward_backward_batch optimizer_zero_grad optimizer_step lr_scheduler_step
@@ -32,58 +25,11 @@ train_batch infer_batch to save_checkpoint load_checkpoint export_hf get_per_ten
 data_parallel_rank data_parallel_size data_parallel_group is_mp_src_rank_with_outputs"""
 
 
-@pytest.fixture
-def follow(monkeypatch):
-    """Run a section's code of the page; what it registers is forgotten afterwards."""
-    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", dict(_REGISTRY))
-
-    def run(section):
-        text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-        [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-        names = {"__name__": "example"}
-        exec(compile(code, str(PAGE), "exec"), names)
-        return names
-
-    return run
-
-
-def test_docs_example_of_a_model_type_runs(follow, tmp_path):
-    names = follow("Adding a model type")
-    kind = engine_class("token_classifier")
-    assert kind is names["TokenClassifierEngine"]
-    engine = engine_of("qwen3", kind=kind, optimizer=adam, seed=3)
-    logits = engine.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"]
-    assert logits.shape == (23, 3)
-    assert logits.std() > 0
-    engine.export_hf(tmp_path / "out")
-    engine.save_checkpoint(tmp_path / "saved")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
-    for folder in ("out", "merged"):
-        model = kind.build_model(ModelSource(str(tmp_path / folder)))
-        again = engine_of(model, kind=kind, optimizer=None)
-        outputs = again.infer_batch(batch(), ["class_logits"], budget=12)
-        assert torch.equal(outputs["class_logits"], logits)
-
-
-def test_docs_example_of_a_backend_runs(follow, train, tmp_path):
-    follow("Adding a backend")
-    words = ["lm.weights=true", "loop.eval_interval=3", "optim.schedule=constant"]
-    words += ["loop.total_steps=6"]
-    plain = [*words, "model.backend=plain"]
-    assert train(*words, config=LM, dir=tmp_path / "fsdp") == 0
-    assert train(*plain, config=LM, dir=tmp_path / "plain") == 0
-    assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "fsdp"), rel=1e-5)
-    cut = [*plain, "resume=auto"]
-    assert train(*cut, "loop.total_steps=4", config=LM, dir=tmp_path / "cut") == 0
-    assert train(*cut, config=LM, dir=tmp_path / "cut") == 0
-    assert losses(tmp_path / "cut") == losses(tmp_path / "plain")
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def constant(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
@@ -102,15 +48,15 @@ def test_model_engine_api_is_complete_and_on_its_page():
 
 def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
     message = r"model\.type=langage_model on model\.backend=fsdp is not registered"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine_class("langage_model")
     message = r"model\.backend=megatro is not registered\. Did you mean megatron"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine_class("language_model", "megatro")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
-    assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
+    assert train("model.type=language_model model.backend=mcore", config=LM) == 2
     known = "language_model on fsdp, language_model on megatron, module on fsdp"
     assert known in capsys.readouterr().err
 
@@ -175,7 +121,7 @@ NORMS = {
 }
 
 
-def without_norms_in_the_plan(layout: Layout):
+def without_norms_in_the_plan(layout):
     head_norms = tp_plan._head_norms
     tp_plan._head_norms = lambda *_: set()
     try:
@@ -184,7 +130,7 @@ def without_norms_in_the_plan(layout: Layout):
         tp_plan._head_norms = head_norms
 
 
-def with_norms(layout: Layout):
+def with_norms(layout):
     return gradients(NORMS, layout)
 
 
@@ -212,5 +158,5 @@ def test_unsupported_layouts_are_refused_at_start(ranks4, sizes, family, message
         assert message in said
 
 
-def refused(sizes: dict[str, int], family: str) -> str:
+def refused(sizes, family):
     return refusal(sizes, lambda layout: gradients(family, layout))

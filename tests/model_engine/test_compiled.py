@@ -1,22 +1,18 @@
 """Compiled blocks, shards, shared sequences and recomputing, all at once: the numbers of one plain rank, to 1e-5."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import CAMPAIGN, user_error
 from functorch.compile import make_boxed_func
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     assert_close,
     engine_of,
     fresh_graphs,
@@ -24,29 +20,25 @@ from tiny_engines import (
     message_of,
 )
 from tiny_models import build_model, close, packs_of
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.model_engine import Settings
 from mvp_engine.model_engine.fsdp import compile, parallelize
 from mvp_engine.ops import attention as attention_ops
-from mvp_engine.ops.attention import AttnSpec
 
 pytestmark = pytest.mark.slow
-Found = tuple[list[Tensor], Tensors, list[int]]
 WARM = 3  # packs after which nothing is compiled any more
 KINDS = {"qwen3": 2, "qwen3_vl": 4}  # text blocks, their last norm, encoder, merger
 MEMBERS = [[2, 1], [1, 0, 1], [2, 2, 0, 1], [1]]
 LENGTHS = [(7, 3, 11), (5, 9), (13, 2, 4, 6), (17,)]
 
 
-def stepped(layout: Layout, name: str, **how) -> Found:
+def stepped(layout, name, **how):
     """Log-probs of each pack, which all data ranks have; gradients of a step on all; graphs compiled after each.
 
     The packs have different lengths, and different numbers of sequences and images.
@@ -69,7 +61,7 @@ def stepped(layout: Layout, name: str, **how) -> Found:
     return outs, gradients(engine.model, layout.data_size), graphs
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
+def dense(q, k, v, spec):
     """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
     of_queries = torch.searchsorted(spec.cu_seqlens, torch.arange(q.shape[1]), right=True)
     of_keys = torch.searchsorted(spec.cu_seqlens_k, torch.arange(k.shape[1]), right=True)
@@ -85,28 +77,31 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
 
 
 one_graph = patch.multiple(
-    attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense
+    attention_ops,
+    _has_kernels=lambda *_: True,
+    _torch_varlen_is_supported=lambda *_: True,
+    _torch_varlen=dense,
 )
 
 
-def stepped_in_ways(layout: Layout, name: str, ways: list[dict[str, Any]]) -> list[Found]:
+def stepped_in_ways(layout, name, ways):
     parallelize.SMALL = 64
     with one_graph:
         return [stepped(layout, name, **how) for how in ways]
 
 
 @functools.cache
-def expected(name: str) -> Found:
+def expected(name):
     return stepped(ALONE, name)
 
 
-def assert_as_expected(found: Found, name: str, how=""):
+def assert_as_expected(found, name, how=""):
     outs, grads, _ = expected(name)
     assert all(close(ours, theirs) for ours, theirs in zip(found[0], outs, strict=True)), how
     assert_close(found[1], grads, what=how)
 
 
-def compiled_with(mode: str) -> dict[str, str]:
+def compiled_with(mode):
     return {"compile": "aot_eager", "activation_checkpointing": mode}
 
 
@@ -138,12 +133,12 @@ def test_compiled_checkpointed_layouts_equal_one_eager_rank(on_ranks, name, size
             assert graphs[0] >= KINDS[name], how
 
 
-def compiled_with_tensor_parallel(layout: Layout, found: list[Found]):
+def compiled_with_tensor_parallel(layout, found):
     with one_graph:
         found.append(stepped(layout, "qwen3", compile="aot_eager"))
 
 
-def message_and_result(layout: Layout) -> tuple[str, list[Found]]:
+def message_and_result(layout):
     found = []
     return message_of(layout, compiled_with_tensor_parallel, found), found
 
@@ -161,7 +156,7 @@ def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks):
 def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     monkeypatch, logged, version, backend
 ):
-    texts = logged(compile)
+    texts = logged()
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     world = SimpleNamespace(device=torch.device("cuda"))
     layout = SimpleNamespace(world=world, tensor_mesh="a mesh")
@@ -183,7 +178,7 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     ],
 )
 def test_compile_with_attention_per_sequence_runs_or_warns_once(logged, mode, warning):
-    texts = logged(parallelize)
+    texts = logged()
     parallelize._warn_of_attention.cache_clear()
     found = stepped(ALONE, "qwen3", **compiled_with(mode))
     assert_as_expected(found, "qwen3")
@@ -200,7 +195,7 @@ WHOLE = [
 ]
 
 
-def layer(q: Tensor, k: Tensor, v: Tensor, shard: UlyssesShard | None = None) -> Tensor:
+def layer(q, k, v, shard=None):
     """Attention of one layer, (T, H, d)."""
     where = attention.boundaries(torch.tensor([0, 4, 7]).int(), 4)
     inputs = (q[None], k[None], v[None])
@@ -208,7 +203,7 @@ def layer(q: Tensor, k: Tensor, v: Tensor, shard: UlyssesShard | None = None) ->
     return out[0][0]
 
 
-def on_part(layout: Layout) -> tuple[Any, ...]:
+def on_part(layout):
     """What each graph, forward and backward, exchanges; output and gradients; and the output in inference."""
     sent = []
 
@@ -243,7 +238,7 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(on_ranks):
 
 
 def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged):
-    texts = logged(compile)
+    texts = logged()
     fresh_graphs()
     torch._dynamo.utils.clear_compilation_metrics()  # other tests reset the numbers of graphs
     watch = compile.RecompileWatch()
@@ -260,7 +255,7 @@ def test_graphs_that_are_compiled_late_are_counted_with_their_reason(logged):
 
 
 def test_graph_breaks_are_a_warning_with_their_reason(logged):
-    texts = logged(compile)
+    texts = logged()
     fresh_graphs()
     meant = torch.compiler.disable(lambda x: x.tolist())
     for read, warnings in ((lambda x: x, 0), (meant, 0), (lambda x: x.tolist(), 1)):
@@ -283,16 +278,16 @@ def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkey
     compile.use_cache(None)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mvp_engine" / "compile")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"model\.compile_cache"):
+    with user_error(r"model\.compile_cache"):
         compile.use_cache(str(tmp_path / "file" / "below"))
 
 
 class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * x
 
 
-def double_views(block: nn.Module, *sizes: int) -> int:
+def double_views(block, *sizes):
     """Run the block on views of these sizes; returns the number of graphs."""
     for size in sizes:
         view = (torch.ones(size, 5, 4, requires_grad=True) * 1).flatten(0, 1)

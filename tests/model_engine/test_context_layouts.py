@@ -1,18 +1,15 @@
 """Context parallel on real ranks: outputs and every gradient of one rank, to 1e-5."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
-from tiny_engines import ALONE, CAMPAIGN, Tensors, assert_close, engine_of, gradients
+from conftest import CAMPAIGN
+from tiny_engines import ALONE, assert_close, engine_of, gradients
 from tiny_models import build_model, packs_of
 
-from mvp_engine.distributed import Layout
 from mvp_engine.hf import LanguageModel
 
-Found = tuple[list[Tensors], Tensors]
 OUTPUTS = ["log_probs", "entropy", "hidden_states"]
 
 # Sequences of one token; those that end at a cut of zigzag (16 = 8 chunks of 2) or of an equal slice (4, 4, 4, 4); a
@@ -20,7 +17,7 @@ OUTPUTS = ["log_probs", "entropy", "hidden_states"]
 LENGTHS = [(16, 1, 11, 1), (4, 4, 4, 4), (37, 2, 3, 1, 1, 5), (1, 2, 1), (4,)]
 
 
-def stepped(name: str, layout: Layout) -> Found:
+def stepped(name, layout):
     """Outputs of each pack, which all data ranks have, and the gradients of a step on all packs."""
     model = build_model(LanguageModel, name)
     batches = packs_of(model, name, [[2, 1], [1], [0, 2, 2, 1]], LENGTHS)
@@ -42,16 +39,16 @@ def stepped(name: str, layout: Layout) -> Found:
     return outs, gradients(engine.model, layout.data_size)
 
 
-def stepped_all(layout: Layout, names: list[str]) -> dict[str, Found]:
+def stepped_all(layout, names):
     return {name: stepped(name, layout) for name in names}
 
 
 @functools.cache
-def expected(name: str) -> Found:
+def expected(name):
     return stepped(name, ALONE)
 
 
-def assert_outputs_and_gradients(result: Found, name: str):
+def assert_outputs_and_gradients(result, name):
     """Those of one rank. Biases of keys have gradients that are rounding alone."""
     outs, grads = expected(name)
     for found, wanted in zip(result[0], outs, strict=True):

@@ -1,28 +1,26 @@
 """On a GPU: no wait inside a step, skipping on the device, precision, bit-equal resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import MAGIC, TINY, losses, read_metrics
-from test_fsdp_engine import batches, engine, forward, reasons
+from test_fsdp_engine import batches, engine_on, forward, reasons
 from test_fsdp_engine import train as train_step
 from tiny_engines import LM, assert_equal, no_host_sync, weights
 
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.log import MetricStore
 
 pytestmark = pytest.mark.gpu
 
 
-def gpu() -> World:
-    return World(0, 1, 0, 1, torch.device("cuda", 0))
+def gpu():
+    return Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_step_on_gpu_has_no_host_sync(precision):
-    part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
+    part = engine_on(gpu(), precision=precision, clip_grad_norm=1.0)
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
 
@@ -42,7 +40,7 @@ def test_step_on_gpu_has_no_host_sync(precision):
 
 
 def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule():
-    part = engine(gpu())
+    part = engine_on(gpu())
     train_step(part, batches(3))
     part.step_status()
     before = weights(part.model)
@@ -68,19 +66,16 @@ def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path, precision):
-    words = [
-        "loop.total_steps=60",
-        "log.interval=20",
-        "log.backends=[jsonl]",
-        "loop.eval_interval=null",
-    ]
+    words = (
+        "loop.total_steps=60 log.interval=20 log.backends=[jsonl] loop.eval_interval=null".split()
+    )
     for name in ("fp32", precision):
         assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
 
 
 def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path):
-    words = ["tiny.dropout=0.3", "tiny.noise=0.1", "log.interval=3", "deterministic=true"]
+    words = "tiny.dropout=0.3 tiny.noise=0.1 log.interval=3 deterministic=true".split()
     try:
         assert train(*words, dir=tmp_path / "straight") == 0
         cut = [*words, "resume=auto", "tiny.fault=sigterm", "tiny.fault_step=5"]

@@ -1,14 +1,11 @@
 """Language models on a GPU: bf16 at stated tolerances, offloading, compiled blocks."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
 import torch
 from families import VISION, layout_of, overrides_of
 from tiny_engines import (
-    Tensors,
     adamw,
     counting,
     engine_of,
@@ -21,7 +18,6 @@ from tiny_engines import (
 from tiny_engines import gradients as gradients_of
 from tiny_engines import train as train_step
 from tiny_models import build_model, sample
-from torch import nn
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
@@ -33,11 +29,11 @@ from mvp_engine.ops import attention
 pytestmark = pytest.mark.gpu
 
 
-def gpu() -> Layout:
+def gpu():
     return Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
 
 
-def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+def fused_adamw(model):
     return torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
 
 
@@ -49,18 +45,18 @@ def loss_of(engine):
     return scores_of(engine, entropy=0.0)
 
 
-def mix(vocabulary: int, lengths: list[int]) -> PackedBatch:
+def mix(vocabulary, lengths):
     return packed(*lengths, seed=0, vocab=vocabulary)
 
 
-def packs() -> list[PackedBatch]:
+def packs():
     """Eight packs of other lengths each."""
     lengths = [[100 + 37 * i, 3 + i, 200] for i in range(4)]
     lengths += [[90] * (i + 2) for i in range(4)]
     return [mix(512, each).pin_memory() for each in lengths]
 
 
-def packs_with_media(model: LanguageModel, forms: list[str]) -> list[PackedBatch]:
+def packs_with_media(model, forms):
     """Five packs of rows without media, with one item and with two."""
     g = torch.Generator().manual_seed(5)
     text, one, two = (sample(model, forms, forms[:count], g) for count in range(3))
@@ -68,13 +64,13 @@ def packs_with_media(model: LanguageModel, forms: list[str]) -> list[PackedBatch
     return [PackedBatch.concat(rows).pin_memory() for rows in members]
 
 
-def gradients(part, micro_batches: list[PackedBatch]) -> Tensors:
+def gradients(part, micro_batches):
     part.optimizer_zero_grad()
     part.forward_backward_batch(micro_batches, loss_of(part))
     return gradients_of(part.model)
 
 
-def lowest_cosine(a: Tensors, b: Tensors) -> float:
+def lowest_cosine(a, b):
     cosines = [torch.cosine_similarity(a[n].flatten(), b[n].flatten(), dim=0) for n in a]
     return min(map(float, cosines))
 
@@ -134,7 +130,7 @@ def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32():
     assert lowest_cosine(grads["packed"], grads["alone"]) > 0.99
 
 
-def norms_of(part, batch: PackedBatch) -> list[float]:
+def norms_of(part, batch):
     """Gradient norms of three steps."""
     norms = []
     for _ in range(3):
@@ -175,7 +171,7 @@ def test_offload_on_sharded_ranks_keeps_the_state(ranks2):
         assert kept == pytest.approx(offloaded, rel=1e-6)
 
 
-def sharded_and_offloaded() -> list[list[float]]:
+def sharded_and_offloaded():
     seen = []
     with layout_of("cuda", shard=2) as layout:
         for offload, device in (("none", "cuda"), ("all", "cpu")):
@@ -210,7 +206,7 @@ def test_compiled_ranks_are_close_to_one_eager_rank(ranks2):
             assert norms == pytest.approx(alone[1], rel=5e-2), way
 
 
-def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[float], list[float]]]:
+def compiled_steps(ways):
     seen = []
     for sizes, mode in ways:
         how = {"compile": "inductor", "activation_checkpointing": mode}
@@ -219,7 +215,7 @@ def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[fl
     return seen
 
 
-def steps(layout: Layout, **how) -> tuple[list[float], list[float]]:
+def steps(layout, **how):
     """Losses and norms of gradients; two micro-batches in each step, of which data ranks have their share."""
     shape = {**overrides_of("qwen3"), "head_dim": 32, "hidden_size": 128, "vocab_size": 512}
     part = engine_of(shape, layout, lambda model: sgd(model, 0.1), **how)
@@ -233,7 +229,7 @@ def steps(layout: Layout, **how) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def compiles_few_times_and_never_waits(part, batches: list[PackedBatch], graphs: int):
+def compiles_few_times_and_never_waits(part, batches, graphs):
     torch._dynamo.utils.counters.clear()
     for batch in batches * 2:
         train_step(part, batch)

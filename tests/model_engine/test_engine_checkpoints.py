@@ -1,24 +1,21 @@
 """Checkpoints of a model engine by itself, and merging them: with a recipe's own model type, in another process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, run_process
+from conftest import ROOT, mvp, run_process, user_error
 from families import overrides_of
 from folders import entries, same, without_checksums
+from run_files import read_json, write_json
 from test_api import adam, constant
 from tiny_engines import ALONE, LM, counting, engine_of, scores_of
 
 from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
@@ -31,38 +28,37 @@ from mvp_engine.model_engine.base import _REGISTRY
 BATCH = counting(9, 4, start=3)
 
 
-def language_model(seed: int, layout: Layout = ALONE, train: bool = True) -> LanguageModelEngine:
+def language_model(seed, layout=ALONE, train=True):
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     return engine_of(model, layout, adam if train else None, seed=seed)
 
 
-def step(engine: ModelEngine):
+def step(engine):
     engine.train_batch([BATCH], scores_of(engine, entropy=0.0))
 
 
-def assert_loads(path: Path, state: dict[str, Any]):
+def assert_loads(path, state):
     engine = language_model(2, train=False)
     engine.load_checkpoint(path)
     assert same(engine.model.state_dict(), state)
 
 
-def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path, monkeypatch):
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(workspace):
     engine = language_model(1)
-    monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
     step(engine)
-    engine.save_checkpoint(str(tmp_path / "runs" / "saved"))
+    engine.save_checkpoint(str(workspace / "runs" / "saved"))
     again = language_model(2)
     again.load_checkpoint("runs/saved")
     assert same(again.model.state_dict(), engine.model.state_dict())
     assert len(again.optimizer.state) == len(engine.optimizer.state) > 0
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["saved"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("!")
+    assert [path.name for path in (workspace / "runs").iterdir()] == ["saved"]
+    (workspace / "mine").mkdir()
+    (workspace / "mine" / "thesis.txt").write_text("!")
     for path in ("mine", "mine/thesis.txt"):
-        with pytest.raises(UserError, match="exists and is not a checkpoint"):
+        with user_error("exists and is not a checkpoint"):
             engine.save_checkpoint(path)
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
+    assert (workspace / "mine" / "thesis.txt").read_text() == "!"
 
 
 def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path, monkeypatch):
@@ -99,7 +95,7 @@ def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path, mon
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.save_checkpoint(tmp_path / "saved")
     if then == "merge":
-        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+        assert mvp(f"merge {tmp_path}/saved {tmp_path}/out") == 0
     assert_loads(tmp_path / "saved", engine.model.state_dict())
 
 
@@ -120,8 +116,7 @@ def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path, monkeypa
 
 def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path):
     (tmp_path / "file").write_text("")
-    message = r"checkpoint .*file/saved cannot be written: .*Not a directory"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"checkpoint .*file/saved cannot be written: .*Not a directory"):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
@@ -129,9 +124,9 @@ def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tm
     engine = language_model(1)
     saved, out = tmp_path / "saved", tmp_path / "out"
     engine.save_checkpoint(saved)
-    meta = json.loads((saved / "meta.json").read_text())
+    meta = read_json(saved / "meta.json")
     assert (meta["world_size"], meta["torch"]) == (1, torch.__version__)
-    assert main(["merge", str(saved), str(out)]) == 0
+    assert mvp(f"merge {saved} {out}") == 0
     merged = engine_of(LanguageModelEngine.build_model(ModelSource(str(out))), optimizer=None)
     assert same(merged.model.state_dict(), engine.model.state_dict())
     words = [f"resume={saved}", "lm.family=qwen3"]
@@ -140,7 +135,7 @@ def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tm
     assert "is of a model engine, not of a training" in capsys.readouterr().err
 
 
-def log_probs(engine: ModelEngine) -> torch.Tensor:
+def log_probs(engine):
     return engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
 
 
@@ -150,12 +145,11 @@ def test_engine_without_an_optimizer_saves_and_loads(on_ranks, tmp_path):
     for found in on_ranks({"shard": 2}, reshard, tmp_path / "weights", tmp_path / "two"):
         assert torch.allclose(found, log_probs(engine), atol=1e-6)
     assert_loads(tmp_path / "two", engine.model.state_dict())
-    message = "holds weights only, since it was saved without an optimizer"
-    with pytest.raises(UserError, match=message):
+    with user_error("holds weights only, since it was saved without an optimizer"):
         language_model(4).load_checkpoint(tmp_path / "weights")
 
 
-def reshard(layout: Layout, path: Path, out: Path) -> torch.Tensor:
+def reshard(layout, path, out):
     engine = language_model(2, layout, train=False)
     engine.load_checkpoint(path)
     engine.save_checkpoint(out)
@@ -176,7 +170,7 @@ def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_emp
     engine.save_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved")
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-    with pytest.raises(UserError, match=r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
+    with user_error(r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
         LanguageModelEngine(model, ALONE).initialize(scheduler=constant)
 
 
@@ -186,12 +180,12 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
     without_checksums(saved)
 
     def refused(*words):
-        assert main(["merge", str(saved), str(out), *words]) == EXIT_USER_ERROR
+        assert mvp(f"merge {saved} {out}", *words) == EXIT_USER_ERROR
         assert not out.exists()
         return capsys.readouterr().err
 
     config, about = (saved / "hf" / name for name in ("config.json", "mvp.json"))
-    good = json.loads(config.read_text())
+    good = read_json(config)
     fewer = {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}
     for text, message in (
         (json.dumps(good | {"intermediate_size": 64}), "the shape (48, 32) there and (64, 32) in"),
@@ -200,7 +194,7 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
     ):
         config.write_text(text)
         assert message in refused()
-    config.write_text(json.dumps(good))
+    write_json(config, good)
     for text in ('{"model_type"', "[]", '{"model_type": "language_model", "dtype": "float31"}'):
         about.write_text(text)
         assert "mvp.json is damaged" in refused()
@@ -227,7 +221,7 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     (folder / "types.py").write_text(page.split("```python\n")[1].split("```")[0])
     (folder / "engine.py").write_text(RECIPE)
     model = {"type": "token_classifier", "config": overrides_of("qwen3")}
-    (folder / "train.yaml").write_text(json.dumps({"model": model, "loop": {"total_steps": 1}}))
+    write_json(folder / "train.yaml", {"model": model, "loop": {"total_steps": 1}})
     assert train("project.run_id=a", config=folder / "train.yaml", dir=tmp_path) == 0
     words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
     code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)

@@ -1,11 +1,10 @@
 """User errors of model engines: settings, call order, layouts and in-place changes get a clear message."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
+from conftest import user_error
 from families import overrides_of
 from tiny_engines import ALONE, counting, engine_of, message_of
 from tiny_engines import train as train_step
@@ -13,8 +12,7 @@ from torch import nn
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.model import adapter
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
@@ -26,13 +24,12 @@ from mvp_engine.model_engine import (
 BATCH = counting(6, start=3)
 
 
-def language_model(**config) -> nn.Module:
+def language_model(**config):
     return LanguageModelEngine.build_model(ModelSource(None, {**overrides_of("qwen3"), **config}))
 
 
 def test_settings_unknown_compile_backend_is_rejected():
-    message = r"model\.compile=inducto is no backend .* Did you mean inductor"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"model\.compile=inducto is no backend .* Did you mean inductor"):
         engine_of("qwen3", optimizer=None, compile="inducto")
 
 
@@ -41,7 +38,7 @@ def test_forward_outputs_on_shards_are_not_views(on_ranks):
     assert on_ranks({"shard": 2}, view_warnings) == [[], []]
 
 
-def view_warnings(layout: Layout) -> list[str]:
+def view_warnings(layout):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for kind, name in ((ValueModelEngine, "values"), (LanguageModelEngine, "hidden_states")):
@@ -87,31 +84,30 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
 )
 def test_settings_unknown_value_is_rejected(wrong):
     value = next(iter(wrong.values()))
-    with pytest.raises(UserError, match=rf"Settings: \w+='{value}' is none of"):
+    with user_error(rf"Settings: \w+='{value}' is none of"):
         Settings(**wrong)
 
 
 def test_settings_unknown_activation_checkpointing_lists_the_known_ones():
     for wrong in ("offloaded", {"llm": "offloaded"}):
-        message = "'offloaded' is none of none, selective, attention, full, offload"
-        with pytest.raises(UserError, match=message):
+        with user_error("'offloaded' is none of none, selective, attention, full, offload"):
             Settings(activation_checkpointing=wrong)
 
 
 def test_engine_calls_out_of_order_or_with_bad_arguments_raise():
     engine = LanguageModelEngine(language_model(), ALONE)
-    with pytest.raises(UserError, match=r"infer_batch\(\) needs initialize\(\)"):
+    with user_error(r"infer_batch\(\) needs initialize\(\)"):
         engine.infer_batch(BATCH, ["log_probs"])
     engine.initialize()
-    with pytest.raises(UserError, match=r"initialize\(\) was called before"):
+    with user_error(r"initialize\(\) was called before"):
         engine.initialize()
-    with pytest.raises(UserError, match=r"a step needs initialize\(optimizer=\.\.\.\)"):
+    with user_error(r"a step needs initialize\(optimizer=\.\.\.\)"):
         train_step(engine, BATCH)
-    with pytest.raises(UserError, match="outputs per token, and loss is one number"):
+    with user_error("outputs per token, and loss is one number"):
         engine.infer_batch(BATCH, ["log_probs", "loss"])
-    with pytest.raises(UserError, match="LanguageModel does not provide"):
+    with user_error("LanguageModel does not provide"):
         engine.infer_batch(BATCH, ["logprobs"])
-    with pytest.raises(UserError, match="costs 6 tokens, more than the budget of 0"):
+    with user_error("costs 6 tokens, more than the budget of 0"):
         engine.infer_batch(BATCH, ["log_probs"], budget=0)
 
 
@@ -120,19 +116,19 @@ def test_infer_batch_too_long_sequence_on_one_rank_raises_on_all(on_ranks):
         assert message.startswith("sequence 0 costs 17 tokens, more than the budget of 10:")
 
 
-def infer_too_long(layout: Layout):
+def infer_too_long(layout):
     batch = counting(17 if layout.world.rank else 6)
     engine_of("qwen3", layout, optimizer=None).infer_batch(batch, ["log_probs"], budget=10)
 
 
 def test_layout_with_fewer_ranks_than_processes_is_rejected():
     """A layout of one rank, on each of two, would give both the same data and reduce over both."""
-    with pytest.raises(UserError, match=r"a layout of 1 rank for 2 processes: use Layout\.of"):
+    with user_error(r"a layout of 1 rank for 2 processes: use Layout\.of"):
         Layout(World(0, 2, 0, 2, torch.device("cpu")))
 
 
 def test_engine_start_router_logits_config_is_warned_about(logged):
-    texts = logged(adapter)
+    texts = logged()
     for wanted in (False, True):
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
         engine_of(config, optimizer=None)
@@ -155,7 +151,7 @@ def test_selective_activation_checkpointing_with_in_place_change_raises():
 
     step("full")
     message = r"Sequential changes one of them in place\. Set model\.activation_checkpointing=full"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         step("selective")
 
 

@@ -1,19 +1,13 @@
 """infer_batch on several ranks: batches smaller than the group, and weights that change between calls."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of
-from tiny_engines import ALONE, CAMPAIGN, counting, engine_of
-from torch import Tensor
-
-from mvp_engine.distributed import Layout
+from tiny_engines import ALONE, counting, engine_of
 
 
-def log_probs(layout: Layout) -> list[Tensor]:
+def log_probs(layout):
     shape = overrides_of("qwen3") | {"num_key_value_heads": 4}
     engine = engine_of(shape, layout, optimizer=None, seed=5)
     return [engine.infer_batch(counting(n), ["log_probs"])["log_probs"] for n in (1, 3, 5)]
@@ -36,7 +30,7 @@ def test_infer_batch_fewer_tokens_than_sequence_ranks_equals_one_rank(on_ranks, 
             assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def infer_load_infer(layout: Layout, folder: Path) -> list[Tensor]:
+def infer_load_infer(layout, folder):
     """FSDP keeps some weights gathered after a forward; loading a checkpoint must not leave them in use."""
     engine, other = (engine_of("qwen3", layout, seed=seed) for seed in (1, 2))
     other.save_checkpoint(folder / "saved")

@@ -1,20 +1,15 @@
 """Stacked experts are shared evenly by FSDP ranks, also by more ranks than there are experts."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     adamw,
     assert_close,
     assert_equal,
@@ -58,7 +53,7 @@ MODELS = {
 
 
 @contextmanager
-def fake_world(size: int) -> Iterator[World]:
+def fake_world(size):
     """Rank 0 of `size` ranks that do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     world = World(0, size, 0, size, torch.device("cpu"))
@@ -69,7 +64,7 @@ def fake_world(size: int) -> Iterator[World]:
         world._forget_groups()
 
 
-def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
+def elements_by_rank(model, ranks):
     """Parameters that each rank of a mesh of one dimension holds."""
     totals = [0] * ranks
     known = {}
@@ -83,7 +78,7 @@ def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
     return totals
 
 
-def held(param: DTensor, rank: int, ranks: int) -> int:
+def held(param, rank, ranks):
     lengths = []
     for dim, size in enumerate(param.shape):
         slices = dim_slices(size, dim, param.placements, (ranks,), (rank,))
@@ -128,13 +123,13 @@ def test_even_placement_of_shape_is_dimension(shape, ranks, dim):
 FEW = {"num_experts": 2, "num_local_experts": 2}  # fewer than ranks
 
 
-def stepped(layout: Layout, family: str):
+def stepped(layout, family):
     engine = engine_of({**overrides_of(family), **FEW}, layout, adamw, seed=5)
     train(engine, packed(7, 3))
     return engine
 
 
-def saved_on_ranks(layout: Layout, family: str, folder: Path) -> list[str]:
+def saved_on_ranks(layout, family, folder):
     """Save a tiny model after a step; returns what is sharded by dimension 1."""
     engine = stepped(layout, family)
     engine.save_checkpoint(folder)
@@ -157,7 +152,7 @@ def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(on_ranks, famil
         assert_equal(saved, again)
 
 
-def loaded(layout: Layout, family: str, folder: Path) -> list[Tensors]:
+def loaded(layout, family, folder):
     """The weights and states of both checkpoints, read by these ranks."""
     engine = stepped(layout, family)
     states = []

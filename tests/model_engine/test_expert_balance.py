@@ -1,18 +1,12 @@
 """Balance loss, z-loss and selection bias of experts: equal for every split of a batch, and they balance."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import CAMPAIGN, read_metrics, user_error
 from test_expert_parallel import all_batches, media_rows, micro_batches, shape_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
-    Tensors,
     assert_close,
     assert_equal,
     assert_metrics,
@@ -28,12 +22,8 @@ from tiny_models import build_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mvp_engine.config.schema import Experts
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts.expert_balance import _RouterLoss
-from mvp_engine.model_engine import LanguageModelEngine
 
 BALANCES = {
     "qwen3_moe": Experts(balance="loss", weight=3.0, z=0.1),
@@ -41,30 +31,28 @@ BALANCES = {
 }
 
 
-def balanced(
-    family: str, layout: Layout = ALONE, lr: float = 1e-2, shape=None, **how
-) -> LanguageModelEngine:
+def balanced(family, layout=ALONE, lr=1e-2, shape=None, **how):
     config = {**shape_of(family), **(shape or {})}
     settings = {"seed": 5, "experts": BALANCES.get(family), **how}
     return engine_of(config, layout, lambda model: sgd(model, lr), **settings)
 
 
-def balance_of(engine: LanguageModelEngine):
+def balance_of(engine):
     return engine.adapter.expert_balance
 
 
-def step(engine: LanguageModelEngine, rows: list[PackedBatch]) -> dict[str, float]:
+def step(engine, rows):
     metrics = train_step(engine, *rows).metrics
     return {name: float(value) for name, value in metrics.items()}
 
 
-def state_of(engine: LanguageModelEngine) -> Tensors:
+def state_of(engine):
     """Weights, and the biases of routers."""
     biases = {name: value for name, value in engine.model.named_buffers() if "bias" in name}
     return weights(engine.model) | {name: value.clone() for name, value in biases.items()}
 
 
-def router_gradients(engine: LanguageModelEngine, rows: list[PackedBatch]) -> Tensors:
+def router_gradients(engine, rows):
     """Of balance and z-loss alone."""
     loss = loss_of(engine)
     engine.optimizer_zero_grad()
@@ -72,7 +60,7 @@ def router_gradients(engine: LanguageModelEngine, rows: list[PackedBatch]) -> Te
     return gradients_of(engine.model)
 
 
-def trained(engine: LanguageModelEngine, rows: list[PackedBatch]) -> tuple[Tensors, Any, Tensors]:
+def trained(engine, rows):
     """The weights after three steps, the counts of experts, and the gradients of router losses alone."""
     balance = balance_of(engine)
     start = balance.state()
@@ -86,7 +74,7 @@ def trained(engine: LanguageModelEngine, rows: list[PackedBatch]) -> tuple[Tenso
     return state_of(engine), balance.state(), router_grads
 
 
-def trained_families(layout: Layout, how: dict[str, Any]) -> dict[str, Any]:
+def trained_families(layout, how):
     rows = micro_batches(layout.data_rank)
     return {family: trained(balanced(family, layout, **how), rows) for family in BALANCES}
 
@@ -228,7 +216,7 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     assert sum(last) / len(last) <= (1.3 if steps == 200 else 3.0), loads[:: steps // 10]
 
 
-def counts_and_weights(layout: Layout) -> tuple[Any, Tensors]:
+def counts_and_weights(layout):
     """After two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
     model = build_model(LanguageModel, "qwen3_vl_moe")
     rows = media_rows(model, layout)
@@ -262,7 +250,7 @@ def test_dummy_sequences_are_not_counted(on_ranks, sizes):
     ],
 )
 def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         balanced(family, experts=Experts(balance=balance))
 
 

@@ -1,18 +1,13 @@
 """parallel.expert: every gradient of every layout equals that of one rank, to 1e-5 in float32."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of, refusal
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     adamw,
     assert_close,
     assert_equal,
@@ -27,10 +22,8 @@ from tiny_models import build_model, samples
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.hf import LanguageModel
-from mvp_engine.model_engine import LanguageModelEngine
 
 # Config settings beyond those of `overrides_of`.
 SMALL = {
@@ -56,38 +49,38 @@ MORE = {
 }
 
 
-def micro_batches(rank: int) -> list[PackedBatch]:
+def micro_batches(rank):
     """The data of a data-parallel rank: 2, 0, 3 and 1 micro-batches."""
     count = (2, 0, 3, 1)[rank]
     return [packed(7 + rank, 3, 5 + i, seed=rank + 4 * i) for i in range(count)]
 
 
-def all_batches(ranks: int) -> list[PackedBatch]:
+def all_batches(ranks):
     return [one for rank in range(ranks) for one in micro_batches(rank)]
 
 
-def shape_of(family: str) -> dict[str, Any]:
+def shape_of(family):
     return {**overrides_of(family), **MORE.get(family, {})}
 
 
-def expert_engine(family: str, layout: Layout, **how) -> LanguageModelEngine:
+def expert_engine(family, layout, **how):
     settings = {"seed": 5, "clip_grad_norm": 0.1, **how}
     return engine_of(shape_of(family), layout, adamw, **settings)
 
 
-def gradients(engine: LanguageModelEngine, rows: list[PackedBatch]) -> Tensors:
+def gradients(engine, rows):
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(rows, scores_of(engine))
     return gradients_of(engine.model)
 
 
-def of_families(layout: Layout, families: list[str], how: dict[str, Any]) -> dict[str, Tensors]:
+def of_families(layout, families, how):
     rows = micro_batches(layout.data_rank)
     return {family: gradients(expert_engine(family, layout, **how), rows) for family in families}
 
 
 @functools.cache
-def expected(family: str, data_size: int) -> Tensors:
+def expected(family, data_size):
     return gradients(expert_engine(family, ALONE), all_batches(data_size))
 
 
@@ -178,9 +171,7 @@ def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(on_ranks, che
 # ---- Routers that send every token to the same experts ----------------------------------------------------------
 
 
-def skewed(
-    layout: Layout, family: str, chosen: list[int], rows: list[PackedBatch] | None = None
-) -> tuple[Tensors, list[int]]:
+def skewed(layout, family, chosen, rows=None):
     """Gradients where routers choose these experts only, and the experts that this rank holds in a layer."""
     config = {**shape_of(family), "num_experts_per_tok": len(chosen)}
     torch.manual_seed(0)
@@ -207,8 +198,7 @@ def test_expert_parallel_rank_without_tokens_gives_the_gradients_of_one_rank(
     assert any(held[0] not in chosen for _, held in results)  # a rank whose experts get no token
     expected, _ = skewed(ALONE, family, chosen, all_batches(sizes["shard"]))
     experts = next(grad for name, grad in expected.items() if name.endswith("gate_up_proj"))
-    used = [bool(grad.any()) for grad in experts]
-    assert used == [expert in chosen for expert in range(4)]
+    assert [bool(grad.any()) for grad in experts] == [expert in chosen for expert in range(4)]
     for found, _ in results:
         assert_close(found, expected, floor=1e-3, what=family)
 
@@ -216,14 +206,14 @@ def test_expert_parallel_rank_without_tokens_gives_the_gradients_of_one_rank(
 # ---- Media ------------------------------------------------------------------------------------------------------
 
 
-def media_rows(model: LanguageModel, layout: Layout) -> list[PackedBatch]:
+def media_rows(model, layout):
     """Images on the first of two data ranks only; all of them on one rank."""
     text, one, two = samples(model, "qwen3_vl_moe")
     rows = [[PackedBatch.concat([two, text]), one], [text]]
     return shares_of(layout, rows)
 
 
-def media_gradients(layout: Layout) -> Tensors:
+def media_gradients(layout):
     model = build_model(LanguageModel, "qwen3_vl_moe")
     rows = media_rows(model, layout)
     return gradients(engine_of(model, layout), rows)
@@ -246,13 +236,13 @@ def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank
 # ---- Steps, checkpoints, folders --------------------------------------------------------------------------------
 
 
-def steps(engine: LanguageModelEngine, count: int) -> list[float]:
+def steps(engine, count):
     """Gradient norms; each step has the data of two data-parallel ranks."""
     mine = shares_of(engine.layout, [micro_batches(0), micro_batches(2)])
     return [float(engine.train_batch(mine, scores_of(engine)).grad_norm) for _ in range(count)]
 
 
-def saved_run(layout: Layout, family: str, folder: Path) -> tuple[list[float], Tensors, Tensors]:
+def saved_run(layout, family, folder):
     """Two steps, a checkpoint, a Hugging Face folder, a third step, and the same from the checkpoint."""
     engine = expert_engine(family, layout)
     norms = steps(engine, 2)
@@ -265,7 +255,7 @@ def saved_run(layout: Layout, family: str, folder: Path) -> tuple[list[float], T
     return norms, whole_state(engine), whole_state(again)
 
 
-def assert_near(found: Tensors, expected: Tensors):
+def assert_near(found, expected):
     for name, value in found.items():
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5), name
 
@@ -312,5 +302,5 @@ def test_expert_parallel_that_cannot_be_is_refused(ranks2, sizes, family, more, 
         assert message in answer
 
 
-def refused(sizes: dict[str, int], shape: dict[str, Any]) -> str:
+def refused(sizes, shape):
     return refusal(sizes, lambda layout: engine_of(shape, layout, optimizer=None))

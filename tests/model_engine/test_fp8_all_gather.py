@@ -1,10 +1,5 @@
 """FSDP2 gathers the weights of layers in FP8 as float8: half the bytes of bf16, and the numbers of one rank."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +8,6 @@ from lora_models import engine_of as lora_engine
 from lora_models import pretrained
 from tiny_engines import (
     ALONE,
-    Tensors,
     adamw,
     assert_equal,
     counting,
@@ -26,7 +20,6 @@ from tiny_engines import train as train_step
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.data_parallel import apply_fsdp
 from mvp_engine.hf.experts.fp8_layers import GatheredWeight, gather_fp8, run_in_bf16
 from mvp_engine.kit import Lora
@@ -37,38 +30,38 @@ IN = 64
 
 
 class Block(nn.Module):
-    def __init__(self, wide: int):
+    def __init__(self, wide):
         super().__init__()
         self.up = nn.Linear(IN, wide)
         self.down = nn.Linear(wide, IN, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(F.silu(self.up(x)))
 
 
 class Blocks(nn.Module):
     """Residual blocks of linear layers alone, so that one rank and shards compute in the same dtypes."""
 
-    def __init__(self, wide: int = 96, weight_gradients: bool = False):
+    def __init__(self, wide=96, weight_gradients=False):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block(wide) for _ in range(2))
         fp8.use((one for one in self.modules() if type(one) is nn.Linear), weight_gradients)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def sharded(model: nn.Module, layout: Layout, reshard: bool = True) -> nn.Module:
+def sharded(model, layout, reshard=True):
     assert layout.shard_mesh is not None
     apply_fsdp(model, layout.shard_mesh, torch.bfloat16, reshard=reshard)
     gather_fp8(model)
     return model
 
 
-def step(model: nn.Module, rank: int) -> float:
+def step(model, rank):
     """Forward and backward of a batch of this rank; returns the loss."""
     x = torch.randn(24, IN, generator=torch.Generator().manual_seed(rank)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -78,14 +71,12 @@ def step(model: nn.Module, rank: int) -> float:
     return float(loss.detach())
 
 
-def alone(ranks: int, model: nn.Module) -> tuple[list[float], Tensors]:
+def alone(ranks, model):
     """The batches of all ranks on one, which sums their gradients."""
     return [step(model, rank) for rank in range(ranks)], gradients(model)
 
 
-def second_step(
-    layout: Layout, weight_gradients: bool, backend: str | None, reshard: bool
-) -> tuple[float, Tensors]:
+def second_step(layout, weight_gradients, backend, reshard):
     """The second of two steps: its all-gathers fill the storage of the first."""
     model = Blocks(weight_gradients=weight_gradients)
     for layer in model.layers if backend else ():
@@ -124,7 +115,7 @@ def test_fp8_losses_and_gradients_of_hsdp_are_those_of_one_rank(on_ranks):
         assert torch.allclose(found[3][1][name], grad, rtol=1e-5, atol=atol), name
 
 
-def facts_of_shards(layout: Layout, wide: int) -> tuple[list[int], set[type]]:
+def facts_of_shards(layout, wide):
     """What is gathered, and as which type, with weights that bf16 holds exactly."""
     model = Blocks(wide)
     with torch.no_grad():
@@ -156,7 +147,7 @@ def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(on_ranks,
         assert gathered_bytes == [up + down + bias] * 4  # two blocks, in forward and in backward
 
 
-def losses_after_changes(layout: Layout) -> list[float]:
+def losses_after_changes(layout):
     """Of one step each: as it is, with new local tensors as after an offload, in bf16, and of doubled weights."""
     model = sharded(Blocks(), layout)
     rank = layout.world.rank
@@ -186,7 +177,7 @@ def test_fp8_all_gather_after_model_was_moved_run_in_bf16_or_updated_uses_its_we
         assert losses[3] == last[rank]
 
 
-def kinds_of_shared_weights(layout: Layout) -> list[type]:
+def kinds_of_shared_weights(layout):
     model = Blocks(wide=IN)
     model.layers[0].down.weight = model.layers[0].up.weight  # both in FP8
     model.layers[1].down.weight = model.layers[1].up.weight
@@ -199,24 +190,23 @@ def kinds_of_shared_weights(layout: Layout) -> list[type]:
 
 
 def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(on_ranks):
-    found = on_ranks({"shard": 2}, kinds_of_shared_weights)
-    assert found[0] == [GatheredWeight, nn.Parameter]
+    assert on_ranks({"shard": 2}, kinds_of_shared_weights)[0] == [GatheredWeight, nn.Parameter]
 
 
 BATCH = counting(30, 12, 50, modulus=7)
 
 
-def train(engine, steps: int) -> list[float]:
+def train(engine, steps):
     numbers = [train_step(engine, BATCH, BATCH) for _ in range(steps)]
     return [float(one.loss_sum / one.weight) for one in numbers]
 
 
-def fp8_engine(layout: Layout, how: dict[str, Any]):
+def fp8_engine(layout, how):
     settings = {"seed": 5, "precision": "bf16", "fp8": True, **how}
     return engine_of("qwen3", layout, lambda model: adamw(model, 3e-3), **settings)
 
 
-def trained(layout: Layout, folder: Path, how: dict[str, Any]) -> tuple[list[float], list[float]]:
+def trained(layout, folder, how):
     """Losses of three steps, and of the third after a resume, which has the same weights."""
     engine, other = fp8_engine(layout, how), fp8_engine(layout, how)
     losses = train(engine, 2)
@@ -240,7 +230,7 @@ def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(on_ranks,
         assert losses == pytest.approx(expected, rel=2e-3)  # embeddings are gathered in bf16
 
 
-def losses_with_lora(layout: Layout, base: Path) -> tuple[list[float], set[Any]]:
+def losses_with_lora(layout, base):
     """Losses of two steps, which keep the base as it was, and the kinds of weights that layers in FP8 see."""
     engine = lora_engine(base, Lora(rank=3), layout, precision="bf16", fp8=True)
     before = weights(engine.model)
@@ -258,6 +248,7 @@ def losses_with_lora(layout: Layout, base: Path) -> tuple[list[float], set[Any]]
     return losses, kinds
 
 
+@pytest.mark.slow
 def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(on_ranks, tmp_path):
     base = pretrained(tmp_path / "base")
     expected, _ = losses_with_lora(ALONE, base)
@@ -267,7 +258,7 @@ def test_fp8_lora_on_shards_gathers_its_frozen_base_in_fp8(on_ranks, tmp_path):
         assert kinds == {(GatheredWeight, False)}
 
 
-def gathered(shape: tuple[int, int] = (32, 48)) -> tuple[nn.Parameter, nn.Parameter]:
+def gathered(shape=(32, 48)):
     """A gathered weight, and its values in bf16."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight = GatheredWeight(*fp8.quantize(values), torch.bfloat16)

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY
-from tiny_engines import ALONE, CAMPAIGN, adamw, engine_of, message_of
+from conftest import CAMPAIGN, ROOT, TINY
+from tiny_engines import ALONE, adamw, engine_of, message_of
 from transformers.modeling_outputs import BaseModelOutput
 
 from mvp_engine.checkpoint.format import from_bytes, to_bytes
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.loader import StepPlan
-from mvp_engine.distributed import Layout
 from mvp_engine.model_engine.fsdp.lockstep import (
     LockstepScheduler,
     _cut,
@@ -27,7 +26,7 @@ from mvp_engine.model_engine.fsdp.lockstep import (
 IMAGE, SOUND = "pixel_values", "input_features"
 
 
-def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
+def packed(length, *kinds, axes=0):
     """One sequence with one item of each kind."""
     media = {kind: Media(torch.ones(2, 3), torch.tensor([2]), torch.tensor([0])) for kind in kinds}
     positions = torch.arange(length).expand(axes, -1) if axes else torch.arange(length)
@@ -38,8 +37,7 @@ def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
 
 def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch():
     batch = append_dummies(packed(6, axes=4), [packed(3)])
-    joined = batch.join()
-    assert joined.position_ids.shape == (4, 9)
+    assert batch.join().position_ids.shape == (4, 9)
     assert batch.num_tokens == 6
 
 
@@ -112,7 +110,7 @@ def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks
     assert all(int(dummy.num_loss_tokens) == 0 and not media_kinds(dummy) for dummy in dummies)
 
 
-def dummies_of(scheduled) -> list[list[str]]:
+def dummies_of(scheduled):
     dummies = getattr(scheduled.micro_batch, "dummies", [])
     return [sorted(media_kinds(dummy)) for dummy in dummies]
 
@@ -125,7 +123,7 @@ HELD = [
 ]
 
 
-def schedule(layout: Layout, planned: bool) -> list[tuple[bool, list[int], list[list[str]]]]:
+def schedule(layout, planned):
     scheduler = LockstepScheduler(layout)
     plan = StepPlan(tuple(tuple(media_kinds(one) for one in of_rank) for of_rank in HELD))
     found = []
@@ -149,7 +147,7 @@ def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(on_rank
         assert len(kinds) == 1, kinds
 
 
-def step_with_other_batches(layout: Layout):
+def step_with_other_batches(layout):
     """Rank 1 has two micro-batches, and the plan says one."""
     batches = [packed(4), packed(5)] if layout.world.rank else [packed(3)]
     LockstepScheduler(layout).step(batches, StepPlan(((frozenset(),), (frozenset(),))))
@@ -161,7 +159,7 @@ def test_scheduler_with_micro_batches_that_do_not_fit_the_plan_raises(on_ranks):
     assert "set ctx.plan = None there, on all ranks" in wrong
 
 
-def missing_image(layout: Layout, *kinds: str) -> tuple[list[list[str]], set[str]]:
+def missing_image(layout, *kinds):
     """Rank 1 planned an image that failed to decode. `kinds`: those of the one dummy with images."""
     scheduler = LockstepScheduler(layout)
     scheduler.dummies = {kind: packed(3, *kinds) for kind in kinds}
@@ -191,7 +189,7 @@ COLLECTIVES = (
 )
 
 
-def _host_collectives(config: str, words: list[str], steps: int) -> int:
+def _host_collectives(config, words, steps):
     """Calls on gloo's host group in a training of `steps` steps."""
     from mvp_engine.engine.monitor import Meter
     from mvp_engine.launch import launch
@@ -223,7 +221,7 @@ def _host_collectives(config: str, words: list[str], steps: int) -> int:
 
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
-SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.global_batch_size=4"]
+SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_size=4".split()
 
 
 @pytest.mark.slow

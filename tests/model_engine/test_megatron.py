@@ -1,20 +1,14 @@
 """The Megatron backend against `fsdp`: log-probs, every gradient, weights after three steps, runs that move between."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT, user_error
 from families import overrides_of, parallel
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     assert_close,
     assert_equal,
     engine_of,
@@ -24,12 +18,11 @@ from tiny_engines import (
     sgd,
     share_of,
 )
-from torch import Tensor, nn
 
 from mvp_engine.cli import main
 from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.generation import generate
 from mvp_engine.model_engine import Settings, engine_class
@@ -61,12 +54,12 @@ LAYOUTS = [
 BATCHES = [packed(7, 3, 11, 2), packed(5, 9), packed(1, 6, 4)]  # two with an odd number of tokens
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     """The gradient of a key's bias is rounding; a large eps keeps AdamW from making a step of it."""
     return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
 
 
-def build(family: str, layout: Layout, backend: str, balance: bool = False, **how):
+def build(family, layout, backend, balance=False, **how):
     kind = engine_class("language_model", backend)
     if balance:
         how["experts"] = Experts(balance="loss", weight=0.1, z=0.01)
@@ -84,11 +77,11 @@ def step(engine):
     engine.optimizer_step()
 
 
-def weights_of(engine) -> Tensors:
+def weights_of(engine):
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
 
 
-def trained(family: str, layout: Layout, backend: str, **how) -> dict[str, Tensors]:
+def trained(family, layout, backend, **how):
     engine = build(family, layout, backend, **how)
     outputs = engine.infer_batch(BATCHES[0], ["log_probs", "entropy"])
     accumulate(engine)
@@ -100,18 +93,18 @@ def trained(family: str, layout: Layout, backend: str, **how) -> dict[str, Tenso
 
 
 @functools.cache
-def expected(family: str, balance: bool = False) -> dict[str, Tensors]:
+def expected(family, balance=False):
     return trained(family, ALONE, "fsdp", balance=balance)
 
 
-def assert_as_fsdp(found: dict[str, Tensors], family: str, balance: bool = False):
+def assert_as_fsdp(found, family, balance=False):
     for kind, tensors in found.items():
         reference = expected(family, balance)[kind]
         held = {name: reference[name] for name in tensors}  # of a pipeline stage, a part
         assert_close(tensors, held, floor=1e-6, what=(family, kind))
 
 
-def on_megatron(layout: Layout, how: dict[str, Any], families: list[str]) -> dict[str, Any]:
+def on_megatron(layout, how, families):
     return {family: trained(family, layout, "megatron", **how) for family in families}
 
 
@@ -158,7 +151,7 @@ def test_megatron_generates_the_tokens_of_fsdp():
     assert {len(tokens) for tokens in one} == {6}
 
 
-def values(layout: Layout, backend: str) -> tuple[Tensor, Tensors]:
+def values(layout, backend):
     """Values, and gradients, of a value model."""
     kind = engine_class("value_model", backend)
     engine = engine_of("qwen3", layout, lambda model: sgd(model, 0.1), kind, seed=5)
@@ -178,7 +171,7 @@ def test_megatron_value_model_on_two_ranks_equals_fsdp(on_ranks):
         assert_close(of_rank, grads, 2e-5, floor=0.0)
 
 
-def two_layouts(layout: Layout) -> list[dict[str, Tensors]]:
+def two_layouts(layout):
     """Steps of two engines in one process, each after the other's."""
     layouts = [layout, Layout.of(layout.world, parallel(pipeline=2))]
     engines = [build("llama", each, "megatron") for each in layouts]
@@ -198,9 +191,7 @@ def test_megatron_engines_of_two_layouts_live_in_one_process(on_ranks):
 # ---- Runs that move between backends ------------------------------------------------------------------------------
 
 
-def continued(
-    layout: Layout, backend: str, family: str, load: Path | None, folder: Path
-) -> tuple[Tensors, Tensors]:
+def continued(layout, backend, family, load, folder):
     """Load a checkpoint, take a step, save another one and a Hugging Face folder; returns weights before and after."""
     engine = build(family, layout, backend)
     if load is not None:
@@ -230,7 +221,7 @@ def test_run_moves_from_fsdp_to_megatron_and_back(on_ranks, tmp_path, family):
     assert_equal(_weights_in(two / "hf"), _weights_in(tmp_path / "merged"))
 
 
-def _weights_in(folder: Path) -> Tensors:
+def _weights_in(folder):
     from safetensors.torch import load_file
 
     files = [load_file(file) for file in folder.glob("*.safetensors")]
@@ -240,7 +231,7 @@ def _weights_in(folder: Path) -> Tensors:
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how):
+def engine_for(family, backend="megatron", config=None, **how):
     model = LanguageModel.on_meta(None, {**overrides_of(family), **(config or {})})
     return engine_class("language_model", backend)(model, ALONE, Settings(**how))
 
@@ -262,31 +253,28 @@ def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | 
     ids=str,
 )
 def test_megatron_refuses_by_name(family, config, how, message):
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+    with user_error(message.replace(".", r"\.")):
         engine_for(family, config=config, **how)
 
 
 def test_sequence_parallel_of_megatron_on_fsdp_is_refused():
-    with pytest.raises(UserError, match=r"model\.sequence_parallel is for model\.backend=megatron"):
+    with user_error(r"model\.sequence_parallel is for model\.backend=megatron"):
         engine_for("qwen3", "fsdp", sequence_parallel=True).initialize()
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
 def test_megatron_that_is_not_installed_names_the_extra():
-    with pytest.raises(UserError, match=r"pip install 'mvp-engine\[megatron\]'"):
+    with user_error(r"pip install 'mvp-engine\[megatron\]'"):
         engine_for("qwen3")
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
-def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(workspace, capsys):
     config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
-    words = ["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"]
+    words = f"train {config} model.backend=megatron made.folder={workspace}/made".split()
     assert main(words) == EXIT_USER_ERROR
     assert "pip install 'mvp-engine[megatron]'" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
+    assert not (workspace / "made").exists()
 
 
 def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head():

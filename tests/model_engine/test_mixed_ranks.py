@@ -1,14 +1,11 @@
 """Ranks with text, images, videos, sounds or nothing side by side: no hang, and the gradients of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import is_supported, mean_of_copies
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
-    Tensors,
     adamw,
     assert_close,
     counting,
@@ -21,7 +18,6 @@ from tiny_engines import (
 from tiny_models import ENCODERS, build_model, media_packs
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.hf import LanguageModel
 
 NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio"]
@@ -30,7 +26,7 @@ NAMES = [name for name in [*NAMES, "qwen2_5_omni_thinker"] if is_supported(name)
 SHARES = [[[0], [0]], [[1]], [], [[2, 0], [0], [1]]]
 
 
-def trained(layout: Layout, name: str, is_frozen: bool) -> Tensors:
+def trained(layout, name, is_frozen):
     """Gradients and evaluated log-probs after one step in which rank r has share r of the data."""
     model = build_model(LanguageModel, name)
     names = [name for name, _ in model.named_parameters()]
@@ -76,7 +72,7 @@ def test_ranks_with_different_media_give_the_gradients_of_one(on_ranks, sizes, n
         assert_close(found, expected)
 
 
-def encoders_alone(layout: Layout) -> list[Tensors]:
+def encoders_alone(layout):
     """Gradients, losses and gradient norm of two steps in which only encoders train, the first one of text."""
     model = build_model(LanguageModel, "qwen3_vl")
     steps = [shares_of(layout, one) for one in ([[[0]], [[0], [0]]], SHARES)]
@@ -101,7 +97,7 @@ def test_text_trains_nothing_where_only_encoders_train(on_ranks, sizes):
             assert_close(found, of_step)
 
 
-def norm_after_inference(layout: Layout) -> float:
+def norm_after_inference(layout):
     """Of a step in which the last rank alone has data."""
     engine = engine_of("qwen3", layout, seed=1)
     engine.infer_batch(counting(17, start=3), ["log_probs"])

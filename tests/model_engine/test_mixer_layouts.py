@@ -1,19 +1,16 @@
 """Models with mixers on all layouts, with activation checkpointing and compiled: gradients to 1e-5."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_models
 import torch
+from conftest import CAMPAIGN, user_error
 from families import parallel
 from mixer_families import MIXERS, VISION_MIXERS, mixer_config, mixer_model
-from tiny_engines import ALONE, CAMPAIGN, Tensors, assert_close, engine_of, packed
+from tiny_engines import ALONE, assert_close, engine_of, packed
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
 
 # By a kernel's function, by a convolution alone, by sequence
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]
@@ -27,7 +24,7 @@ HOW = {
 }
 
 
-def batches(name: str, model: LanguageModel) -> list[PackedBatch]:
+def batches(name, model):
     """Two of the same size with other boundaries: those of the first must not be used for the second."""
     if name in VISION_MIXERS:  # rows with images and videos
         tiny_models.VISION.setdefault(name, ("", {}, "patches frame"))
@@ -36,7 +33,7 @@ def batches(name: str, model: LanguageModel) -> list[PackedBatch]:
     return [packed(7, 3, 11, 2), packed(2, 9, 12, seed=4)]
 
 
-def gradients(name: str, layout: Layout, **how) -> Tensors:
+def gradients(name, layout, **how):
     """Of both batches. Both forwards come before the backwards, so that a forward which is repeated comes late.
 
     Not if compiled: torch may compile a block again for the second, and repeat the first with that.
@@ -62,19 +59,19 @@ def gradients(name: str, layout: Layout, **how) -> Tensors:
     return gradients_of(engine.model, layout.data_size)
 
 
-def has_plan(name: str) -> bool:
+def has_plan(name):
     """Whether this transformers has a tensor-parallel plan for the layers; newer ones have more."""
     plan = mixer_config(name).get_text_config().base_model_tp_plan or {}
     return any("layers" in key for key in plan)
 
 
-def on_every_layout(first: Layout, names: list[str]) -> list[tuple[str, Tensors]]:
+def on_every_layout(first, names):
     found = []
     for kind in ("shard", "ulysses", "context", "tensor"):
         layout = Layout.of(first.world, parallel(**{kind: 2}))
         chosen = [name for name in names if kind != "tensor" or has_plan(name)]
         found += [(name, gradients(name, layout)) for name in chosen]
-    with pytest.raises(UserError, match="mamba has no tensor-parallel plan in transformers"):
+    with user_error("mamba has no tensor-parallel plan in transformers"):
         gradients("mamba", layout)
     return found
 

@@ -1,23 +1,18 @@
 """Hugging Face models on every layout: each gradient of the first step, and the loss over five, to 1e-5."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import CAMPAIGN, read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
-    Tensors,
     assert_close,
     assert_metrics,
     engine_of,
@@ -27,10 +22,8 @@ from tiny_engines import (
 from tiny_engines import gradients as gradients_of
 from torch import nn
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.sequence_parallel import check_heads
-from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]
@@ -55,11 +48,11 @@ LAYOUTS = [
 ]
 
 
-def batch() -> PackedBatch:
+def batch():
     return packed(7, 3, 11, 2)
 
 
-def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
+def gradients(config, layout, **how):
     """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
     engine = engine_of(config, layout, seed=5, **how)
     engine.model.eval()  # some have dropout
@@ -69,12 +62,12 @@ def gradients(config: str | dict[str, Any], layout: Layout, **how) -> Tensors:
     return gradients_of(engine.model, layout.data_size)
 
 
-def of_families(layout: Layout, families: list[str]) -> dict[str, Tensors]:
+def of_families(layout, families):
     return {family: gradients(family, layout) for family in families}
 
 
 @functools.cache
-def expected(family: str) -> Tensors:
+def expected(family):
     return gradients(family, ALONE)
 
 
@@ -151,12 +144,11 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
 def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
-    message = f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"
-    with pytest.raises(UserError, match=message):
+    with user_error(f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
         check_heads(heads, kv_heads, ranks)
 
 
-def log_probs_on_layouts(layout: Layout) -> list[torch.Tensor]:
+def log_probs_on_layouts(layout):
     from families import parallel
 
     shape = overrides_of("qwen3")
@@ -185,7 +177,7 @@ def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes):
     assert ranks2.run(left_behind, sizes) == [([], [])] * 2
 
 
-def gloo_threads() -> set[str]:
+def gloo_threads():
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
@@ -195,11 +187,11 @@ def gloo_threads() -> set[str]:
     return found
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     return [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
 
 
-def left_behind(sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
+def left_behind(sizes):
     """By this world; what tests before it left in the process is theirs."""
     from families import on_layout
 

@@ -1,20 +1,14 @@
 """Pipeline parallel: gradients, log-probs and checkpoints of one rank, for packs of any lengths and numbers."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import read_metrics
+from conftest import CAMPAIGN, read_metrics, user_error
 from families import overrides_of
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     LM,
-    Tensors,
     adamw,
     assert_close,
     assert_equal,
@@ -31,24 +25,19 @@ from tiny_engines import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.pipeline import one_forward_one_backward
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.model.pipeline_cut import stage_bounds
+from mvp_engine.hf.model.pipeline import stage_bounds
 
 FOUR = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 FULL = {"activation_checkpointing": "full"}
 EAGER = {"compile": "aot_eager"}
 
-# Family, micro-batches of each data rank, changes of the config, settings of the engine
-Case = tuple[str, list[int], dict[str, Any], dict[str, Any]]
 
-
-def case(family: str, *counts: int, how: dict[str, Any] | None = None, **changes) -> Case:
+def case(family, *counts, how=None, **changes):
+    """Family, micro-batches of each data rank, changes of the config, settings of the engine."""
     return family, list(counts), changes, how or {}
 
 
@@ -137,7 +126,7 @@ MORE = [
 ]
 
 
-def packs(seed: int, number: int) -> list[PackedBatch]:
+def packs(seed, number):
     """Micro-batches of one to three sequences of 2 to 11 tokens."""
     g = torch.Generator().manual_seed(seed)
     counts = [int(torch.randint(1, 4, (1,), generator=g)) for _ in range(number)]
@@ -145,7 +134,7 @@ def packs(seed: int, number: int) -> list[PackedBatch]:
     return [packed(*each, seed=10 * seed + i, vocab=88) for i, each in enumerate(lengths)]
 
 
-def step(engine, micro_batches: list[PackedBatch]) -> dict[str, Any]:
+def step(engine, micro_batches):
     """One step: gradients by name, norm, loss, and the micro-batches that this stage kept at most."""
     kept = []
     is_compiled = bool(engine.settings.compile)  # the hook would be compiled, too
@@ -163,7 +152,7 @@ def step(engine, micro_batches: list[PackedBatch]) -> dict[str, Any]:
     }
 
 
-def watch_activations(engine, kept: list[int]):
+def watch_activations(engine, kept):
     """Note how many forwards have the input of this stage's first query projection in memory, for its gradient."""
     inputs = []
     modules = engine.model.named_modules()
@@ -176,19 +165,19 @@ def watch_activations(engine, kept: list[int]):
     return query.register_forward_pre_hook(note)
 
 
-def build(layout: Layout, family: str, changes: dict[str, Any], **how):
+def build(layout, family, changes, **how):
     engine = engine_of({**overrides_of(family), **changes}, layout, seed=5, **how)
     engine.model.eval()
     return engine
 
 
 @functools.cache
-def expected(family: str, changes: tuple[Any, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+def expected(family, changes, counts):
     batches = [one for rank, number in enumerate(counts) for one in packs(rank, number)]
     return step(build(ALONE, family, dict(changes)), batches)
 
 
-def stepped(layout: Layout, cases: list[Case]) -> list[dict[str, Any]]:
+def stepped(layout, cases):
     rank = layout.data_rank
     return [
         step(build(layout, family, changes, **how), packs(rank, counts[rank]))
@@ -196,7 +185,7 @@ def stepped(layout: Layout, cases: list[Case]) -> list[dict[str, Any]]:
     ]
 
 
-def check(results: list[dict[str, Any]], one: dict[str, Any], case):
+def check(results, one, case):
     """Every gradient on every rank that holds it, and that each is held."""
     assert set().union(*(result["grads"] for result in results)) == set(one["grads"]), case
     for result in results:
@@ -245,19 +234,18 @@ def test_stage_bounds_spread_parameters_evenly_and_leave_deepstack_on_the_first_
     assert stage_bounds(7, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 7]
     assert stage_bounds(8, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 8]
     # Qwen3-235B, whose embeddings are a quarter of a block: 1.032 between the stages with most and least.
-    bounds = stage_bounds(94, 4, 0, "", (0.25, 0.25))
-    assert bounds == [0, 23, 47, 71, 94]
+    assert stage_bounds(94, 4, 0, "", (0.25, 0.25)) == [0, 23, 47, 71, 94]
     assert stage_bounds(6, 3, 3, "") == [0, 3, 5, 6]
-    with pytest.raises(UserError, match="each stage needs one"):
+    with user_error("each stage needs one"):
         stage_bounds(2, 3, 0, "")
-    with pytest.raises(UserError, match="Use 2 stages or fewer"):
+    with user_error("Use 2 stages or fewer"):
         stage_bounds(4, 3, 3, "")
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------------------------
 
 
-def resharded(layout: Layout, load: Path | None, folder: Path, steps: int) -> list[float | None]:
+def resharded(layout, load, folder, steps):
     """The losses of steps from a checkpoint; saves another one, and a Hugging Face folder."""
     shape = {**overrides_of("llama"), **TIED, **FOUR}
     engine = engine_of(shape, layout, lambda m: adamw(m, 1e-2), seed=5, clip_grad_norm=0.5)
@@ -273,7 +261,7 @@ def resharded(layout: Layout, load: Path | None, folder: Path, steps: int) -> li
     return losses
 
 
-def saved(folder: Path) -> Tensors:
+def saved(folder):
     reader = Reader(folder / "saved")
     names = [name for name in reader.entries if name.startswith(("model.", "optim."))]
     return {name: reader.read(name) for name in names}
@@ -301,7 +289,7 @@ def test_pipeline_checkpoints_are_bit_equal_over_layouts_and_continue_the_losses
         assert torch.allclose(one[name].float(), two[name].float(), rtol=1e-4, atol=1e-4), name
 
 
-def loaded_from(layout: Layout, folder: Path) -> bool:
+def loaded_from(layout, folder):
     """Whether a stage has exactly its tensors of a Hugging Face folder, and both copies of tied ones are equal."""
     from safetensors.torch import load_file
 

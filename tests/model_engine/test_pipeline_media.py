@@ -1,23 +1,18 @@
 """Pipeline parallel on models with encoders: images on some packs, DeepStack features, ranks without data."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import TOKENS, VISION, mean_of_copies
-from tiny_engines import ALONE, CAMPAIGN, engine_of, gradients, scores_of, shares_of
+from tiny_engines import ALONE, engine_of, gradients, scores_of, shares_of
 from tiny_models import build_model, media_packs
 
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf.model.pipeline_cut import check_supported, cut_model
+from mvp_engine.hf.model.pipeline import check_supported, cut_model
 from mvp_engine.model_engine import ValueModelEngine
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops.fp8 import Fp8Linear
@@ -39,7 +34,7 @@ CASES = [
 ]
 
 
-def model_on_meta(name: str, layers: int, model_class=LanguageModel):
+def model_on_meta(name, layers, model_class=LanguageModel):
     from transformers import AutoConfig
 
     special = copy.deepcopy({**TOKENS, **VISION[name][1]})
@@ -48,7 +43,7 @@ def model_on_meta(name: str, layers: int, model_class=LanguageModel):
         return model_class.from_config(AutoConfig.for_model(name, **special))
 
 
-def trained(layout: Layout, name: str, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
+def trained(layout, name, layers, freeze):
     """Gradients, norm and evaluated losses of a step."""
     mine = media_packs(build_model(LanguageModel, name), name, shares_of(layout, SHARES))
     engine = engine_of(model_on_meta(name, layers), layout, seed=3, freeze=freeze)
@@ -61,7 +56,7 @@ def trained(layout: Layout, name: str, layers: int, freeze: tuple[str, ...]) -> 
 
 
 @functools.cache
-def expected(*case) -> dict[str, Any]:
+def expected(*case):
     return trained(ALONE, *case)
 
 
@@ -79,7 +74,7 @@ def test_pipeline_with_images_on_some_packs_gives_the_gradients_of_one_rank(
             assert float((value - one[key]).abs().max()) <= bound, key
 
 
-def fp8_layers(layout: Layout) -> int:
+def fp8_layers(layout):
     model = model_on_meta("qwen3_vl", 2)
     engine = engine_of(model, layout, optimizer=None, precision="bf16", fp8={"vision": True})
     return sum(isinstance(module, Fp8Linear) for module in engine.model.modules())
@@ -90,7 +85,7 @@ def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(on_ranks):
     assert first > 0 == last
 
 
-def export_value_model(layout: Layout, folder: Path):
+def export_value_model(layout, folder):
     model = model_on_meta("qwen3_vl", 2, ValueModel)
     engine_of(model, layout, optimizer=None, kind=ValueModelEngine, seed=3).export_hf(folder)
 
@@ -109,11 +104,10 @@ def test_pipeline_refuses_a_stage_without_trained_parameters():
     skeleton = copy.deepcopy(model)
     freeze(model, ["llm"])
     link = SimpleNamespace(stages=2, stage=0, is_first=True, is_last=False)
-    with pytest.raises(UserError, match="stage 1 would have no trained parameters"):
+    with user_error("stage 1 would have no trained parameters"):
         cut_model(model, link, skeleton)
 
 
 def test_pipeline_refuses_masks_that_depend_on_images():
-    message = "gemma3 cannot be cut into stages: a mask that depends on media"
-    with pytest.raises(UserError, match=message):
+    with user_error("gemma3 cannot be cut into stages: a mask that depends on media"):
         check_supported(model_on_meta("gemma3", 2), "parallel.pipeline=2")

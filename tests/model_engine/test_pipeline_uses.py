@@ -1,19 +1,13 @@
 """What trainings do with a model on pipeline stages: a second model, several calls, generation, half precision."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import overrides_of
 from lora_models import pretrained
 from test_reward import NoLog
 from tiny_engines import (
     ALONE,
-    CAMPAIGN,
     adamw,
     assert_close,
     engine_of,
@@ -24,37 +18,33 @@ from tiny_engines import (
     share_of,
     weights,
 )
-from torch import Tensor
 from torch.nn import functional as F
 
-from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Distil, DistilLossKit, Lora, MLLMModelKit
 from mvp_engine.kit.decoding import Decoding, complete
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, ValueModelEngine
+from mvp_engine.model_engine import ModelSource, ValueModelEngine
 
-Step = Callable[[PackedBatch], tuple[Tensor, Tensor | float]]
 PAIRS = [packed(7, 5, 4, 9), packed(3, 8), packed(6, 6)]
 TIED = {**overrides_of("qwen3"), "tie_word_embeddings": True}
 
 
-def model_of(seed: int, layout: Layout, **settings) -> LanguageModelEngine:
+def model_of(seed, layout, **settings):
     return engine_of(TIED, layout, seed=seed, **settings)
 
 
-def frozen(layout: Layout) -> LanguageModelEngine:
+def frozen(layout):
     model = LanguageModel.on_meta(None, TIED).requires_grad_(False)
     return engine_of(model, layout, optimizer=None, seed=6)
 
 
-def distil(layout: Layout) -> tuple[LanguageModelEngine, Step]:
+def distil(layout):
     student, teacher = model_of(5, layout), frozen(layout)
     kit = DistilLossKit(Distil(teacher="x", temperature=0.7, nll=0.3), student.model, teacher)
     return student, lambda batch: kit(NoLog(), student.model, batch)
 
 
-def dpo(layout: Layout) -> tuple[LanguageModelEngine, Step]:
+def dpo(layout):
     policy, reference = model_of(5, layout), frozen(layout)
 
     def sums(engine, batch):
@@ -70,7 +60,7 @@ def dpo(layout: Layout) -> tuple[LanguageModelEngine, Step]:
     return policy, step
 
 
-def two_calls(layout: Layout) -> tuple[LanguageModelEngine, Step]:
+def two_calls(layout):
     """Two forwards with gradients, of different lengths, and a third whose outputs the loss does not use."""
     engine = model_of(5, layout)
 
@@ -83,7 +73,7 @@ def two_calls(layout: Layout) -> tuple[LanguageModelEngine, Step]:
     return engine, step
 
 
-def stepped(layout: Layout) -> tuple[dict[str, Any], list[list[int]]]:
+def stepped(layout):
     """The loss and the gradients of each kind of step, and completions."""
     found = {}
     for build in (distil, dpo, two_calls):
@@ -95,7 +85,7 @@ def stepped(layout: Layout) -> tuple[dict[str, Any], list[list[int]]]:
     return found, [list(one.tokens) for one in completions]
 
 
-def assert_part(found: dict[str, Tensor], expected: dict[str, Tensor], what: str = ""):
+def assert_part(found, expected, what=""):
     """A stage has the gradients of one rank for the parameters that it holds."""
     assert found
     assert_close(found, {name: expected[name] for name in found}, floor=1e-3, what=what)
@@ -113,7 +103,7 @@ def test_pipeline_with_two_models_several_calls_and_generation_equals_one_rank(o
             assert_part(grads, expected[name][1], name)
 
 
-def in_precision(layout: Layout, precision: str) -> tuple[float, float, Tensor]:
+def in_precision(layout, precision):
     engine = model_of(5, layout, precision=precision)
     numbers = engine.train_batch(PAIRS, loss_of(engine))
     hidden = engine.infer_batch(PAIRS[0], ["hidden_states"])["hidden_states"].float()
@@ -129,7 +119,7 @@ def test_pipeline_in_half_precision_equals_one_rank_in_half_precision(on_ranks, 
         assert torch.allclose(hidden, expected[2], rtol=1e-5, atol=1e-5)
 
 
-def call_outside_of_a_step(layout: Layout):
+def call_outside_of_a_step(layout):
     engine = model_of(5, layout)
     try:
         engine.model(PAIRS[0], ["loss"])
@@ -142,7 +132,7 @@ def test_model_of_stages_called_with_gradients_outside_of_a_step_raises(on_ranks
         assert "outside of forward_step" in error
 
 
-def with_lora(layout: Layout, base: Path, folder: Path, load: Path | None) -> dict[str, Tensor]:
+def with_lora(layout, base, folder, load):
     """Adapters after two steps, or those of a checkpoint; saved and exported."""
     model = MLLMModelKit(Lora(rank=3)).build(ModelSource(str(base)))
     engine = engine_of(model, layout, lambda model: adamw(model, 1e-2), seed=5)
@@ -170,7 +160,7 @@ def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(on_ranks, tmp_pa
     assert exported[0] == exported[1] == exported[2]
 
 
-def values(layout: Layout) -> tuple[float | None, dict[str, Tensor], Tensor]:
+def values(layout):
     engine = engine_of("qwen3", layout, kind=ValueModelEngine, seed=5)
 
     def step(batch):

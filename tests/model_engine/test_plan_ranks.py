@@ -1,20 +1,16 @@
 """mvp plan is true: bytes held and the sequence of collectives of a step, on real ranks and simulated."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import probe_once
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import CAMPAIGN
 from families import overrides_of, parallel
-from tiny_engines import CAMPAIGN, adamw, counting, engine_of, loss_of
+from tiny_engines import adamw, counting, engine_of, loss_of
 
 from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
-from mvp_engine.kit.plan.record import Collective, CollectiveRecorder, find_differences
+from mvp_engine.kit.plan.record import CollectiveRecorder, find_differences
 from mvp_engine.kit.plan.simulate import balance_routing, fake_world, held_bytes, simulated_step
 from mvp_engine.model_engine import LanguageModelEngine
 
@@ -39,7 +35,7 @@ MORE_LAYOUTS = [
 ]
 
 
-def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]):
+def build(kind, layout, family, how):
     settings = {name: value for name, value in how.items() if name != "model"}
     shape = {**overrides_of(family), **how.get("model", {})}
     return engine_of(shape, layout, adamw, kind, seed=5, **settings)
@@ -51,10 +47,7 @@ def train_step(engine):
     engine.train_batch([counting(7, 3, 11, modulus=50)] * 2, loss_of(engine), plan)
 
 
-Facts = tuple[dict[str, int], list[Collective]]
-
-
-def on_real_rank(layout: Layout, family: str, how: dict[str, Any]) -> Facts:
+def on_real_rank(layout, family, how):
     probe_once.forget()  # stages exchange the dtype of activations in the probe, not in the step
     engine = build(LanguageModelEngine, layout, family, how)
     balance_routing(engine.model)
@@ -64,13 +57,13 @@ def on_real_rank(layout: Layout, family: str, how: dict[str, Any]) -> Facts:
 
 
 def on_fake_rank(
-    rank: int,
-    family: str,
-    sizes: dict[str, int],
-    how: dict[str, Any],
-    step: Callable[[Any], None] = train_step,
-    codes: dict[int, int] | None = None,
-) -> Facts:
+    rank,
+    family,
+    sizes,
+    how,
+    step=train_step,
+    codes=None,
+):
     with fake_world(rank, 4, gpus_per_node=8) as world:
         layout = Layout.of(world, parallel(**sizes))
         engine, recorder = simulated_step(

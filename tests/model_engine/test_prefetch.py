@@ -1,7 +1,5 @@
 """DevicePrefetcher: the order of host-to-device copies and uses."""
 
-from __future__ import annotations
-
 import torch
 
 from mvp_engine.model_engine.fsdp.base_engine import DevicePrefetcher

@@ -1,15 +1,10 @@
 """Parameters of 0 dimensions (CLIP's `logit_scale`), which FSDP2 cannot shard, on sharded layouts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from tiny_engines import ALONE, CAMPAIGN, Tensors, engine_of, share_of, weights
-from torch import nn
+from conftest import CAMPAIGN
+from tiny_engines import ALONE, engine_of, share_of, weights
 
-from mvp_engine.distributed import Layout
 from mvp_engine.model_engine import FSDPEngine
 
 TOWER = {
@@ -20,7 +15,7 @@ TOWER = {
 }
 
 
-def clip_engine(layout: Layout) -> FSDPEngine:
+def clip_engine(layout):
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(2)
@@ -36,11 +31,11 @@ def clip_engine(layout: Layout) -> FSDPEngine:
     return engine_of(model, layout, fused_adamw, FSDPEngine, clip_grad_norm=1.0)
 
 
-def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+def fused_adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
 
 
-def train(made: FSDPEngine, steps: int) -> list[float]:
+def train(made, steps):
     """The gradient norms of a few steps; every rank has its part of three pairs."""
 
     def step(pair):
@@ -57,7 +52,7 @@ def train(made: FSDPEngine, steps: int) -> list[float]:
     return norms
 
 
-def trained(layout: Layout, folder: Path) -> tuple[list[float], Tensors, float]:
+def trained(layout, folder):
     """Norms, weights after the second step, which are saved, and this rank's scale after the third."""
     made = clip_engine(layout)
     norms = train(made, 2)

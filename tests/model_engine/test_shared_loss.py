@@ -1,18 +1,15 @@
 """The loss of ranks that share sequences: the quick way, with the gradients of one rank."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
-from tiny_engines import ALONE, Tensors, assert_close, counting, engine_of, gradients
+from tiny_engines import ALONE, assert_close, counting, engine_of, gradients
 
-from mvp_engine.distributed import Layout
 from mvp_engine.hf.model import language_model
 
 BATCHES = [counting(7, 3, 11, 2, modulus=17), counting(1), counting(2)]
 
 
-def stepped(layout: Layout, names: list[str]) -> tuple[list[Tensors], Tensors, int]:
+def stepped(layout, names):
     """Outputs of batches, one of them with fewer tokens than ranks, the gradients, and calls of the quick way."""
     engine = engine_of("qwen3", layout, seed=5)
     outs = []

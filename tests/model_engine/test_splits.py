@@ -9,18 +9,15 @@ import torch
 from families import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
 
 MANY = settings(max_examples=50, deadline=None)
 
-Trained = tuple[Tensor, dict[str, Tensor], list[Tensor]]
-
 
 @cache
-def model() -> LanguageModel:
+def model():
     torch.manual_seed(0)
     return LanguageModel.from_config(config_of("qwen3"), chunk=7).eval()
 
@@ -38,7 +35,7 @@ def batches(draw: st.DrawFn) -> PackedBatch:
     )
 
 
-def train(parts: list[PackedBatch]) -> Trained:
+def train(parts):
     """Loss and gradients, summed over the parts and divided once by their common weight; log-probs of each part."""
     language_model = model()
     language_model.zero_grad()
@@ -58,7 +55,7 @@ def train(parts: list[PackedBatch]) -> Trained:
     return total / weight, gradients, outputs
 
 
-def same(one: Trained, other: Trained):
+def same(one, other):
     """Differences are measured against the largest entry of each gradient: small ones count as much as big ones.
 
     Some gradients are nothing but rounding (a query that sees only itself), so the largest of all sets a floor.

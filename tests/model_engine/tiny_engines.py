@@ -1,16 +1,12 @@
 """Engines of tiny models, what one of their steps computes, and how two results are compared."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT  # noqa: F401 - a marker of many engine tests
 from families import overrides_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -19,18 +15,17 @@ from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
-CAMPAIGN = pytest.mark.campaign(only=True)
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 Tensors = dict[str, Tensor]
 
 
-def packed(*lengths: int, seed: int = 3, vocab: int = 99) -> PackedBatch:
+def packed(*lengths, seed=3, vocab=99):
     """Random sequences of these lengths."""
     g = torch.Generator().manual_seed(seed)
     return PackedBatch.from_sequences([torch.randint(vocab, (n,), generator=g) for n in lengths])
 
 
-def counting(*lengths: int, start: int = 0, modulus: int = 99) -> PackedBatch:
+def counting(*lengths, start=0, modulus=99):
     """Sequences of these lengths that count up from `start`."""
     sequences = [torch.arange(start, start + length) % modulus for length in lengths]
     return PackedBatch.from_sequences(sequences)
@@ -39,17 +34,17 @@ def counting(*lengths: int, start: int = 0, modulus: int = 99) -> PackedBatch:
 # ---- Engines ----------------------------------------------------------------------------------------------------
 
 
-def sgd(model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+def sgd(model, lr=0.0):
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr)
 
 
-def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+def adamw(model, lr=1e-3):
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr)
 
 
 def engine_of(
-    model: nn.Module | str | dict[str, Any],
-    layout: Layout = ALONE,
+    model,
+    layout=ALONE,
     optimizer=sgd,
     kind=LanguageModelEngine,
     **settings,
@@ -66,12 +61,12 @@ def engine_of(
     return engine
 
 
-def loss_of(engine) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
+def loss_of(engine):
     """The `forward_step` of an SFT."""
     return lambda batch: (engine.model(batch, ["loss"])["loss"], batch.num_loss_tokens)
 
 
-def scores_of(engine, entropy: float = -0.1) -> Callable[[PackedBatch], tuple[Tensor, Tensor]]:
+def scores_of(engine, entropy=-0.1):
     """A `forward_step` of two outputs per token."""
 
     def loss(batch):
@@ -81,16 +76,16 @@ def scores_of(engine, entropy: float = -0.1) -> Callable[[PackedBatch], tuple[Te
     return loss
 
 
-def train(engine, *batches: PackedBatch):
+def train(engine, *batches):
     return engine.train_batch(list(batches), loss_of(engine))
 
 
-def share_of(layout: Layout, batches: list[Any]) -> list[Any]:
+def share_of(layout, batches):
     """The micro-batches of this data-parallel rank."""
     return batches[layout.data_rank :: layout.data_size]
 
 
-def shares_of(layout: Layout, shares: list[list[Any]]) -> list[Any]:
+def shares_of(layout, shares):
     """The same where `shares` has a list of micro-batches for each rank of the largest layout."""
     return [one for share in share_of(layout, shares) for one in share]
 
@@ -103,7 +98,7 @@ def fresh_graphs():
 
 
 @contextmanager
-def no_host_sync() -> Iterator[None]:
+def no_host_sync():
     """On a GPU: waiting for a value of the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -115,19 +110,19 @@ def no_host_sync() -> Iterator[None]:
 # ---- Results ----------------------------------------------------------------------------------------------------
 
 
-def gradients(model: nn.Module, scale: float = 1.0) -> Tensors:
+def gradients(model, scale=1.0):
     """The whole gradient, on all ranks, of each parameter that has one."""
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {name: full_tensor(g).clone() / scale for name, g in grads.items() if g is not None}
 
 
-def weights(model: nn.Module) -> Tensors:
+def weights(model):
     """Whole parameters, on all ranks."""
     named = model.named_parameters()
     return {name: full_tensor(param.detach()).clone() for name, param in named}
 
 
-def whole_state(engine) -> Tensors:
+def whole_state(engine):
     """Whole parameters and states of the optimizer, on all ranks."""
     found = weights(engine.model)
     for name, param in engine.model.named_parameters():
@@ -136,7 +131,7 @@ def whole_state(engine) -> Tensors:
     return found
 
 
-def message_of(layout: Layout, build: Callable[..., Any], *args) -> str:
+def message_of(layout, build, *args):
     """The text of the user error that `build(layout, *args)` ends with; empty without one."""
     try:
         build(layout, *args)
@@ -145,7 +140,7 @@ def message_of(layout: Layout, build: Callable[..., Any], *args) -> str:
     return ""
 
 
-def assert_close(found: Tensors, expected: Tensors, rel: float = 1e-5, floor: float = 1.0, what=""):
+def assert_close(found, expected, rel=1e-5, floor=1.0, what=""):
     """The same names, and each tensor equal to `rel` of its largest value, or of `floor`."""
     assert found.keys() == expected.keys(), what
     for name, value in expected.items():
@@ -153,13 +148,13 @@ def assert_close(found: Tensors, expected: Tensors, rel: float = 1e-5, floor: fl
         assert float((found[name] - value).abs().max()) <= bound, (what, name)
 
 
-def assert_equal(found: Tensors, expected: Tensors):
+def assert_equal(found, expected):
     """The same names, and bit-equal tensors."""
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-def assert_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]], **rel: float):
+def assert_metrics(found, expected, **rel):
     """The same steps; metrics within these relative tolerances, and the same counts of data."""
     for exact in ("step", "totals"):
         assert [one.get(exact) for one in found] == [one.get(exact) for one in expected]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
-from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
-from mvp_engine.ops.attn_spec import round_up_to_bucket
-from mvp_engine.ops.reference_attention import reference_attention
+from mvp_engine.ops.attention import AttnSpec, reference_attention, varlen_attention
+from mvp_engine.ops.attn_spec import KeySpec, round_up_to_bucket
 
 CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
 
@@ -47,6 +46,7 @@ def chosen(monkeypatch):
     for name, (module, function, asked, question) in kernels.items():
         monkeypatch.setattr(asked, question, lambda *_: True)
         monkeypatch.setattr(module, function, kernel(name))
+    monkeypatch.setattr(attention, "_has_kernels", lambda *_: True)
     monkeypatch.setattr(attention, "untraced_reference_attention", kernel("reference"))
     return calls
 

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.model.attention import Overlay, boundaries, packed_attention
 from mvp_engine.ops import flex_attention
-from mvp_engine.ops.attention import AttnSpec
+from mvp_engine.ops.attention import AttnSpec, reference_attention
 from mvp_engine.ops.attn_spec import round_up_to_bucket
 from mvp_engine.ops.flex_attention import block_mask_of
-from mvp_engine.ops.reference_attention import reference_attention
 
 LENGTHS = [1, 700, 5, 129, 128, 1, 64, 300, 33, 1900]
 

@@ -248,7 +248,7 @@ def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, log
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", Broken("flash_attn.cute"))
     monkeypatch.setattr(flash_attention, "runs_on", lambda _: True)
-    warned = logged(flash_attention)
+    warned = logged()
     flash_attention.load.cache_clear()
     try:
         assert not flash_attention._can_run(0)

@@ -6,16 +6,10 @@ import pytest
 import torch
 from tiny_engines import Tensors, counting, engine_of, fresh_graphs, gradients, train
 
-from mvp_engine.ops import (
-    attention,
-    cudnn_attention,
-    flash_attention,
-    flex_attention,
-    reference_attention,
-)
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 
-MODULES = [attention, cudnn_attention, flash_attention, flex_attention, reference_attention]
+MODULES = [attention, cudnn_attention, flash_attention, flex_attention]
 
 
 def stepped(engine) -> Tensors:

@@ -23,9 +23,8 @@ from mvp_engine.distributed.sequence_parallel import (
 )
 from mvp_engine.hf.model.attention import context_spec
 from mvp_engine.ops import attention as attention_ops
-from mvp_engine.ops.attention import AttnSpec, varlen_attention
+from mvp_engine.ops.attention import AttnSpec, reference_attention, varlen_attention
 from mvp_engine.ops.flex_attention import block_mask_of
-from mvp_engine.ops.reference_attention import reference_attention
 
 LENGTHS = [5, 1, 300, 128, 150, 37]
 RANKS = 4

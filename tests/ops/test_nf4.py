@@ -106,10 +106,10 @@ def test_nf4_kernel_returns_the_weight_of_the_plain_path():
     pytest.importorskip("triton")
     code = """
 import torch
-from mvp_engine.ops import nf4, nf4_kernel
+from mvp_engine.ops import nf4, triton_kernels
 for shape in ((3, 64), (2, 4096), (4, 192)):
     stored = nf4.quantize(torch.randn(shape), torch.bfloat16)
-    found = nf4_kernel.dequantize(stored.view(torch.uint8), torch.tensor(nf4.LEVELS), shape[1], torch.float32)
+    found = triton_kernels.dequantize_nf4(stored.view(torch.uint8), torch.tensor(nf4.LEVELS), shape[1], torch.float32)
     assert torch.equal(found, nf4.dequantize(stored, shape[1], torch.float32))
 """
     env = {**os.environ, "TRITON_INTERPRET": "1"}

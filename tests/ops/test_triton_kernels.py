@@ -21,7 +21,7 @@ RUN_ALL = """
 import json, runpy, sys, traceback
 from mvp_engine.ops import attention, cudnn_attention, flex_attention, fp8, linear_cross_entropy
 from mvp_engine.ops import attention
-from mvp_engine.ops import reference_attention, torch_varlen
+from mvp_engine.ops import torch_varlen
 errors = {"above": [name for name in sys.modules if name == "transformers" or name.startswith("mvp_engine.hf")]}
 for name, file in json.loads(sys.argv[1]).items():
     try:

@@ -63,7 +63,7 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base, monkeypatch):
         encoded.append(len(media.row_counts))
         return inputs(model, kind, media, *rest)
 
-    monkeypatch.setattr("mvp_engine.hf.model.model_inputs.encoder_inputs", spy)
+    monkeypatch.setattr("mvp_engine.hf.model.auto_model.encoder_inputs", spy)
     monkeypatch.setattr(
         RLEngine, "train_pre_step", lambda _, ctx: batches.append(ctx.micro_batches[0])
     )

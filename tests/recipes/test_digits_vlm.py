@@ -63,6 +63,7 @@ def test_digits_vlm_resumed_run_is_bit_equal(trained):
     assert losses(trained) == straight
 
 
+@pytest.mark.slow
 def test_digits_vlm_report_and_export_have_the_trained_model(trained, capsys):
     from transformers import AutoProcessor, GenerationConfig
 

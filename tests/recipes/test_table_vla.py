@@ -21,7 +21,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.imports import import_file
 from mvp_engine.kit import flow
-from mvp_engine.kit.actions.rollout import Observation
+from mvp_engine.kit.actions.simulation import Observation
 from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import Run
 

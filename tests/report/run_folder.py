@@ -1,9 +1,6 @@
 """A run folder with everything that the report reads, without a training."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from mvp_engine.runs import Run
 
@@ -27,7 +24,7 @@ SETUP = {
 }
 
 
-def run_folder(folder: Path, **info: object) -> Run:
+def run_folder(folder, **info):
     """A finished run of 40 steps with two sources, four bad rows and an over-long one."""
     setup = {**SETUP, "parts": PARTS, "versions": {"torch": "2.15.0"}}
     entries = {"name": "cats", "status": "finished", "ended": 0.0, "setup": setup, **info}

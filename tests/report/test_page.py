@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html.parser
 import json
-from pathlib import Path
 
 from mvp_engine.report import Example, write_report
 from mvp_engine.runs import Run
@@ -17,19 +16,19 @@ EVIL = "<script>alert(1)</script>\"'&<img src=http://evil>"
 
 
 class Reader(html.parser.HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
-def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
+def written(folder, examples, shown=24):
     records = [
         {"step": s, "split": split, "loss": 3.0 / s, "accuracy": s / 9}
         for s in (1, 2, 8)
@@ -54,7 +53,7 @@ def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
     return reader
 
 
-def test_report_escapes_everything_from_data(tmp_path: Path) -> None:
+def test_report_escapes_everything_from_data(tmp_path):
     page = written(
         tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)]
     )
@@ -72,7 +71,7 @@ def test_report_escapes_everything_from_data(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags if tag in ("th", "td")][:4] == ["th", "th", "td", "td"]
 
 
-def test_report_shows_and_marks_wrong_answers(tmp_path: Path) -> None:
+def test_report_shows_and_marks_wrong_answers(tmp_path):
     right = [Example(lambda: [PNG], "?", "4", "4", True)] * 50
     wrong = [Example(lambda: [PNG], "?", "4", f"no {i}", False) for i in range(9)]
     page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)

@@ -1,18 +1,13 @@
 """Plots: how axes are scaled, where the legend is, and smoothing."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
+from conftest import mvp
 from run_folder import run_folder
 
-from mvp_engine.cli import main
 from mvp_engine.report.page import Curve, draw_curves, new_figure, plot_overview, smoothed
 
 
-def drawn(metric: str, *curves: list[float], label: str = "curve") -> Any:
+def drawn(metric, *curves, label="curve"):
     axes = new_figure(5, 3).subplots()
     both = []
     for i, values in enumerate(curves):
@@ -34,14 +29,14 @@ def drawn(metric: str, *curves: list[float], label: str = "curve") -> Any:
     ],
 )
 def test_axis_is_percent_for_shares_and_log_only_for_losses_that_span_much(
-    metric: str, values: list[float], scale: str, tick: str
-) -> None:
+    metric, values, scale, tick
+):
     axes = drawn(metric, values)
     assert axes.get_yscale() == scale
     assert any(label.get_text().startswith(tick) for label in axes.get_yticklabels())
 
 
-def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points() -> None:
+def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points():
     axes = drawn("loss", [3.0, 2.0, 1.0], [2.5, 2.0, 1.5])
     assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
     figure = axes.figure.bbox
@@ -56,7 +51,7 @@ def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points() -> No
     )
 
 
-def test_long_curve_has_a_raw_and_a_smoothed_line() -> None:
+def test_long_curve_has_a_raw_and_a_smoothed_line():
     noisy = [2.0 + (-1) ** i for i in range(80)]
     raw, smooth = drawn("loss", noisy).get_lines()
     assert list(raw.get_ydata()) == noisy
@@ -65,12 +60,10 @@ def test_long_curve_has_a_raw_and_a_smoothed_line() -> None:
     assert smoothed([3.0]) == [3.0]
 
 
-def test_overview_and_runs_plot_write_png_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_overview_and_runs_plot_write_png_files(tmp_path, capsys):
     plot_overview(run_folder(tmp_path), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["runs", str(tmp_path), "--plot", "mfu", "--out", str(tmp_path / "mfu.png")]) == 0
+    assert mvp(f"runs {tmp_path} --plot mfu --out {tmp_path}/mfu.png") == 0
     assert "(5 points)" in capsys.readouterr().out
-    assert main(["runs", str(tmp_path), "--plot", "gone"]) == 2
+    assert mvp(f"runs {tmp_path} --plot gone") == 2
     assert "exact_own, exact_web, fill, grad_norm" in capsys.readouterr().err

@@ -1,21 +1,15 @@
 """The end of a training: the summary on the terminal and the page from the run folder."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
-import pytest
 from run_folder import run_folder
 
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.report.page import end_of_run, summary_text
 
 
-def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_path, monkeypatch):
     for name, value in {
         "LOCAL_WORLD_SIZE": "2",
         "WORLD_SIZE": "2",
@@ -42,7 +36,7 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
     assert "mvp chat" not in summary_text(RunFacts(run), seconds=1)  # it writes no text
 
 
-def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path: Path) -> None:
+def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path):
     run = run_folder(tmp_path)
     slow = {
         "rank": 0,
@@ -58,9 +52,7 @@ def test_summary_points_to_the_slowest_step_that_a_profile_repeats(tmp_path: Pat
     assert "--step 7" in summary_text(RunFacts(run), seconds=1)
 
 
-def test_end_of_run_page_has_every_section_of_the_run_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path, capsys):
     run = run_folder(tmp_path)
     answer = {"prompt": "What is it?", "expected": "a cat", "written": "a dog", "right": False}
     lines = [{"step": 20, **answer, "prompt": "Old?"}, {"step": 40, **answer}]
@@ -87,23 +79,21 @@ def test_end_of_run_page_has_every_section_of_the_run_folder(
     assert f"{tmp_path}/ (report.html)" in capsys.readouterr().out
 
 
-def test_end_of_run_keeps_the_page_that_the_recipe_wrote(tmp_path: Path) -> None:
+def test_end_of_run_keeps_the_page_that_the_recipe_wrote(tmp_path):
     run = run_folder(tmp_path)
     (tmp_path / "report.html").write_text("of the recipe")
     end_of_run(run, 5.0, page=True, summary=False)
     assert (tmp_path / "report.html").read_text() == "of the recipe"
 
 
-def test_end_of_run_error_is_printed_and_not_raised(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_end_of_run_error_is_printed_and_not_raised(tmp_path, capsys):
     run = run_folder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "perf": 3}\n')
     end_of_run(run, 5.0, page=True, summary=True)
     assert f"the report of {tmp_path} failed" in capsys.readouterr().out
 
 
-def test_summary_of_rows_left_out_has_every_reason_and_adds_up(tmp_path: Path) -> None:
+def test_summary_of_rows_left_out_has_every_reason_and_adds_up(tmp_path):
     run = run_folder(tmp_path)
     bad = [{"source": "web", "where": f"{i}", "reason": f"reason_{i}"} for i in range(6)]
     (tmp_path / "bad_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from mvp_engine.kit import ActionDataKit
+from mvp_engine.kit.actions import ActionDataKit
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.rows import FrameRow, FrameRows
 from mvp_engine.kit.actions.stats import merged_stats

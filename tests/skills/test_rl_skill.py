@@ -110,6 +110,7 @@ def engine(words: list[str], name: str) -> str:
     return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
 
 
+@pytest.mark.slow
 def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words):
     limited = [*words, "reward.timeout=3", engine(words, "HangsOnNothing")]
     with pytest.raises(
@@ -133,6 +134,7 @@ def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd)
     )
 
 
+@pytest.mark.slow
 def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_path, capfd):
     def hang_in_my_loss():
         shell = "setsid sh -c 'echo $$ > pid; exec sleep 600' & sleep 0"

@@ -1,26 +1,21 @@
 """Deaths of ranks in each call, for every launcher that has processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import is_gone, wait_until
 from worker_cases import TokenLoss, batch_of, pids
 
-from mvp_engine.worker import WorkerDied, WorkerGroup
+from mvp_engine.worker import WorkerDied
 
 BATCH = batch_of(7, 3, 12, 5)
 
 
-def wait_until_gone(pids: list[int]):
+def wait_until_gone(pids):
     wait_until(lambda: all(map(is_gone, pids)))
 
 
@@ -33,19 +28,19 @@ CALLS = {
 }
 
 
-def _stop_before_bucket(group: WorkerGroup) -> Iterator[Any]:
+def _stop_before_bucket(group):
     """A stream whose receiving rank 1 stops before the first bucket arrives."""
     _stop_and_kill(pids(group)[1])
     yield [("lm_head.weight", torch.zeros(64, 32))]
 
 
-def _stop_and_kill(pid: int):
+def _stop_and_kill(pid):
     """Stop a rank, so that the next call is under way when it is killed a moment later."""
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how: str):
+def check_rank_killed_in_call(group, folder, method, how):
     """The death is named with `how` in seconds, and the group restarts from its checkpoint."""
     group.update(BATCH, TokenLoss(), budget=64)
     group.save(folder / "actor")

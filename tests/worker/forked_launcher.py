@@ -1,9 +1,6 @@
 """The spawn launcher with processes of the tests' fork server, which have done the imports."""
 
-from __future__ import annotations
-
 import os
-from multiprocessing.connection import Connection
 
 from forked import fork_context
 
@@ -12,10 +9,10 @@ from mvp_engine.worker.launchers import SpawnLauncher, serve
 
 
 class ForkedLauncher(SpawnLauncher):
-    def _process(self, place, connection: Connection):
+    def _process(self, place, connection):
         return fork_context().Process(target=_serve, args=(place, connection))
 
 
-def _serve(place, connection: Connection):
+def _serve(place, connection):
     watchdog.PARENT = os.getppid()  # the fork server, not the process that started it
     serve(place, connection)

@@ -6,18 +6,16 @@ import os
 from concurrent.futures import Future
 from typing import Any
 
-from ranks import RankPool
-
 from mvp_engine.worker.launchers import WorkerError
 
 HOST = None  # of this process, if it is a rank
 
 
 class PoolRank:
-    def __init__(self, launcher: PoolLauncher):
+    def __init__(self, launcher):
         self.launcher = launcher
 
-    def submit(self, name: str, method: str, *args, **kwargs) -> Future[Any]:
+    def submit(self, name, method, *args, **kwargs):
         future = Future()
         self.launcher.submitted.append((future, (name, method, args, kwargs)))
         if len(self.launcher.submitted) == self.launcher.pool.size:
@@ -29,11 +27,11 @@ class PoolRank:
 
 
 class PoolLauncher:
-    def __init__(self, pool: RankPool):
+    def __init__(self, pool):
         self.pool = pool
         self.submitted: list[Any] = []
 
-    def start(self, ranks: int, device: str, timeout: float):
+    def start(self, ranks, device, timeout):
         assert ranks == self.pool.size
         return [PoolRank(self) for _ in range(ranks)]
 
@@ -51,7 +49,7 @@ class PoolLauncher:
         self.pool.run(_end)
 
 
-def _call(calls) -> tuple[WorkerError | None, Any]:
+def _call(calls):
     from mvp_engine.distributed import World
     from mvp_engine.worker.launchers import Place, WorkerHost
 

@@ -1,7 +1,5 @@
 """Ten updates of an actor and a critic: by worker groups of any launcher, or as a script on the ranks of torchrun."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -10,16 +8,15 @@ from pathlib import Path
 import torch
 from worker_cases import batch_of, spec_of
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.kit.rl import PolicyLoss, ValueLoss
-from mvp_engine.worker import Worker, WorkerGroup, WorkerSpec
+from mvp_engine.worker import Worker, WorkerGroup
 from mvp_engine.worker import group as groups
 
 LAYOUTS = {1: [{}, {}], 2: [{"shard": 2}, {"ulysses": 2}]}
 
 
-def specs(ranks: int) -> tuple[WorkerSpec, WorkerSpec]:
+def specs(ranks):
     """An actor and a critic, with different layouts where there are several ranks."""
     actor, critic = LAYOUTS[ranks]
     return spec_of(parallel=actor), spec_of(model={"type": "value_model"}, parallel=critic, seed=1)
@@ -51,7 +48,7 @@ def train(actor, critic):
     }
 
 
-def train_by_groups(where: str, ranks: int):
+def train_by_groups(where, ranks):
     actor_spec, critic_spec = specs(ranks)
     with WorkerGroup.start(actor_spec, ranks=ranks, where=where) as actor:
         return train(actor, WorkerGroup.start(critic_spec, name="critic", on=actor))
@@ -60,29 +57,29 @@ def train_by_groups(where: str, ranks: int):
 class SpmdGroup:
     """What a group does, without a controller: every rank has the whole batch and works on its own part."""
 
-    def __init__(self, spec: WorkerSpec, world: World):
+    def __init__(self, spec, world):
         self.worker = Worker(spec, world)
         self.world = world
         self.data_size = spec.data_size(world.size)
         self.each = spec.model_parallel_size
 
-    def infer(self, batch: PackedBatch, outputs: list[str], budget: int) -> dict[str, torch.Tensor]:
+    def infer(self, batch, outputs, budget):
         members = groups.by_data_rank(batch, self.data_size)
         own = groups.select(batch, members[self.world.rank // self.each])
         results = self.world.all_gather(self.worker.infer(own, outputs, budget))
         return groups.merged(batch, members, results[:: self.each])
 
-    def update(self, batch: PackedBatch, loss, budget: int):
+    def update(self, batch, loss, budget):
         members = groups.by_data_rank(batch, self.data_size)
         own = groups.select(batch, members[self.world.rank // self.each])
         results = self.world.all_gather(self.worker.update([own], loss, budget))
         return results[0]
 
-    def checksums(self, dtype: torch.dtype) -> dict[str, str]:
+    def checksums(self, dtype):
         return self.world.broadcast(self.worker.checksums(dtype))
 
 
-def main(out: str):
+def main(out):
     world = World.join("cpu")
     found = train(*(SpmdGroup(spec, world) for spec in specs(world.size)))
     if world.is_main:

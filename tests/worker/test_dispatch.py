@@ -1,7 +1,5 @@
 """How a batch is divided among data-parallel ranks: by tokens, and by what encoders read."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -13,7 +11,7 @@ from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
 from mvp_engine.worker import group
 
 
-def images(rows: list[int], sequences: list[int], shared_with: list[int]) -> Media:
+def images(rows, sequences, shared_with):
     """Images whose rows cost as much as a token each."""
     values = torch.zeros(sum(rows), ENCODER_VALUES_PER_TOKEN)
     return Media(
@@ -21,7 +19,7 @@ def images(rows: list[int], sequences: list[int], shared_with: list[int]) -> Med
     )
 
 
-def batch_of(lengths: list[int], media: Media | None = None) -> PackedBatch:
+def batch_of(lengths, media=None):
     batch = PackedBatch.from_sequences([torch.arange(3, 3 + length) for length in lengths])
     batch.media = {} if media is None else {"pixel_values": media}
     return batch

@@ -1,17 +1,12 @@
 """The padded edge equals a padded model of transformers: log-probs, loss and gradient norm."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import user_error
 from test_batch import padded_batch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worker_cases import spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import PolicyLoss
 from mvp_engine.worker import WorkerGroup, padded
 
@@ -20,7 +15,7 @@ IDS, MASK, R = ROWS["input_ids"] % 64, ROWS["attention_mask"], ROWS["old"].shape
 INPUTS = {"input_ids": IDS, "attention_mask": MASK}
 
 
-def reference_log_probs(folder: Path) -> tuple[torch.nn.Module, Tensor]:
+def reference_log_probs(folder):
     """Of a padded forward: the model, and (B, R) with a gradient."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
@@ -71,9 +66,7 @@ def test_padded_results_have_the_columns_that_were_asked_for():
 
 
 def test_padded_rows_of_a_wrong_shape_are_named():
-    with pytest.raises(
-        UserError, match=r"advantages is \(4, 2\): a field of padded rows is \(4, 7\)"
-    ):
+    with user_error(r"advantages is \(4, 2\): a field of padded rows is \(4, 7\)"):
         padded.pack({**INPUTS, "advantages": torch.zeros(4, 2)}, R)
-    with pytest.raises(UserError, match="padded rows need attention_mask; these have: input_ids"):
+    with user_error("padded rows need attention_mask; these have: input_ids"):
         padded.pack({"input_ids": IDS}, R)

@@ -1,7 +1,5 @@
 """The start of a Ray instance; and its guard: what its processes have started ends with a controller that is killed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
@@ -10,10 +8,8 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import is_gone, spawn
+from conftest import is_gone, spawn, user_error
 from fault_cases import wait_until_gone
-
-from mvp_engine.errors import UserError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -49,7 +45,7 @@ def test_ray_guard_controller_killed_ends_the_processes_of_its_session_alone():
 
 
 def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_waited_for(
-    monkeypatch,
+    monkeypatch, logged
 ):
     """With a stand-in for Ray, which need not be installed."""
 
@@ -65,10 +61,7 @@ def test_ray_that_does_not_start_is_a_user_error_after_a_line_that_says_what_is_
     monkeypatch.setitem(sys.modules, name, sys)  # is removed again, also if it is not imported yet
     del sys.modules[name]
     launcher = importlib.import_module(name)
-    said = []
-    monkeypatch.setattr(launcher.LOGGER, "info", said.append)
-    with pytest.raises(
-        UserError, match=r"node timed out during startup.*run `ray start --head` before"
-    ):
+    said = logged("info")
+    with user_error(r"node timed out during startup.*run `ray start --head` before"):
         launcher.RayLauncher().start(2, "cpu", 9.0)
     assert said[0].startswith("waiting for Ray: the cluster of RAY_ADDRESS or of this machine")

@@ -1,8 +1,5 @@
 """Worker groups in Ray actors: the bits of the other launchers, errors and deaths by name, nothing left behind."""
 
-from __future__ import annotations
-
-import json
 import signal
 import time
 from pathlib import Path
@@ -10,12 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import run_process, spawn
+from conftest import CAMPAIGN, run_process, spawn, user_error
 from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
+from run_files import read_json
 from ten_updates import train_by_groups
 from worker_cases import FailingLoss, TokenLoss, batch_of, pids, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.worker import WorkerDied, WorkerError, WorkerGroup
 
 ray = pytest.importorskip("ray")
@@ -24,7 +21,7 @@ from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of
 HERE = Path(__file__).parent
 
 
-def _on_sigterm(*_: object):
+def _on_sigterm(*_):
     """The handler of a training, which ray.init must not replace."""
 
 
@@ -49,14 +46,14 @@ def test_ray_group_updates_and_names_the_rank_of_an_error():
     assert not ray.is_initialized()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(tmp_path, ranks):
     out = tmp_path / "torchrun.json"
-    words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    words = f"-m torch.distributed.run --nproc-per-node={ranks} --standalone".split()
     code, output = run_process(*words, str(HERE / "ten_updates.py"), str(out), fresh=True)
     assert code == 0, output
-    expected = json.loads(out.read_text())
+    expected = read_json(out)
     assert expected["actor"] != expected["critic"]
     assert len({loss for loss, _ in expected["steps"]}) == 20
     launchers = ["local", "spawn", "ray"] if ranks == 1 else ["spawn", "ray"]
@@ -108,7 +105,7 @@ def running(group):
     return group
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("method", CALLS)
 def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
     running, tmp_path, method
@@ -118,7 +115,7 @@ def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_chec
     )
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
     running,
 ):
@@ -135,20 +132,18 @@ def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(
     wait_until_gone(started)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
     running,
 ):
     begin = time.monotonic()
-    with pytest.raises(
-        UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"
-    ):
+    with user_error("the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
         WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
     assert time.monotonic() - begin < 60
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ray_actors_see_one_gpu_each(running):
     launcher = RayLauncher(cpus=0.5)
     try:
@@ -163,7 +158,7 @@ def test_ray_actors_see_one_gpu_each(running):
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ray_controller_killed_leaves_no_process():
     controller = spawn(str(HERE / "controller.py"), "ray", fresh=True)
     lines = []

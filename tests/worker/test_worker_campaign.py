@@ -1,16 +1,14 @@
 """Ranks killed at random moments: a run that restarts from its checkpoints ends with the bits of an undisturbed one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from conftest import CAMPAIGN
 from forked_launcher import ForkedLauncher
 from worker_cases import TokenLoss, batch_of, spec_of
 
@@ -21,7 +19,7 @@ STEPS = 9
 SPEC = spec_of(parallel={"shard": 2}, lora=Lora(rank=4, dropout=0.2), total_steps=STEPS)
 
 
-def step(group: WorkerGroup, number: int, folder: Path):
+def step(group, number, folder):
     batch = batch_of(7, 3, 12, 5, seed=number)
     group.infer(batch, ["log_probs"], budget=16)
     group.update(batch, TokenLoss(), budget=16)
@@ -30,7 +28,7 @@ def step(group: WorkerGroup, number: int, folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
     tmp_path,
 ):

@@ -1,17 +1,14 @@
 """What fails in a rank is named with its rank, in seconds; the group is ended, and restarts from a checkpoint."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
 import pytest
-from conftest import is_gone, spawn
+from conftest import CAMPAIGN, is_gone, spawn, user_error
 from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from forked_launcher import ForkedLauncher
 from worker_cases import FailingLoss, TokenLoss, pids, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
 from mvp_engine.worker import WorkerError, WorkerGroup, WorkerUserError
 from mvp_engine.worker import group as group_module
@@ -34,9 +31,9 @@ def running(group):
     return group
 
 
-IN_CAMPAIGN = pytest.mark.campaign(only=True)  # each restarts two processes
+CAMPAIGN = CAMPAIGN  # each restarts two processes
 METHODS = [
-    pytest.param(name, marks=() if name in ("update", "receive_weights") else IN_CAMPAIGN)
+    pytest.param(name, marks=() if name in ("update", "receive_weights") else CAMPAIGN)
     for name in CALLS
 ]
 
@@ -70,9 +67,7 @@ def test_error_on_all_ranks_leaves_the_group_usable(running, tmp_path):
 
 
 def test_calls_that_do_not_pickle_are_refused_before_they_are_sent(running):
-    with pytest.raises(
-        UserError, match="arguments of update cannot be sent to the ranks of group actor"
-    ):
+    with user_error("arguments of update cannot be sent to the ranks of group actor"):
         running.update(BATCH, lambda *_: None, budget=64)
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
@@ -83,7 +78,7 @@ def test_loss_of_a_recipe_file_is_imported_by_the_ranks(tmp_path):
         assert group.update(BATCH, loss, budget=64)[0].metrics["recipe"] == (1.0, 1.0)
 
 
-def _recipe(folder: Path) -> Path:
+def _recipe(folder):
     """A recipe's file that imports another one."""
     (folder / "my-recipe").mkdir()
     (folder / "my-recipe" / "names.py").write_text("NAME = 'recipe'")
@@ -102,7 +97,7 @@ class RecipeLoss:
     return file
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_controller_killed_leaves_no_process(tmp_path):
     """With processes that start from nothing, as in a training."""
     controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn", fresh=True)

@@ -1,15 +1,13 @@
 """Worker groups: the same results for every number of ranks and layout; batches of any size."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from pool_launcher import PoolLauncher
 from worker_cases import TokenLoss, batch_of, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.worker import WorkerGroup, WorkerUserError
 from mvp_engine.worker.launchers import devices_of_node
@@ -18,7 +16,7 @@ LENGTHS = (7, 3, 12, 5, 9, 4, 2)
 SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)
 
 
-def run(group: WorkerGroup):
+def run(group):
     batch = batch_of(*LENGTHS)
     first = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
     sampled = group.generate(batch, SAMPLED)
@@ -74,10 +72,7 @@ def test_update_local_counts_every_token_once_and_learns(local):
         {"shard": 2},
         {"tensor": 2},
         {"pipeline": 2},
-        *(
-            pytest.param(size, marks=pytest.mark.campaign(only=True))
-            for size in ({}, {"ulysses": 2})
-        ),
+        *(pytest.param(size, marks=CAMPAIGN) for size in ({}, {"ulysses": 2})),
     ],
     ids=str,
 )
@@ -100,15 +95,15 @@ def test_update_with_together_keeps_groups_in_one_step():
         numbers = group.update(batch, TokenLoss(), budget=64, cuts=3, together="group")
         assert [n.weight for n in numbers] == [4.0, 6.0, 2.0]
         assert len(group.update(batch, TokenLoss(), budget=64, cuts=9, together="group")) == 3
-        with pytest.raises(UserError, match="no such per-sequence field; it has: group"):
+        with user_error("no such per-sequence field; it has: group"):
             group.update(batch, TokenLoss(), budget=64, together="groups")
 
 
 def test_group_user_errors_name_the_fix_and_leave_the_group_usable():
     with WorkerGroup.start(spec_of(optim=None)) as group:
-        with pytest.raises(UserError, match="sequence 1 has 9 tokens, more than the budget of 8"):
+        with user_error("sequence 1 has 9 tokens, more than the budget of 8"):
             group.infer(batch_of(3, 9), ["log_probs"], budget=8)
-        with pytest.raises(UserError, match="inference only"):
+        with user_error("inference only"):
             group.update(batch_of(3), TokenLoss(), budget=8)
         with pytest.raises(
             WorkerUserError,
@@ -117,14 +112,14 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable():
             group.infer(batch_of(3), ["values"], budget=8)
         with pytest.raises(WorkerUserError, match="outputs per token, and loss is one number"):
             group.infer(batch_of(3), ["loss"], budget=8)
-        with pytest.raises(UserError, match="of this name already"):
+        with user_error("of this name already"):
             WorkerGroup.start(spec_of(), on=group)
         assert len(group.infer(batch_of(3), ["log_probs"], budget=8)["log_probs"]) == 3
-    with pytest.raises(UserError, match="does not divide the 3 ranks of the group: use 4"):
+    with user_error("does not divide the 3 ranks of the group: use 4"):
         WorkerGroup.start(spec_of(parallel={"tensor": 2}), ranks=3, where="spawn")
-    with pytest.raises(UserError, match=r"set workers\.where=spawn"):
+    with user_error(r"set workers\.where=spawn"):
         WorkerGroup.start(spec_of(), ranks=2)
-    with pytest.raises(UserError, match=r"none of local, spawn, ray\. Did you mean spawn\?"):
+    with user_error(r"none of local, spawn, ray\. Did you mean spawn\?"):
         WorkerGroup.start(spec_of(), where="spwan")
 
 
@@ -139,7 +134,7 @@ def test_devices_of_groups_with_processes_of_their_own_are_apart(
     assert devices_of_node("cpu", 2) == ["cpu", "cpu"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert devices_of_node("auto", 1) == ["cpu"]
-    with pytest.raises(UserError, match="torch sees no GPU here"):
+    with user_error("torch sees no GPU here"):
         devices_of_node("cuda", 1)
 
 

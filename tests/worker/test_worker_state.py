@@ -1,13 +1,11 @@
 """Weight streams between groups, checkpoints, and several groups on the same processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import user_error
 from pool_launcher import PoolLauncher
 from worker_cases import TINY, TokenLoss, ValueLossOne, batch_of, spec_of
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.worker import WorkerGroup
 
@@ -23,7 +21,7 @@ MOE = {
 }
 
 
-def log_probs(group: WorkerGroup) -> torch.Tensor:
+def log_probs(group):
     return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
 
 
@@ -70,7 +68,7 @@ def test_weights_with_lora_are_merged(ranks2):
         assert not torch.allclose(log_probs(other), before, atol=1e-3)
         base = actor.infer(BATCH, ["log_probs"], budget=64, adapters=False)["log_probs"]
         torch.testing.assert_close(base, before, atol=1e-5, rtol=0)
-        with pytest.raises(UserError, match="a model with LoRA adapters cannot receive weights"):
+        with user_error("a model with LoRA adapters cannot receive weights"):
             actor.load_weights(other.weights())
 
 
@@ -88,13 +86,11 @@ def test_weights_of_a_value_model_arrive_with_its_head():
 def test_load_weights_refuses_what_is_missing_or_unknown():
     with WorkerGroup.start(spec_of()) as group:
         buckets = list(group.weights())
-        with pytest.raises(
-            UserError, match=r"lacks 1 weight of the model, such as lm_head\.weight"
-        ):
+        with user_error(r"lacks 1 weight of the model, such as lm_head\.weight"):
             group.load_weights([[pair for pair in buckets[0] if pair[0] != "lm_head.weight"]])
-        with pytest.raises(UserError, match="the model has no weight other: is it the same"):
+        with user_error("the model has no weight other: is it the same"):
             group.load_weights([[("other", torch.zeros(1))]])
-        with pytest.raises(UserError, match=r"lm_head\.weight has the shape \(1, 2\) there"):
+        with user_error(r"lm_head\.weight has the shape \(1, 2\) there"):
             group.load_weights([[("lm_head.weight", torch.zeros(1, 2))]])
 
 
@@ -157,7 +153,7 @@ def test_groups_share_processes_with_other_layouts(ranks2, tmp_path):
         actor.update(BATCH, TokenLoss(), budget=64)
         reference.load_weights(iter(list(actor.weights())))  # through the controller
         assert reference.checksums() == actor.checksums()
-        with pytest.raises(UserError, match="the model has no weight"):
+        with user_error("the model has no weight"):
             critic.load_weights(actor.weights())
         actor.export_hf(tmp_path / "hf")
         reference.close()

@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.worker import WorkerGroup, WorkerSpec
+from mvp_engine.worker import WorkerSpec
 
 TINY = {
     "model_type": "qwen3",
@@ -27,13 +26,13 @@ TINY = {
 }
 
 
-def spec_of(**changes) -> WorkerSpec:
+def spec_of(**changes):
     model = {"config": TINY, **changes.pop("model", {})}
     optim = changes.pop("optim", {"lr": 1e-2, "schedule": "constant"})
     return WorkerSpec.of(model=model, optim=optim, **{"cpu_threads": 1, "device": "cpu", **changes})
 
 
-def batch_of(*lengths: int, seed: int = 0) -> PackedBatch:
+def batch_of(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(3, 64, (length,), generator=generator) for length in lengths]
     groups = torch.arange(len(lengths)) // 2
@@ -42,7 +41,7 @@ def batch_of(*lengths: int, seed: int = 0) -> PackedBatch:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch, log):
         loss = model(batch, ["loss"])["loss"]
         log("tokens", batch.num_loss_tokens, 1.0)
         return loss, batch.num_loss_tokens
@@ -52,7 +51,7 @@ class TokenLoss:
 class ValueLossOne:
     """Values towards 1."""
 
-    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch, log):
         values_T = model(batch, ["values"])["values"]
         return (values_T - 1.0).square().sum(), torch.tensor(float(batch.num_tokens))
 
@@ -63,7 +62,7 @@ class FailingLoss:
 
     rank: int | None
 
-    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch, log):
         if self.rank in (None, torch.distributed.get_rank()):
             1 / 0  # noqa: B018
         return TokenLoss()(model, batch, log)
@@ -71,11 +70,11 @@ class FailingLoss:
 
 @dataclass(frozen=True)
 class EndlessLoss:
-    def __call__(self, model, batch: PackedBatch, log) -> tuple[Tensor, Tensor]:
+    def __call__(self, model, batch, log):
         while True:
             time.sleep(1.0)
 
 
-def pids(group: WorkerGroup) -> list[int]:
+def pids(group):
     ranks = group.processes.ranks
     return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]

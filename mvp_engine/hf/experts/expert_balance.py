@@ -28,7 +28,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers as local_experts
-from mvp_engine.hf.model.block_context import BlockContext
+from mvp_engine.hf.model.input_hooks import BlockContext
 
 _BIAS = "e_score_correction_bias"  # of routers that choose experts by score + bias
 

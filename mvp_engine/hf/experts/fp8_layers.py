@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.experts import moe_layers
-from mvp_engine.hf.experts.fp8_grouped_mm import is_supported, quantize_experts
+from mvp_engine.hf.experts.grouped_mm import is_supported, quantize_experts
 from mvp_engine.hf.model.model_parts import blocks_by_part
 from mvp_engine.ops import fp8
 from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize, quantized_name

@@ -25,13 +25,13 @@ from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.expert_balance import ExpertBalance
-from mvp_engine.hf.experts.expert_parallel import apply_expert_parallel
+from mvp_engine.hf.experts.moe_layers import apply_expert_parallel
 from mvp_engine.hf.lora.lora_layers import merge_adapters, shard_adapters
 from mvp_engine.hf.lora.quantize import dequantized, quantize_layers, unquantized_shape
-from mvp_engine.hf.model import input_hooks, pipeline_cut, pipeline_stages
+from mvp_engine.hf.model import input_hooks, pipeline
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.model.pipeline_cut import WholeWeights
+from mvp_engine.hf.model.pipeline import WholeWeights
 from mvp_engine.hf.model.preflight import MediaPreflight, check_gradients, check_packing
 from mvp_engine.hf.model.tp_plan import apply_tensor_parallel
 from mvp_engine.hf.weights import export as hf_export
@@ -260,10 +260,10 @@ class HFAdapter(ModelAdapter):
         self.model.enable_sequence_parallel(groups, tensor)
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
-        pipeline_cut.cut_model(self.model, link, skeleton)
+        pipeline.cut_model(self.model, link, skeleton)
 
     def send_stage_outputs(self) -> None:
-        pipeline_stages.send_outputs(self.model)
+        pipeline.send_outputs(self.model)
 
     @property
     def stage_link(self) -> StageLink | None:
@@ -289,9 +289,7 @@ class HFAdapter(ModelAdapter):
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:
             return set()
-        loaded = load_pretrained(self.model, skeleton)
-        self.model.from_folder = frozenset(loaded)
-        return loaded
+        return load_pretrained(self.model, skeleton)
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         group = layout.world.host_group

@@ -5,7 +5,7 @@ Legend: T tokens of all sequences, L tokens of one item, H query heads, K key/va
 After `use(config)` the text layers of a model call `packed_attention` and build no mask tensor; the sequence boundaries
 reach them as keyword arguments of the model's forward (`boundaries`). Encoder layers call `encoder_attention`, either
 with boundaries of their own or with one item per row. An option that a layer passes and that is not supported raises
-`UnsupportedAttention`; it is never ignored. Masks are in `mvp_engine.hf.model.attention_mask`, kernels in
+`UnsupportedAttention`; it is never ignored. Masks are in `mvp_engine.hf.model.attention`, kernels in
 `mvp_engine.ops.attention`.
 """
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,21 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, Keys, UlyssesShard
-from mvp_engine.hf.model.attention_mask import (
-    NAME,
-    Chunks,
-    NoMask,
-    Overlay,
-    UnsupportedAttention,
-    Window,
-    packed_mask,
-    without_mask,
-)
+from mvp_engine.errors import UserError
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.ops import short_attention
-from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
+from mvp_engine.ops.attention import varlen_attention
+from mvp_engine.ops.attn_spec import AttnSpec, KeySpec, MaskFunction
 from mvp_engine.ops.precision import autocast_dtype
-from mvp_engine.ops.query_groups import QueryGroup, grouped_query_attention
 
 __all__ = [
     "ENCODER",
@@ -46,11 +38,13 @@ __all__ = [
     "UnsupportedAttention",
     "boundaries",
     "build_encoders_eagerly",
+    "check_options",
     "config_tree",
     "eager_attention",
     "encoder_attention",
     "packed_attention",
     "register",
+    "register_variant",
     "use",
     "use_own_masks",
     "without_mask",
@@ -77,7 +71,6 @@ _IGNORED = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
     "kv_cache",  # of text layers; an encoder runs with the prompts only
-    "query_groups",  # of text layers
 }
 
 
@@ -91,6 +84,18 @@ def register() -> str:
     AttentionInterface.register(ENCODER, encoder_attention)
     AttentionMaskInterface.register(ENCODER, sdpa_mask)
     return NAME
+
+
+def register_variant(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register another attention function for text layers of packed batches, with the masks of packed attention.
+
+    A model chooses it by `config._attn_implementation = name` in a text config, after `use`.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    PACKED.add(name)
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, packed_mask)
 
 
 def use(config: Any) -> None:
@@ -116,13 +121,18 @@ def use_own_masks(model: nn.Module) -> None:
             continue
         is_first = not any(config is other for other in seen)  # parents come before their layers
         seen.append(config)
-        if is_first and not any(map(_uses_interface, encoder.modules())):
+        names = {name for layer in encoder.modules() for name in names_in_forward(type(layer))}
+        if is_first and "ALL_ATTENTION_FUNCTIONS" not in names:
             config._attn_implementation = "eager"  # type: ignore[union-attr]
 
 
-def _uses_interface(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def names_in_forward(module_class: type) -> frozenset[str]:
+    """The names of functions, methods and attributes in the code of a class's forward.
+
+    To choose a path by what a layer does: transformers has no attribute that says which functions a layer calls.
+    """
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)  # type: ignore[attr-defined]
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 def build_encoders_eagerly(config: Any) -> None:
@@ -191,27 +201,11 @@ def packed_attention(
     max_length_q: int | None = None,
     ulysses_shard: UlyssesShard | None = None,
     kv_cache: KVCache | None = None,
-    key_values: list[Tensor] | None = None,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    query_groups: Sequence[QueryGroup] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out.
-
-    Models with an action head: keys and values are appended to `key_values`; `prefix` are those of another layer, which
-    come first; `query_groups` say which queries attend to which keys.
-    """
+    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out."""
     layer = type(module).__name__
-    _check_options(layer, others)
-    if key_values is not None:
-        key_values += [key, value]
-    if query_groups is not None:
-        if sliding_window is not None or softcap is not None or s_aux is not None:
-            raise UnsupportedAttention(
-                f"{layer} has a sliding window, a soft cap or sinks, which an action head does not support"
-            )
-        options = {"scale": scaling, "dropout": dropout}
-        return _by_groups(query, key, value, prefix, query_groups, options), None
+    check_options(layer, others)
     if isinstance(attention_mask, Tensor):
         raise UnsupportedAttention(
             f"{layer} passes its own attention mask tensor, which packed attention does not support"
@@ -273,24 +267,6 @@ def packed_attention(
     return out_HTd.transpose(0, 1)[None].contiguous(), None
 
 
-def _by_groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix: tuple[Tensor, Tensor] | None,
-    groups: Sequence[QueryGroup],
-    options: dict[str, Any],
-) -> Tensor:
-    q_HTd = _as_autocast(query)[0]
-    k_KMd = _as_autocast(key)[0]
-    v_KMd = _as_autocast(value)[0]
-    if prefix is not None:
-        k_KMd = torch.cat([_as_autocast(prefix[0])[0], k_KMd], dim=1)
-        v_KMd = torch.cat([_as_autocast(prefix[1])[0], v_KMd], dim=1)
-    out_HTd = grouped_query_attention(q_HTd, k_KMd, v_KMd, groups, **options)
-    return out_HTd.transpose(0, 1)[None].contiguous()
-
-
 def encoder_attention(
     module: nn.Module,
     query: Tensor,
@@ -312,7 +288,7 @@ def encoder_attention(
     and not used: the ranks of a sequence parallel group share items, not their tokens.
     """
     layer = type(module).__name__
-    _check_options(layer, others)
+    check_options(layer, others)
     causal = _is_causal(module, is_causal, default=False)
     q_NHLd = _as_autocast(query)
     k_NKLd = _as_autocast(key)
@@ -356,7 +332,8 @@ def encoder_attention(
     return out_NHLd.transpose(1, 2), None
 
 
-def _check_options(layer: str, others: dict[str, Any]) -> None:
+def check_options(layer: str, others: dict[str, Any]) -> None:
+    """Raise for keyword arguments of a layer that would change what attention computes."""
     given = [name for name, value in others.items() if value is not None]
     unknown = [name for name in given if name not in _IGNORED]
     if unknown:
@@ -429,3 +406,120 @@ def _all_keys(shard: ContextShard) -> KeyExchange:
 
 def _near(window: int, _batch: int, _head: int, q: Tensor, kv: Tensor) -> Tensor:
     return (q - kv).abs() < window
+
+
+# Masks of transformers models as values that packed attention can apply: windows and block-wise overlays.
+#
+# transformers builds a mask function out of a few known parts. `packed_mask`, its mask interface, recognizes the parts
+# by name and returns an `Overlay`, a `Window` or None instead of an (L, L) tensor; an unknown part raises
+# `UnsupportedAttention`.
+
+# Keyword arguments about the pack, which text layers get.
+PACK_ARGUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "ulysses_shard",
+    "kv_cache",
+)
+
+NAME = "mvp_packed"  # of packed attention in transformers' attention and mask interfaces
+PACKED = {NAME}  # with the names of other attention functions that take these masks
+
+# Mask parts that packed attention applies anyway: causality, window, sequence boundaries.
+_PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
+_BLOCKS = "blockwise_overlay"  # looked up by token index
+
+
+class UnsupportedAttention(UserError, NotImplementedError):
+    """A model uses an attention option that packed attention does not support."""
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A mask that is more than causal, such as images with bidirectional attention between their tokens.
+
+    It has the shape of a mask tensor, since some models pass it to transformers' mask functions a second time.
+    """
+
+    mask_function: MaskFunction
+    shape: tuple[int, int, int, int]
+    ndim: int = 4
+
+
+@dataclass(frozen=True)
+class Window:
+    """A causal sliding window mask. Most layers also pass the window size to attention; some rely on the mask."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A causal mask in which a token sees its own chunk of the sequence only, such as in Llama 4."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class NoMask:
+    """A placeholder for the mask of a decoder, with the shape of one.
+
+    Without any mask, transformers would search the positions for sequence boundaries, which costs a host sync.
+    """
+
+    shape: tuple[int, int, int, int]
+    ndim: int = 4
+
+
+def without_mask(
+    decoder: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook that passes `NoMask` to decoders, and to models that build the masks of their decoder."""
+    inputs = kwargs.get("inputs_embeds")
+    if inputs is None:
+        inputs = kwargs.get("input_ids")
+    is_packed = decoder.config._attn_implementation in PACKED  # type: ignore[union-attr, operator]
+    if not is_packed or inputs is None or kwargs.get("attention_mask") is not None:
+        return None
+    tokens = inputs.shape[1]
+    mask: Any = NoMask((1, 1, tokens, tokens))
+    chunk = getattr(decoder.config, "attention_chunk_size", None)
+    if chunk is not None:  # by kind of layer: transformers looks for padding before it makes chunks
+        mask = {"full_attention": mask, "chunked_attention": Chunks(chunk)}
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def packed_mask(
+    *, mask_function: Callable[..., Any], attention_mask: Any, kv_length: int, config: Any, **_: Any
+) -> Overlay | Window | None:
+    """The part of a model's mask that attention does not apply anyway, with transformers' mask signature."""
+    if isinstance(attention_mask, Overlay):
+        return attention_mask
+    parts = dict(_mask_parts(mask_function))
+    # PaliGemma's layers leave causality to the mask.
+    relies_on_mask = getattr(config, "use_bidirectional_attention", None) is True
+    if parts.keys() <= _PLAIN and not relies_on_mask:
+        window = parts.get("sliding_window_overlay")
+        if window is None:
+            return None
+        return Window(inspect.getclosurevars(window).nonlocals["sliding_window"])
+    unknown = parts.keys() - {*_PLAIN, _BLOCKS}
+    if unknown:
+        raise UnsupportedAttention(
+            f"the mask of {config.model_type} contains {', '.join(sorted(unknown))}, which packed attention does not "
+            "support"
+        )
+    return Overlay(mask_function, (1, 1, kv_length, kv_length))
+
+
+def _mask_parts(function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """The functions that transformers combined into this one, each with the name of the factory that made it."""
+    factory = getattr(function, "__qualname__", repr(function)).split(".")[0]
+    if factory not in ("and_masks", "or_masks"):
+        return [(factory, function)]
+    parts = []
+    for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+        parts += _mask_parts(part)
+    return parts

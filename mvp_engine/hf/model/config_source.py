@@ -6,7 +6,6 @@ single settings of it. Without a folder, `model.config.model_type` selects a con
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -23,15 +22,6 @@ from mvp_engine.hf.model.attention import config_tree
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, local_folder
 
 LOGGER = logging.getLogger("mvp_engine")
-# Settings that the action head of a vision-language model adds to its config.
-ACTION_SIZES = ("chunk_size", "max_action_dim", "max_state_dim")
-# What a policy of lerobot must be, to be transformers' pi0.
-_LEROBOT_PI0 = {
-    "type": "pi0",
-    "paligemma_variant": "gemma_2b",
-    "action_expert_variant": "gemma_300m",
-    "image_resolution": [224, 224],
-}
 # Keys of multimodal rotary positions: transformers reads them, and warns of them in each config that declares none.
 _MROPE_KEYS = {"mrope_section", "mrope_interleaved", "interleaved"}
 
@@ -55,9 +45,9 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
         settings = known.to_dict()
     _complete(known)
     changes = {key: value for key, value in overrides.items() if key != "model_type"}
-    sizes = {name: changes.pop(name) for name in ACTION_SIZES if name in changes}
+    undeclared = {k: changes.pop(k) for k in list(changes) if k in plugins.model_settings()}
     _merge(known, settings, changes, "model.config")
-    settings |= sizes
+    settings |= undeclared
     try:
         config = type(known).from_dict(settings)
     except Exception as error:  # noqa: BLE001 - any error: the settings are the user's
@@ -103,8 +93,10 @@ def _config_of_folder(path: str | Path) -> Any:
         raise UserError(f"model.path={path} {_no_config(folder)}")
     try:
         settings = json.loads((folder / "config.json").read_text())
-        if "type" in settings and "model_type" not in settings:
-            return _lerobot_config(folder / "config.json", settings)
+        for folder_type in plugins.model_folders():
+            config = folder_type.read_config(folder / "config.json", settings)
+            if config is not None:
+                return config
         known = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except UserError:
         raise
@@ -140,20 +132,6 @@ def warn_of_custom_code(file: Path) -> None:
             "and exports leave auto_map out",
             file,
         )
-
-
-def _lerobot_config(file: Path, settings: dict[str, Any]) -> Any:
-    """The config of a pi0 that lerobot saved: it names variants of Gemma in place of their sizes."""
-    from transformers import PI0Config
-
-    for key, value in _LEROBOT_PI0.items():
-        if settings.get(key, value) != value:
-            raise UserError(
-                f"{file} is the config of a lerobot policy with {key}={settings[key]}, which transformers does not "
-                f"have: only {key}={value} is supported"
-            )
-    known = {field.name for field in dataclasses.fields(PI0Config)}
-    return PI0Config(**{name: settings[name] for name in settings.keys() & known})
 
 
 def _no_config(folder: Path) -> str:

@@ -7,8 +7,11 @@ states and the output embedding, in chunks of tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +21,15 @@ from mvp_engine import plugins
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model import attention
-from mvp_engine.hf.model.auto_model import from_auto, generating_class
-from mvp_engine.hf.model.config_source import placeholder_tokens
-from mvp_engine.hf.model.head_probe import (
-    config_logit_steps,
-    measure_logit_steps,
-    open_head,
-    own_head,
+from mvp_engine.hf.model.auto_model import (
+    check_inputs,
+    check_token_range,
+    from_auto,
+    generating_class,
 )
-from mvp_engine.hf.model.model_inputs import check_inputs, check_token_range
+from mvp_engine.hf.model.config_source import placeholder_tokens
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel, losses_of
-from mvp_engine.hf.weights.enclosing_folder import WholeFolder
-from mvp_engine.hf.weights.export import Target
+from mvp_engine.hf.weights.export import Target, WholeFolder
 from mvp_engine.ops.linear_cross_entropy import (
     linear_argmax,
     linear_log_probs,
@@ -85,6 +85,7 @@ class LanguageModel(PackedModel):
             open_head(causal_lm)
         super().__init__(causal_lm)
         self.has_backbone = has_backbone
+        self._before_head = self._name_before_head()
         self.temperature = temperature
         self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
         self._num_labels: int | None = None  # in this forward; None: not known on the host
@@ -133,29 +134,26 @@ class LanguageModel(PackedModel):
         return out.last_hidden_state if self.has_backbone else out.logits
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The inputs of the output embedding."""
         hidden_TD = super().hidden(batch, shard, kv_cache)
-        step = self._step_before_head()
-        return hidden_TD if step is None else step(hidden_TD)
+        return getattr(self.hf, self._before_head)(hidden_TD) if self._before_head else hidden_TD
 
-    def _step_before_head(self) -> nn.Module | None:
+    def _name_before_head(self) -> str:
         """The module that a text model has between its backbone and its output embedding (ModernBERT: dense, norm)."""
         if self.decoder() is not self.base() or not self.has_backbone:
-            return None
+            return ""
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
         others = [
-            child
-            for child in self.hf.children()
+            (name, child)
+            for name, child in self.hf.named_children()
             if child is not self.base() and head not in child.modules()
         ]
-        if len(others) != 1 or not any(True for _ in others[0].parameters()):
-            return None
-        return others[0] if len(inspect.signature(others[0].forward).parameters) == 1 else None
+        if len(others) != 1 or not any(True for _ in others[0][1].parameters()):
+            return ""
+        name, child = others[0]
+        return name if len(inspect.signature(child.forward).parameters) == 1 else ""
 
     def check(self, batch: PackedBatch) -> None:
         super().check(batch)
@@ -259,7 +257,8 @@ class LanguageModel(PackedModel):
             head = {"weight_VD": weight_VD, **options, **vocab_shard}
             computed[name] = self._added[name](hidden_TD, head)
         options["temperature"] = self.temperature
-        options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
+        if self._excluded:
+            options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
         missing = set(wanted) - set(computed)
         if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
             loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)
@@ -340,7 +339,8 @@ class ValueModel(PackedModel):
 
         config_class: Any = type(self.hf.config)
         if config_class not in CLASSIFIERS:
-            return super().export_target(dtype)
+            use = 'values = hidden @ heads["score.weight"].T\n'
+            return replace(super().export_target(dtype), use=use)
         skeleton = self._skeleton(CLASSIFIERS[config_class], num_labels=1)
         prefix = f"{skeleton.base_model_prefix}."
         names = {}
@@ -354,3 +354,123 @@ class ValueModel(PackedModel):
         values_T = self.score(hidden_TD).float()[:, 0]
         computed = {"values": values_T, "hidden_states": hidden_TD}
         return {name: computed[name] for name in wanted}
+
+
+# Heads of language models: what follows the output embedding, and forwards that end in logits only.
+#
+# Models of one text family differ here: Cohere2 multiplies its logits by `logit_scale`, Cohere2-Vision with the same
+# text config does not. So the forward of the model's class is run with a stand-in for its backbone and no head, on a
+# few known numbers. That needs no weights, so it works on the meta device.
+
+SMALL = 2.0**-10  # a soft cap leaves it as it is
+LARGE = 2.0**24  # and gives its own value for this
+
+
+class LogitSteps(NamedTuple):
+    """logits = softcap * tanh(scale * x / softcap), or scale * x without a soft cap."""
+
+    scale: float
+    softcap: float | None
+
+
+def measure_logit_steps(causal_lm: nn.Module) -> LogitSteps | None:
+    """The steps of a model whose head follows its backbone; None where its forward cannot be run in this way."""
+    base: Any = causal_lm.base_model
+    head: Any = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    if base is causal_lm or head is None:
+        return None
+    hidden = torch.tensor([SMALL, LARGE], dtype=torch.float64, device="cpu").view(1, 1, 2)
+    stand_in = _HeadOnly(causal_lm, base, head, _BackboneOutput(hidden))
+    input_ids = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    try:
+        with torch.no_grad():
+            forward: Any = type(causal_lm).forward
+            logits = forward(stand_in, input_ids=input_ids, use_cache=False).logits
+        at_small, at_large = logits.flatten().tolist()
+    except Exception:  # noqa: BLE001 - a forward with further steps: the preflight compares its log-probs
+        return None
+    if not (math.isfinite(at_large) and at_small > 0):
+        return None
+    if math.isclose(at_large / LARGE, at_small / SMALL, rel_tol=1e-6):
+        return LogitSteps(_rounded(at_small / SMALL), None)
+    scale = at_large * math.atanh(at_small / at_large) / SMALL
+    return LogitSteps(_rounded(scale), _rounded(at_large))
+
+
+def config_logit_steps(config: Any) -> LogitSteps:
+    """The steps by the names that text configs have for them, for forwards that cannot be probed."""
+    text = config.get_text_config()
+    # Gemma, RecurrentGemma and xLSTM each have a name of their own for it.
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    found = [getattr(text, name, None) for name in caps]
+    softcap = next((cap for cap in found if cap is not None), None)
+    # Cohere multiplies its logits, Granite divides them.
+    multiplier = float(getattr(text, "logit_scale", None) or 1.0)
+    divisor = float(getattr(text, "logits_scaling", None) or 1.0)
+    return LogitSteps(multiplier / divisor, softcap)
+
+
+def _rounded(value: float) -> float:
+    """Without the rounding errors of the probe, which are below 1e-9 in float64; some heads compute in float32."""
+    return float(f"{value:.7g}")
+
+
+class _BackboneOutput(dict[str, Any]):
+    """Hidden states as any output class of transformers holds them; all other fields are None."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else self.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+class _HeadOnly:
+    """Stands for a model in its own forward: the backbone returns known numbers, the head returns its input."""
+
+    def __init__(self, model: Any, base: Any, head: Any, output: _BackboneOutput) -> None:
+        self.__dict__.update(_model=model, _base=base, _head=head, _output=output)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        if value is self._base:
+            return lambda *args, **kwargs: self._output
+        if value is self._head:
+            return lambda hidden: hidden
+        return value
+
+
+# ---- Models whose backbone is no module of its own ---------------------------------------------
+
+
+def open_head(causal_lm: nn.Module) -> None:
+    """Let the head of one model instance return its input: the model's `logits` are then its hidden states.
+
+    For models such as Llama 4 whose forward ends in logits, and whose hidden states no part of it returns.
+    """
+    head: Any = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{type(causal_lm).__name__} does not separate its backbone from its head, and names no linear "
+            "output embedding: choose another model"
+        )
+    head.__dict__["forward"] = _identity
+
+
+def _identity(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+@contextmanager
+def own_head(causal_lm: nn.Module) -> Iterator[None]:
+    """The model with the head that `open_head` took away."""
+    head: Any = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    opened = head.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if opened is not None:
+            head.__dict__["forward"] = opened

@@ -1,11 +1,10 @@
-"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`, `talker`, `action`. Each parameter has one.
+"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`, and those of kits. Each parameter has one.
 
 Config keys such as `model.freeze` or `optim.lr_by_part` accept these names. Parts are found by
 structure, not by a table of models: the decoder marks the text layers, and an encoder is a
 sub-model built from a vision or audio sub-config. Other children of the base connect the two, so
 they are the projector; without any, the projector is what follows the blocks inside the encoder.
-Heads (`lm_head`, the head of a value model) belong to `llm`; what turns a prefix into actions is `action`, what speaks
-for an Omni model, code predictor included, is `talker`.
+Heads (`lm_head`, the head of a value model) belong to `llm`; a model of a kit names its further parts in `own_parts`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mvp_engine.config.schema import Part
+from mvp_engine.config.schema import PARTS, Part
 from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.model.pipeline_stages import OtherTensor
 from mvp_engine.ops.nf4 import num_parameters
 
-PARTS: tuple[Part, ...] = get_args(Part)
+if TYPE_CHECKING:
+    from mvp_engine.hf.model.pipeline import OtherTensor
 
 # Words in the name of a sub-config, and the part that its sub-model is.
 _ENCODER_PARTS: dict[str, Part] = {
@@ -61,7 +60,7 @@ def _part_roots(model: PackedModel) -> dict[nn.Module, Part]:
     """The modules at which a part begins; a part ends where another one begins below it."""
     base = model.base()
     decoder = model.decoder()
-    roots: dict[nn.Module, Part] = {model: "llm", **(model.own_parts or {})}
+    roots: dict[nn.Module, Part] = {model: "llm", **model.own_parts}
     if decoder is base:
         return roots
     roots |= {base: "projector", decoder: "llm"}

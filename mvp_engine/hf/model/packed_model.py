@@ -1,10 +1,9 @@
 """PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
 
-transformers' classes are not modified. Attention and experts go through transformers' registries
-and inputs are changed by forward hooks; `vision.py`, `audio.py`, `media_features.py` and `shared_media.py`
-change single layers and methods of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
-under the names of its own forward. Heads are subclasses, in `language_model.py`.
-Models that cannot be packed are found by `preflight.py`, not by a list.
+transformers' classes are not modified. Attention and experts go through transformers' registries, inputs are changed by
+forward hooks, and the rooms `media` and `mixers` change single layers and methods of the *instance*. `batch.media`
+(images, videos, audio) is passed to the backbone under the names of its own forward. Heads are subclasses, in
+`language_model.py`. Models that cannot be packed are found by `preflight.py`, not by a list.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,19 +23,19 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
-from mvp_engine.hf.media import audio, media_features, shared_media, vision
-from mvp_engine.hf.mixers import PackedMixers
-from mvp_engine.hf.mixers.sparse_attention import (
-    run_sparse_attention_by_sequence,
-    sparse_attention_of,
+from mvp_engine.hf.media import encoders, media_features, shared_media
+from mvp_engine.hf.mixers.packed_mixers import PackedMixers
+from mvp_engine.hf.model import attention, input_hooks
+from mvp_engine.hf.model.auto_model import (
+    check_token_range,
+    hidden_of_rows,
+    media_inputs,
+    own_attention,
+    use_own_attention,
 )
-from mvp_engine.hf.model import attention, input_hooks, pipeline_stages
-from mvp_engine.hf.model.auto_model import hidden_of_rows, own_attention, use_own_attention
 from mvp_engine.hf.model.config_source import num_heads, packed_length_limit, read_config
 from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
-from mvp_engine.hf.model.model_inputs import check_token_range, media_inputs
-from mvp_engine.hf.weights.enclosing_folder import FolderView, WholeFolder, check_folder
-from mvp_engine.hf.weights.export import Target
+from mvp_engine.hf.weights.export import FolderView, Target, WholeFolder, check_folder
 from mvp_engine.hf.weights.hub import local_folder
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from mvp_engine.hf.lora.lora_settings import Lora
     from mvp_engine.hf.model.adapter import HFAdapter
     from mvp_engine.hf.model.kv_cache import KVCache
+    from mvp_engine.hf.model.pipeline import Stage
 
 Outputs = dict[str, Tensor]
 
@@ -52,34 +52,36 @@ Outputs = dict[str, Tensor]
 class PackedModel(nn.Module):
     """A transformers backbone that runs on packed batches and returns named outputs per token.
 
-    Subclasses define `from_config` and `outputs`; those with their own weights list them in
-    `fresh`. The attributes below are read and written by model engines, LoRA, load and export.
+    Subclasses define `from_config` and `outputs`; those with their own weights list them in `fresh`.
     """
 
     # Constants of the subclass.
     model_type = ""  # the name it is registered under: model.type in a config
     provides: tuple[str, ...] = ("hidden_states",)  # names that forward accepts in `outputs`
     drops_dummies: tuple[str, ...] = ()  # outputs of other lengths, which never hold dummies
+    has_causal_text = True  # a token of the text layers attends to those before it
     adapted: tuple[str, ...] = ("hf.",)  # prefixes of layers that LoRA may adapt
     fresh: tuple[str, ...] = ()  # name patterns of parameters that pretrained folders may lack
-    plan_facts = "mvp_engine.hf.model.plan_facts:PlanFacts"  # what mvp plan asks of the model
-
-    # Facts about this instance.
-    source: Path | None = None  # the Hugging Face folder that the weights are loaded from
-    side_files: Path | None = None  # the folder of tokenizer and processor files, if not `source`
-    export_dtype = torch.float32  # dtype of exported weights: that of the source folder
+    plan_facts = "mvp_engine.hf.model.flop_costs:PlanFacts"  # what mvp plan asks of the model
     casts_frozen = False  # frozen weights are kept in half precision without LoRA, too
-    lora: Lora | None = None  # settings of its adapters; None without adapters
-    quantize: dict[str, str] | None = None  # formats of quantized weights by part
-    expert_balance: ExpertBalance | None = None  # of experts in training
-    from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
-    own_parts: dict[nn.Module, Part] | None = None  # modules of a head that are a part of their own
-    stage: pipeline_stages.Stage | None = None  # its slice of the model, with pipeline parallel
-    whole: WholeFolder | None = None  # where the folder holds more than this model: an Omni folder
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.hf = backbone
+        # Each of these has one owner, which writes it; others call a method of the owner.
+        # Folders: `use_folder` and `use_side_files`; then `HFAdapter.set_export_dtype` and `load_pretrained`.
+        self.source: Path | None = None  # the Hugging Face folder that the weights are loaded from
+        self.side_files: Path | None = None  # the folder of its tokenizer, if not `source`
+        self.export_dtype = torch.float32  # of exported weights: that of the source folder
+        self.from_folder: frozenset[str] = frozenset()  # names of tensors loaded from `source`
+        # Set by the constructors of subclasses.
+        self.own_parts: dict[nn.Module, Part] = {}  # modules of a head that are a part of their own
+        self.whole: WholeFolder | None = None  # a folder that holds more than this model (Omni)
+        # What is added later: by `add_adapters`, `quantize_layers`, `HFAdapter.balance_experts`, `cut_model`.
+        self.lora: Lora | None = None
+        self.quantize: dict[str, str] | None = None  # formats of quantized weights by part
+        self.expert_balance: ExpertBalance | None = None  # in training
+        self.stage: Stage | None = None  # its slice of the model, with pipeline parallel
         self.sequence_groups: SequenceGroups | None = None
         self.windows: tuple[int, ...] = ()  # sliding windows of its layers
         self.shard: UlyssesShard | None = None  # of the forward that runs, with sequence parallel
@@ -91,11 +93,9 @@ class PackedModel(nn.Module):
             attention.use_own_masks(backbone)
         moe_layers.use(backbone.config)
         self._register_hooks()
-        sparse = sparse_attention_of(self.decoder())
-        self.mixers = PackedMixers(self.decoder(), sparse)
-        run_sparse_attention_by_sequence(sparse, self.mixers, own_attention(type(backbone)))
-        vision.apply_sync_free_vision(backbone)
-        audio.apply_sync_free_audio(backbone)
+        self.mixers = PackedMixers(self.decoder(), own_attention(type(backbone)))
+        encoders.apply_sync_free_vision(backbone)
+        encoders.apply_sync_free_audio(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
         shared_media.apply_shared_features(self.base())
 
@@ -135,10 +135,19 @@ class PackedModel(nn.Module):
             part.dtype = torch.float32  # master weights are float32, whatever the folder holds
         with torch.device("meta"):
             model = cls.from_config(config)
-        model.source = folder
+        model.use_folder(folder)
         model.export_dtype = folder_dtype or torch.float32
         model.check_source()
         return model
+
+    def use_folder(self, source: Path | None, side_files: Path | None = None) -> None:
+        """Load the weights from another folder. `side_files`: where its tokenizer and processor are, if not there."""
+        self.source = source
+        self.side_files = side_files
+
+    def use_side_files(self, folder: Path) -> None:
+        """Export the tokenizer and processor files of this folder."""
+        self.side_files = folder
 
     def check_source(self) -> None:
         """Raise if this model cannot be trained and exported without the folder that it lacks."""
@@ -197,6 +206,10 @@ class PackedModel(nn.Module):
         """The rows and attention pairs of media that the model predicts; none, if nothing reads them."""
         yield from ()
 
+    def other_work(self, costs: FlopCosts, batch: PackedBatch) -> Iterator[Work]:
+        """The rows and attention pairs next to those of the text tokens and of media; most models have none."""
+        yield from ()
+
     def text_share(self, batch: PackedBatch) -> float:
         """The share of the text layers that run for a batch."""
         return 1.0
@@ -230,10 +243,7 @@ class PackedModel(nn.Module):
             return model_class(config)
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
         limit = self.packed_length_limit
@@ -272,22 +282,20 @@ class PackedModel(nn.Module):
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
             **inputs,
         }
-        balance = self.expert_balance
-        routing = nullcontext() if balance is None else balance.routing(batch, shard)
-        if self.stage is not None:
-            with routing:
-                return pipeline_stages.hidden_of_stage(self, batch, shard, input_ids_1T, options)
-        self._register_media(batch, input_ids_1T)
-        with self.mixers.packing(batch, shard, kv_cache), routing:
+        if batch.media and is_first:
+            media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
+            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
+        with ExitStack() as contexts:
+            if self.mixers.is_used:
+                contexts.enter_context(self.mixers.packing(batch, shard, kv_cache))
+            if self.expert_balance is not None:
+                contexts.enter_context(self.expert_balance.routing(batch, shard))
+            if self.stage is not None:
+                return self.stage.hidden(self, batch, shard, input_ids_1T, options)
             out = self.base()(input_ids=input_ids_1T, **options)
         if kv_cache is not None:
             kv_cache.advance()
         return self._hidden_of(out)[0]
-
-    def _register_media(self, batch: PackedBatch, input_ids_1T: Tensor) -> None:
-        if batch.media:
-            media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
-            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
 
     def _hidden_of(self, out: Any) -> Tensor:
         """The last hidden states in an output of `base()`."""
@@ -346,7 +354,7 @@ class PackedModel(nn.Module):
         if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
             self.check(batch)
         if self.stage is not None and not self.stage.link.is_last:
-            return pipeline_stages.run_stage(self, batch)
+            return self.stage.forward(self, batch)
         computed = self._compute(batch, wanted, kv_cache)
         # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
         return {

@@ -12,27 +12,30 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mvp_engine import plugins
 from mvp_engine.checkpoint.format import write_safetensors
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import leads_out, publish, remove, temporary_path
 from mvp_engine.hf.model.attention import config_tree
-from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE, Entries
+from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE, Entries, Index, WeightFiles
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.model.packed_model import PackedModel
 
 MAX_FILE_BYTES = 5 * 10**9
 
-# Copied from the source folder: tokenizer, processor, chat template, generation settings, statistics of actions.
+# Copied from the source folder: tokenizer, processor, chat template, generation settings; and what kits add.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates", "*preprocessor_config.json", "processor_config.json",
     "generation_config.json", "spiece*", "sentencepiece*", "spk_dict.pt",
-    "normalization.json", "act.py",
 )  # fmt: skip
 
 # Settings of the files above that mean nothing in another folder: code that the source folder brought along, which is
@@ -141,25 +144,15 @@ def _write_index(folder: Path, files: dict[str, list[EntryGroup]]) -> None:
         for group in groups:
             weight_map.update(dict.fromkeys(group.entries, name))
             total_size += group.nbytes
-    index = {
-        "metadata": {"total_size": total_size},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_readme(target: Target, folder: Path) -> None:
     if target.extras:
         model = type(target.skeleton).__name__
-        use = (
-            'values = hidden @ heads["score.weight"].T\n' if "score.weight" in target.extras else ""
-        )
-        if "action_queries.weight" in target.extras:
-            use = (
-                "# act.py does the rest: Policy.from_pretrained(folder).act(images, state, task)\n"
-            )
         names = ", ".join(target.extras)
-        text = HEADS_README.format(model=model, heads=HEADS, names=names, use=use)
+        text = HEADS_README.format(model=model, heads=HEADS, names=names, use=target.use)
         (folder / "README.md").write_text(text)
 
 
@@ -179,7 +172,8 @@ def write_side_files(target: Target, folder: Path) -> None:
 
 
 def _copy_side_files(source: Path, folder: Path) -> None:
-    for pattern in SIDE_FILES:
+    of_kits = [file for folder_type in plugins.model_folders() for file in folder_type.side_files]
+    for pattern in (*SIDE_FILES, *of_kits):
         for found in source.glob(pattern):
             for file in (found, *found.rglob("*")):
                 if leads_out(file, source):
@@ -235,6 +229,7 @@ class Target:
     dtype: torch.dtype = torch.float32
     side_files: Path | None = None  # a folder with tokenizer, processor and the like
     carried: Entries | None = None  # entries of other parts of the folder, written as they are
+    use: str = ""  # a line of Python for the README that computes with the extras
 
 
 @dataclass
@@ -377,3 +372,101 @@ def untied_names(model: Any) -> list[str]:
         name_of.setdefault(id(state[name]), name)
     kept = set(name_of.values())
     return [name for name in state if name in kept]
+
+
+# Folders that hold more than the model that is trained: an Omni folder around its thinker (and its talker).
+#
+# transformers has one class for the whole folder, whose conversion tables name its entries. So loading and exporting go
+# through that class, on the meta device. Entries of parts that are not in memory, such as a vocoder, are copied from
+# the folder to the export as they are: bit-equal, in their own dtype.
+
+
+@dataclass(frozen=True)
+class FolderView:
+    """How a folder names the tensors of a `PackedModel`."""
+
+    model: Any  # the transformers model that the folder is of
+    prefixes: dict[str, str]  # of names in the PackedModel -> of names in `model`
+
+    def folder_name(self, own: str) -> str | None:
+        """The folder model's name of one of our tensors; None for one that it lacks, such as a new head."""
+        for ours, theirs in self.prefixes.items():
+            if own.startswith(ours):
+                return theirs + own.removeprefix(ours)
+        return None
+
+    def own_name(self, name: str) -> str | None:
+        """Our name of a tensor of the folder's model; None for one of a part that we do not have."""
+        for ours, theirs in self.prefixes.items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return None
+
+
+@dataclass(frozen=True)
+class WholeFolder:
+    """The transformers model of a folder, of which a `PackedModel` trains some parts."""
+
+    config: Any
+    prefixes: dict[str, str]  # as in FolderView
+
+    def view(self) -> FolderView:
+        return FolderView(self.skeleton(), self.prefixes)
+
+    def skeleton(self) -> Any:
+        """The whole model, on the meta device."""
+        from transformers import MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING
+
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = "eager"
+        model_class: Any = MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING[type(config)]
+        with torch.device("meta"):
+            return model_class(config)
+
+    def export_target(
+        self, model: PackedModel, dtype: torch.dtype, fresh: Entries | None = None
+    ) -> Target:
+        """The whole folder: our tensors, and the entries that the source (else `fresh`) has for the other parts."""
+        carried = fresh
+        if carried is None:
+            assert model.source is not None
+            carried = OtherParts(model.source, self.prefixes)
+        view = self.view()
+        names: dict[str, str] = {}
+        for name in view.model.state_dict():
+            own = view.own_name(name)
+            if own is not None:
+                names[name] = own
+        folder = model.side_files or model.source
+        return Target(view.model, names, (), dtype, folder, carried)
+
+
+class OtherParts:
+    """The entries of a folder that belong to parts which the model in memory does not have."""
+
+    def __init__(self, folder: Path, prefixes: dict[str, str]) -> None:
+        self._files = WeightFiles(folder)
+        ours = tuple(prefixes.values())
+        self._names = [name for name in self._files if not name.startswith(ours)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def meta(self, key: str) -> Tensor:
+        shape = self._files.meta(key).shape
+        none = (slice(0, 0),) if shape else ()  # the header alone has no torch dtype
+        return torch.empty(shape, dtype=self._files.read(key, none).dtype, device="meta")
+
+    def read(self, key: str, index: Index = ()) -> Tensor:
+        return self._files.read(key, index)
+
+
+def check_folder(model: PackedModel) -> None:
+    """Raise for a part of a folder that is not there: an export would have nothing to copy the other parts from."""
+    if model.whole is not None and model.source is None:
+        kind = model.whole.config.model_type
+        raise UserError(
+            f"model.config.model_type={kind} without model.path: model.type={model.model_type} trains the thinker, and "
+            "an export copies the other parts from the folder. Set model.path, or "
+            f"model.config.model_type={kind}_thinker"
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mvp_engine import plugins
 from mvp_engine.checkpoint.format import SafetensorsReader
 from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
@@ -108,10 +108,6 @@ def fingerprint(folder: Path) -> str:
                 found = crc32(data.read(4096), found)
         found = crc32(f"{file.name} {size}".encode(), found)
     return f"{found:08x}"
-
-
-# lerobot saves pi0 as a part of its policy; the folder that it starts from, and transformers' table, have no prefix.
-_LEROBOT_PREFIX = re.compile(r"^model\.(?=paligemma_with_expert\.|action_|state_proj\.)")
 
 
 @dataclass(frozen=True)
@@ -241,10 +237,12 @@ def _entries_by_parameter(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
     known = dict(model.state_dict())
-    is_pi0 = getattr(model.config, "model_type", None) == "pi0"
+    folder_types = plugins.model_folders()
     found: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted(files, key=dot_natural_key):
-        source = _LEROBOT_PREFIX.sub("", key) if is_pi0 else key
+        source = key
+        for folder_type in folder_types:
+            source = folder_type.weight_name(model.config, source)
         name, pattern = rename_source_key(source, renamings, converters, prefix, known)
         if name not in known and key in known:  # the entry has today's name already
             name, pattern = rename_source_key(key, [], [], prefix, known)

@@ -68,18 +68,16 @@ def merge(
             param.requires_grad_(was_trained)
     single_process = World(0, 1, 0, 1, torch.device("cpu"))
     if adapter_only:
-        model.source = base_folder
+        model.use_folder(base_folder, model.side_files)
         export_adapter(model, out, saved.fetch, single_process)
         return
     if info.base is not None and base_folder is not None:
         info.base.check(base_folder, "Name the folder: mvp merge --base FOLDER")
         saved.add_base(base_folder)
         if model.whole is not None:  # its other parts are copied from there
-            model.side_files = model.source
-            model.source = base_folder
+            model.use_folder(base_folder, side_files=model.source)
     if info.base is None and model.whole is not None:  # trained from nothing
-        model.side_files = model.source
-        model.source = None
+        model.use_folder(None, side_files=model.source)
     saved.check_complete()
     target = model.export_target(dtype or info.dtype)
     fetch = merge_adapters(model, saved.fetch)

@@ -1,1 +1,28 @@
-"""Robot data and action models: LeRobot folders, statistics, normalization, rollouts."""
+"""Models that act: LeRobot folders, pi0 and chunk regressors, their loss, closed-loop rollouts and exports."""
+
+from typing import TYPE_CHECKING
+
+from mvp_engine.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.actions.action_model import ActionModel, ActionModelEngine
+    from mvp_engine.kit.actions.engine import ActionEngine
+    from mvp_engine.kit.actions.kit import ActionDataKit
+    from mvp_engine.kit.actions.policy import action_loss, sample_actions
+    from mvp_engine.kit.actions.settings import ActionConfig, ActionData
+    from mvp_engine.kit.actions.simulation import rollout
+else:  # sections of configs are here too, and `mvp config CONFIG` imports no torch
+    __getattr__ = lazy_exports(__name__)
+
+
+__all__ = [
+    "ActionConfig",
+    "ActionData",
+    "ActionDataKit",
+    "ActionEngine",
+    "ActionModel",
+    "ActionModelEngine",
+    "action_loss",
+    "rollout",
+    "sample_actions",
+]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.act import Normalization, prompt_ids
+from mvp_engine.kit.actions.action_model import ActionSpec
 from mvp_engine.kit.actions.rows import FrameRow
 from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
 from mvp_engine.kit.data.read.decoders import MediaInfo, decode_image
@@ -37,7 +37,7 @@ class EncodedFrame(EncodedSequence):
 
     frame: FrameRow | None = None
 
-    def actions_shown(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """The state and the chunk of actions in their own units, for `mvp data inspect`."""
         assert self.frame is not None
         actions, inside = self.frame.action_chunk()

@@ -30,9 +30,9 @@ from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import flow
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit
-from mvp_engine.kit.actions.rollout import EpisodeResult, Observation, VectorEnv, rollout
+from mvp_engine.kit.actions.policy import action_loss, sample_actions
 from mvp_engine.kit.actions.settings import ActionConfig
-from mvp_engine.kit.flow_policy import action_loss, sample_actions
+from mvp_engine.kit.actions.simulation import EpisodeResult, Observation, VectorEnv, rollout
 from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.report import Example, write_report
 

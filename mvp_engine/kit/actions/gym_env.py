@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError, did_you_mean
-from mvp_engine.kit.actions.rollout import TASK, VectorEnv
+from mvp_engine.kit.actions.simulation import TASK, VectorEnv
 from mvp_engine.kit.data.read.media_source import require_package
 
 

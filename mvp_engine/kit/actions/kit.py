@@ -23,8 +23,7 @@ from mvp_engine.kit import flow
 from mvp_engine.kit.actions import act
 from mvp_engine.kit.actions.act import FORMAT, Normalization
 from mvp_engine.kit.actions.encode import ActionRowEncoder, Pi0RowEncoder
-from mvp_engine.kit.actions.robot_facts import robot_facts
-from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
+from mvp_engine.kit.actions.rows import FrameRows, is_lerobot, robot_facts
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.actions.stats import Stats, merged_stats, relative_parts
 from mvp_engine.kit.data.kit import MLLMDataKit
@@ -319,12 +318,10 @@ class ActionDataKit(MLLMDataKit):
                 )
         return {"state": spec[names[0]], "action": spec[names[1]]}
 
-    def robot_facts(self, split: str) -> dict[str, str]:
-        """Facts of the first LeRobot folder of a split, for `mvp data inspect`."""
-        for settings in self.sources(split):
-            if is_lerobot(settings.path):
-                return robot_facts(self.folder(settings))
-        return {}
+    def facts(self, split: str) -> dict[str, Any]:
+        """Those of the first LeRobot folder of a split."""
+        folders = [settings for settings in self.sources(split) if is_lerobot(settings.path)]
+        return {"robot": robot_facts(self.folder(folders[0])) if folders else {}}
 
     def save_processor(self, folder: Path, model: str | None = None) -> None:
         """The processor, normalization.json and act.py, which go into checkpoints and exports."""

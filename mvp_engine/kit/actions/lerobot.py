@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.kit.actions.plugin import LeRobotData
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.data.settings import LEROBOT_INFO as INFO_FILE
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 CAMERA_TYPES = ("video", "image")
@@ -46,11 +46,11 @@ class LeRobotFolder:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).expanduser().absolute()
-        file = self.root / INFO_FILE
+        file = self.root / LeRobotData.marker
         if not file.is_file():
             raise UserError(
-                f"{self.root} is no LeRobot dataset: it has no {INFO_FILE}. Name the folder that holds meta, data and "
-                "videos"
+                f"{self.root} is no LeRobot dataset: it has no {LeRobotData.marker}. Name the folder that "
+                "holds meta, data and videos"
             )
         self.info = _read_json(file)
         self.version = str(self.info.get("codebase_version"))
@@ -88,7 +88,7 @@ class LeRobotFolder:
         if key not in self.features:
             numeric = [name for name in self.features if name not in self.cameras]
             raise UserError(
-                f"{self.root / INFO_FILE} has no feature {key!r}.{did_you_mean(key, numeric)} It has "
+                f"{self.root / LeRobotData.marker} has no feature {key!r}.{did_you_mean(key, numeric)} It has "
                 f"{', '.join(numeric)}. In a config, actions.state and actions.action name the features"
             )
         return int(np.prod(self.features[key]["shape"]))
@@ -112,11 +112,11 @@ class LeRobotFolder:
         """A file that info.json names; it lies inside of the folder."""
         if not template:
             raise UserError(
-                f"{self.root / INFO_FILE} has no video_path, but features of dtype video"
+                f"{self.root / LeRobotData.marker} has no video_path, but features of dtype video"
             )
         path = (self.root / template.format(**values)).resolve()
         if not path.is_relative_to(self.root.resolve()):
-            raise UserError(f"{self.root / INFO_FILE}: {template} leads out of the folder")
+            raise UserError(f"{self.root / LeRobotData.marker}: {template} leads out of the folder")
         return self.root / path.relative_to(self.root.resolve())
 
     def _episodes_v2(self) -> list[Episode]:

@@ -20,19 +20,20 @@ from PIL import Image
 
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
+from mvp_engine.kit.actions.plugin import LeRobotData
 from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.actions.stats import column_stats
 from mvp_engine.kit.data.read.decoders import open_container
 from mvp_engine.kit.data.read.media_source import decoder_errors, require_package
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.row_types import BadRow, Message, ParsedRow, Part, Row
-from mvp_engine.kit.data.settings import LEROBOT_INFO
 
 IMAGE_CACHE_BYTES = 1 << 29  # row groups with images that a process keeps
 
 
 def is_lerobot(path: Any) -> bool:
     """Whether a source's path is one LeRobot folder."""
-    return isinstance(path, str) and (Path(path).expanduser() / LEROBOT_INFO).is_file()
+    return isinstance(path, str) and (Path(path).expanduser() / LeRobotData.marker).is_file()
 
 
 class FrameRows(RowFile):
@@ -529,3 +530,37 @@ def image_from_cell(cell: Any, root: Path) -> np.ndarray:
     with decoder_errors("image"):
         opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         return np.array(opened.convert("RGB"))
+
+
+# Facts of a folder for `mvp data inspect`: what it holds, and the statistics of states and actions.
+
+MAX_TASKS = 5
+MAX_VALUES = 16
+
+
+def robot_facts(rows: FrameRows) -> dict[str, str]:
+    """A few lines by name."""
+    folder = rows.folder
+    good = rows.frames.good
+    tasks = list(dict.fromkeys(folder.tasks.values()))
+    shown = ", ".join(repr(task) for task in tasks[:MAX_TASKS])
+    cameras = []
+    for camera, (height, width) in zip(rows.cameras, rows.image_sizes, strict=True):
+        kind = "video" if folder.is_video(camera) else "images"
+        cameras.append(f"{camera} {width}x{height} {kind}")
+    facts = {
+        "robot": f"LeRobot {folder.version}: {len(folder.episodes):,} episodes at {folder.fps:g} frames per second",
+        "tasks": f"{len(tasks):,}: {shown}{', ...' if len(tasks) > MAX_TASKS else ''}",
+        "cameras": ", ".join(cameras) or "none",
+    }
+    for key, values in ((rows.settings.state, rows.states), (rows.settings.action, rows.actions)):
+        if not good.any():
+            continue
+        stats = column_stats(values[good])
+        names = folder.names_of(key) or [str(number) for number in range(values.shape[1])]
+        words = []
+        for number, name in enumerate(names[:MAX_VALUES]):
+            words.append(f"{name} {stats.mean[number]:.3g} ± {stats.std[number]:.3g}")
+        more = ", ..." if values.shape[1] > MAX_VALUES else ""
+        facts[key.rpartition(".")[2]] = f"{values.shape[1]} values: {', '.join(words)}{more}"
+    return facts

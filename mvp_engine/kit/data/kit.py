@@ -315,6 +315,10 @@ class MLLMDataKit(MeasuredSources):
         shares = [weight / sum(weights) for weight in weights]
         return dict(zip(self.source_names(split), shares, strict=True))
 
+    def facts(self, split: str) -> dict[str, Any]:
+        """What `mvp data inspect` shows more of a split: entries of the extension point `inspect`."""
+        return {}
+
     def bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
     ) -> BadRows:

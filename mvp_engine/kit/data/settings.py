@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from mvp_engine import plugins
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
@@ -158,6 +159,8 @@ def _hub_layout(path: str | list[str]) -> tuple[Path, list[str]] | None:
         words.insert(0, word)
     folder = Path(name).expanduser()
     if not folder.is_dir() or any((folder / one).exists() for one in FOLDER_FILES):
+        return None
+    if plugins.data_folder(folder) is not None:
         return None
     readme = folder / "README.md"
     is_named = readme.is_file() and "\nconfigs:" in readme.read_text("utf-8", "replace")
@@ -366,10 +369,9 @@ def data_section(config: Any) -> tuple[str, MLLMData]:
 
 # LLaMA-Factory's dataset_info.json: the file, the columns and the media folder of one of its datasets.
 
-LEROBOT_INFO = "meta/info.json"  # only these datasets have it
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Files at the top of a folder that is not in the layout of a repository of the Hub.
-FOLDER_FILES = (*METADATA_FILES, LEROBOT_INFO, "state.json", "dataset_dict.json")
+FOLDER_FILES = (*METADATA_FILES, "state.json", "dataset_dict.json")
 _FILE = "dataset_info.json"
 _PLACES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
 _PATH = re.compile(r"(?P<file>.*dataset_info\.json)(:(?P<name>.+))?")

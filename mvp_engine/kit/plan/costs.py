@@ -20,10 +20,9 @@ from mvp_engine.hf.lora.quantize import quantize_layers
 from mvp_engine.hf.media.shared_media import largest_share
 from mvp_engine.hf.model.adapter import cast_frozen_base
 from mvp_engine.hf.model.config_source import num_heads
-from mvp_engine.hf.model.flop_costs import matmul_flops, modules_in_forward_order
+from mvp_engine.hf.model.flop_costs import PlanFacts, matmul_flops, modules_in_forward_order
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.model.plan_facts import PlanFacts
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.kit.model import MLLMModelKit

@@ -20,7 +20,7 @@ COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "
 
 # By a pattern in the GPU's name, of which the first counts: memory in GiB as the driver reports it; its bandwidth in
 # TB/s; GB/s in each direction to the other GPUs of a node (NVLink, Infinity Fabric or PCIe) and to the host; whether it
-# has FP8 grouped GEMMs (`hf/experts/fp8_grouped_mm.py`). Of PCIe four fifths of the specification are assumed.
+# has FP8 grouped GEMMs (`hf/experts/grouped_mm.py`). Of PCIe four fifths of the specification are assumed.
 GPUS: dict[str, tuple[float, float, float, float, bool]] = {
     r"G?B200": (178, 7.7, 900, 50, True),
     r"G?B300": (178, 7.7, 900, 50, False),

@@ -13,7 +13,7 @@ import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import count
-from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.hf.model.flop_costs import PlanFacts
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.kit.data.pack.plan import make_packs

@@ -19,9 +19,9 @@ from mvp_engine.data import accumulation_steps
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.flop_costs import PlanFacts
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
 from mvp_engine.hf.model.packed_model import PackedModel
-from mvp_engine.hf.model.plan_facts import PlanFacts
 from mvp_engine.kit.auto import (
     AUTO,
     CHECKPOINTING,

@@ -27,8 +27,7 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.preference.engine import frozen_engine
 from mvp_engine.kit.preference.settings import Distil, DistilConfig
 from mvp_engine.model_engine import ModelEngine, ModelSource
-from mvp_engine.ops.logit_gradients import HeadGradients
-from mvp_engine.ops.logit_stats import HeadSpec, head_output, logits_of
+from mvp_engine.ops.logit_stats import HeadGradients, HeadSpec, head_output, logits_of
 from mvp_engine.ops.precision import autocast_dtype
 
 OUTPUT = "teacher_kl"

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import count
-from mvp_engine.hf.model.flop_costs import FlopCosts, Work, attention_flops, matmul_flops
-from mvp_engine.hf.model.plan_facts import PlanFacts
+from mvp_engine.hf.model.flop_costs import FlopCosts, PlanFacts, Work, attention_flops, matmul_flops
 from mvp_engine.kit.speech.protocol import HEADER
 from mvp_engine.kit.speech.rows import (
     FIRST_CODE,

@@ -28,7 +28,7 @@ from mvp_engine.hf.model.config_source import num_heads
 from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.input_hooks import embedding_dtype
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
-from mvp_engine.hf.weights.enclosing_folder import WholeFolder
+from mvp_engine.hf.weights.export import WholeFolder
 from mvp_engine.kit.speech.costs import speech_costs_alone, speech_work
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
 from mvp_engine.kit.speech.rows import (

@@ -27,7 +27,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.weights.enclosing_folder import WholeFolder
+from mvp_engine.hf.weights.export import WholeFolder
 from mvp_engine.hf.weights.load import load
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file

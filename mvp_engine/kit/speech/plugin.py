@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mvp_engine.errors import UserError, count
-from mvp_engine.plugins import ModelFolder
+from mvp_engine.plugins import InspectFact, ModelFolder
 
 if TYPE_CHECKING:
     from mvp_engine.kit.data import MLLMDataKit
@@ -29,10 +29,11 @@ PLUGINS = {
     "model_engine": {"omni_model.fsdp": f"{KIT}.omni_model:OmniModelEngine"},
     "config": {"omni_model": f"{KIT}.settings:SpeechConfig"},
     "model_folder": {"omni_model": f"{KIT}.plugin:OmniModelFolder"},
+    "model_part": {"talker": f"{KIT}.omni_model:OmniModel"},
     "target": {"audio": f"{KIT}.row_part:take_speech"},
     "inspect": {
-        "spoken": f"{KIT}.plugin:lines_of_spoken",
-        "talker": f"{KIT}.plugin:lines_of_talker",
+        "spoken": f"{KIT}.plugin:SPOKEN",
+        "talker": f"{KIT}.plugin:TALKER",
     },
     "data_command": {"codes": f"{KIT}.plugin:CodesCommand"},
     "chat_option": {"speak": f"{KIT}.plugin:SpeechOutput"},
@@ -141,6 +142,10 @@ def lines_of_spoken(spoken: list[dict[str, Any]], in_full: bool) -> Iterator[tup
 def lines_of_talker(positions: int, in_full: bool) -> Iterator[tuple[str, str, str]]:
     if positions:
         yield "talker positions", f"{positions:,}", ""
+
+
+SPOKEN = InspectFact(lines_of_spoken, default=[])
+TALKER = InspectFact(lines_of_talker, default=0)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward
 from mvp_engine.errors import UserError
-from mvp_engine.hf import ActionModel, LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine.base import (
     ForwardStep,
@@ -322,10 +322,3 @@ class ValueModelEngine(PackedModelEngine):
     """A value model: one number per token."""
 
     model_class = ValueModel
-
-
-@register("action_model", "fsdp")
-class ActionModelEngine(PackedModelEngine):
-    """An action model: chunks of actions from images, a prompt and a state."""
-
-    model_class = ActionModel

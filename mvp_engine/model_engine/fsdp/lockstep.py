@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mvp_engine import plugins
 from mvp_engine.data.batch import IGNORE, PackedBatch, tensor_versions
 from mvp_engine.data.loader import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
-
-MODEL_FIELDS = "action_"  # begins the names of per-sequence fields that a model's forward reads
 
 
 @dataclass(eq=False)
@@ -125,7 +124,7 @@ def _join(batches: list[PackedBatch]) -> PackedBatch:
     fields = {name for batch in batches for name in batch.token_fields}
     types = {name for name in fields if name.endswith("token_type_ids")}
     of_sequences = {name for batch in batches for name in batch.sequence_fields}
-    of_sequences = {name for name in of_sequences if name.startswith(MODEL_FIELDS)}
+    of_sequences &= plugins.sequence_fields()
     alike = []
     for batch in batches:
         if missing := sorted(types - set(batch.token_fields)):
@@ -168,8 +167,8 @@ def _drop_dummy_outputs(
     for one in (*args, *kwargs.values()):
         if isinstance(one, _JoinedBatch):
             kept_of = {one.num_tokens: one.num_real_tokens}
-            if any(name.startswith(MODEL_FIELDS) for name in one.sequence_fields):
-                # Outputs of an action model are per token or per sequence; a prefix has more than one token.
+            if plugins.sequence_fields() & one.sequence_fields.keys():
+                # Outputs are per token or per sequence, and a sequence has more than one token.
                 kept_of = {one.num_sequences: one.num_real_sequences, **kept_of}
             return _cut(outputs, kept_of, getattr(model, "drops_dummies", ()))
     return outputs

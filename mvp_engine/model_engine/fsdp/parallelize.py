@@ -48,6 +48,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from mvp_engine.config.schema import PARTS
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.data_parallel import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
@@ -55,7 +56,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import use_fp8
 from mvp_engine.hf.model.adapter import ModelAdapter
 from mvp_engine.hf.model.input_hooks import mark_sizes
-from mvp_engine.hf.model.model_parts import PARTS, blocks_by_part, by_part, matching, norms_by_part
+from mvp_engine.hf.model.model_parts import blocks_by_part, by_part, matching, norms_by_part
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.compile import (
     allow_graphs,

@@ -104,6 +104,7 @@ def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(
     assert "engine.py" in error
 
 
+@pytest.mark.slow
 def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) -> None:
     config = write_recipe(
         tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}"

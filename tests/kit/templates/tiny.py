@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -45,9 +44,7 @@ SPECIAL = {
 
 
 @lru_cache
-def tokenizer(
-    name: str, trim: bool = False, chat_template: str | None = None
-) -> PreTrainedTokenizerFast:
+def tokenizer(name, trim=False, chat_template=None):
     """A tiny byte-level BPE with the format's special tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,18 +69,16 @@ def tokenizer(
 
 
 @lru_cache
-def template(name: str, **options: Any) -> ChatTemplate:
+def template(name, **options):
     return ChatTemplate(tokenizer(name), **options)
 
 
-def message(role: str, *content: Any, loss: bool | None = None, **extra: Any) -> Message:
+def message(role, *content, loss=None, **extra):
     parts = [Part("text", item) if isinstance(item, str) else item for item in content]
     return Message(role, tuple(parts), loss, extra)
 
 
-def texts_with_loss(
-    template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()
-) -> list[str]:
+def texts_with_loss(template, *messages, tools=()):
     """The runs of tokens with loss, as text. The tokens must be those of the tokenizer's own call on the text."""
     rendered = template.render(Row(messages=messages, tools=tools))
     ids, loss, _ = template.tokenize(rendered)
@@ -127,20 +122,20 @@ STOPS = {
 class Processor:
     """The attributes of a Hugging Face processor that ChatTemplate uses."""
 
-    def __init__(self, name: str, made: PreTrainedTokenizerFast | None = None) -> None:
+    def __init__(self, name, made=None):
         self.tokenizer = made or tokenizer(name)
         self.chat_template = self.tokenizer.chat_template
         self.image_token = next(token for token in SPECIAL[name] if "image" in token)
         self.video_token = "<|video_pad|>"
 
-    def apply_chat_template(self, *args: Any, **options: Any) -> str:
+    def apply_chat_template(self, *args, **options):
         return self.tokenizer.apply_chat_template(*args, **options)
 
 
 IMAGE, VIDEO = Part("image", b"\x89PNG"), Part("video", ["a.png", "b.png"])
 
 
-def adds_bos(name: str) -> PreTrainedTokenizerFast:
+def adds_bos(name):
     made = copy.deepcopy(tokenizer(name))
     bos = (made.bos_token, made.bos_token_id)
     made._tokenizer.post_processor = processors.TemplateProcessing(
@@ -163,10 +158,9 @@ PIECES = [
     "é🙂",
 ]
 Turns = list[tuple[str, str, bool]]  # role, text, whether it carries loss
-Pieces = list[tuple[str, bool]]
 
 
-def chatml(chat: Turns) -> Pieces:
+def chatml(chat):
     """Qwen2.5's format written by hand (below: Phi-3, Llama-3): pieces of the text, and whether they carry loss."""
     system = (
         []
@@ -179,7 +173,7 @@ def chatml(chat: Turns) -> Pieces:
     ]
 
 
-def phi(chat: Turns) -> Pieces:
+def phi(chat):
     turns = [(f"<|{role}|>\n", text + "<|end|>", has) for role, text, has in chat]
     pieces = [
         piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))
@@ -187,7 +181,7 @@ def phi(chat: Turns) -> Pieces:
     return [*pieces, ("<|endoftext|>", False)]
 
 
-def llama(chat: Turns) -> Pieces:
+def llama(chat):
     system = chat.pop(0)[1].strip() if chat[0][0] == "system" else ""
     top = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n"
     turns = [

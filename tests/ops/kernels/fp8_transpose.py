@@ -7,8 +7,8 @@ and the last bit may differ.
 import torch
 
 from mvp_engine.ops import fp8
-from mvp_engine.ops.fp8_transpose import transpose
-from mvp_engine.ops.fp8_transpose_kernel import transpose as kernel
+from mvp_engine.ops.fp8 import transpose
+from mvp_engine.ops.triton_kernels import transpose_fp8 as kernel
 
 on_gpu = torch.cuda.is_available()
 device = "cuda" if on_gpu else "cpu"

@@ -2,8 +2,8 @@
 
 import torch
 
-from mvp_engine.ops import logit_gradients, logit_kernels, logit_stats
-from mvp_engine.ops.logit_gradients import UpstreamGrads
+from mvp_engine.ops import logit_kernels, logit_stats
+from mvp_engine.ops.logit_stats import UpstreamGrads
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 g = torch.Generator().manual_seed(0)
@@ -21,7 +21,7 @@ all_terms = UpstreamGrads(label, p, entropy, uniform / 9e3)
 for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_terms):
     on_host = UpstreamGrads(*(None if x is None else x.cpu() for x in upstream))
     stats = (plain.log_z, plain.entropy)
-    theirs = logit_gradients.logit_gradient_(
+    theirs = logit_stats.logit_gradient_(
         raw.cpu(), labels.cpu(), *(x.cpu() for x in stats), on_host, spec
     )
     ours = logit_kernels.to_gradient_(raw.clone(), labels, *stats, *upstream, spec.factor)

@@ -13,9 +13,10 @@ from torch.utils.data import Dataset
 from mvp_engine.config import Config, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.hf import ActionModel, LanguageModel
-from mvp_engine.hf.actions.action_adapter import probe_batch
-from mvp_engine.kit import action_loss, flow, sample_actions
+from mvp_engine.hf import LanguageModel
+from mvp_engine.kit import flow
+from mvp_engine.kit.actions import ActionModel, action_loss, sample_actions
+from mvp_engine.kit.actions.pi0 import probe_batch
 
 ROWS = 12
 DRAWS = 2

@@ -109,6 +109,10 @@ class EncodedSequence:
         """What the sequence costs in a pack: its tokens, and the positions of its targets."""
         return len(self.ids) + self.target_positions
 
+    def facts(self) -> dict[str, Any]:
+        """What `mvp data inspect` shows more: entries of the extension point `inspect`."""
+        return {}
+
     def shares_media(self, other: EncodedSequence) -> bool:
         """Whether both have the same items, of the same sizes."""
         return self.infos == other.infos and same_items(self.parts, other.parts)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mvp_engine import plugins
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.media_source import require_package
@@ -51,7 +52,7 @@ from mvp_engine.kit.data.read.row_files import (
     sample_key,
 )
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat, parse_object
-from mvp_engine.kit.data.settings import LEROBOT_INFO, METADATA_FILES
+from mvp_engine.kit.data.settings import METADATA_FILES
 
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
@@ -250,10 +251,8 @@ def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
     if (folder / "state.json").is_file():
         files = _saved_dataset_files(folder / "state.json")
         return [ArrowFile(folder / file, f"{name}/{file}") for file in files]
-    if (folder / LEROBOT_INFO).is_file():
-        raise UserError(
-            f"data: {folder} is a LeRobot dataset of robot actions: only an ActionEngine trains on it (docs/actions.md)"
-        )
+    if (of_kit := plugins.data_folder(folder)) is not None:
+        raise UserError(f"data: {folder} {of_kit.reader}")
     for metadata in METADATA_FILES:
         if (folder / metadata).is_file():
             return _open_path(folder / metadata, f"{name}/{metadata}", root)

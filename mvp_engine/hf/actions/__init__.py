@@ -1,1 +1,0 @@
-"""Vision-language-action models: pi0 and a chunk regressor."""
