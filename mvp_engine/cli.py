@@ -1,8 +1,6 @@
-"""`mvp`: the command line. `cli.py` says what the words mean, and which function a command calls.
+"""`mvp`, the command line: its commands and options as text, and the parser that is made from it.
 
 Heavy imports stay inside the commands, so that `mvp --help` imports neither torch nor pydantic.
-
-The words of `mvp`: its commands and options, as text, and the parser that is made from it.
 
 A command begins with its name and its function, which gets the options as keywords. Then follow a line for its help,
 one line per argument, and examples. An argument is written as its help text shows it:

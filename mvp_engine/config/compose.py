@@ -2,7 +2,6 @@
 
 `default.yaml` comes first, then the recipe's YAML with the files that its `defaults:` list inherits, then the
 command line. OmegaConf resolves interpolations, pydantic validates; Hydra's grammar reads the command line.
-`explain.py` writes the error messages.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A forward over the prompts fills the cache; each later forward has one token per unfinished sequence, without padding.
 With `parallel.ulysses` > 1, with `parallel.context` > 1 and for a few mixers (RWKV, xLSTM, RecurrentGemma) there is no
 cache: each forward then holds all prompts and their completions so far.
-Every sequence draws by noise that is a hash (`gumbel_noise.py`), so what it writes depends neither on how prompts are
+Every sequence draws by noise that is a hash, so what it writes depends neither on how prompts are
 batched nor on the layout.
 
 Gumbel noise from a hash instead of a random generator, to sample tokens: argmax(logits + noise).

@@ -6,8 +6,7 @@ import torch
 from conftest import user_error
 from torch import nn
 
-from mvp_engine.hf.model.adapter import HFAdapter
-from mvp_engine.model_engine.adapter import ModelAdapter, adapter_of
+from mvp_engine.hf.model.adapter import HFAdapter, ModelAdapter, adapter_of
 
 
 def test_hf_adapter_has_the_methods_and_parameters_of_the_plain_adapter():

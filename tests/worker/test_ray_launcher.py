@@ -42,7 +42,7 @@ def test_ray_group_updates_and_names_the_rank_of_an_error():
             WorkerError, match="rank 0 of group actor, in nothing: AttributeError"
         ) as caught:
             group._call("nothing")
-        assert "host.py" in caught.value.remote
+        assert "launchers.py" in caught.value.remote
     assert not ray.is_initialized()
 
 

@@ -113,7 +113,7 @@ class PackedModel(nn.Module):
         decoder.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
 
     def engine_adapter(self) -> HFAdapter:
-        """What model engines ask of this model; see `model_engine/adapter.py`."""
+        """What model engines ask of this model; see `hf/model/adapter.py`."""
         from mvp_engine.hf.model.adapter import HFAdapter
 
         return HFAdapter(self)

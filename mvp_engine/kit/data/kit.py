@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from mvp_engine.kit.data.encode.processor import save_generation_config
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
 from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.model_engine import precision_on
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 
 LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -157,6 +159,8 @@ class MLLMDataKit(MeasuredSources):
         folder: str | Path | None = None,
     ) -> StreamLoader:
         """Micro-batches of one pack each, from sources that are streams. Their number is not known in advance."""
+        from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
+
         streams = self.streams(split)
         lanes = self.settings.stream_lanes
         workers = self.num_workers if num_workers is None else num_workers

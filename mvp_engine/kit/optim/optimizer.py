@@ -148,8 +148,12 @@ class KitOptimizer(Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
-                self._create_state(param, group)
-            resident = [param for param in params if not self.is_offloaded(param)]
+                state = self.state[param]
+                if "step" not in state or (self.ema is not None and EMA not in state):
+                    self._create_state(param, group)
+            resident = params
+            if self.offload:
+                resident = [param for param in params if not self.is_offloaded(param)]
             states = [(param, self.state[param]) for param in resident]
             self._update(group, [_Updated(param, state["step"], state) for param, state in states])
             if len(resident) < len(params):

@@ -31,7 +31,7 @@ from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import gather_fp8
-from mvp_engine.model_engine.adapter import adapter_of
+from mvp_engine.hf.model.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings, WeightEMA
 from mvp_engine.model_engine.fsdp.compile import RecompileWatch
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights

@@ -18,7 +18,7 @@ from mvp_engine.data import derived_seed
 from mvp_engine.distributed.data_parallel import blocks
 from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.adapter import ModelAdapter
+from mvp_engine.hf.model.adapter import ModelAdapter
 from mvp_engine.ops.nf4 import Nf4Linear, quantized_layers
 
 Modules = dict[str, nn.Module]  # by full name in the model

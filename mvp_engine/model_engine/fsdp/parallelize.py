@@ -54,9 +54,9 @@ from mvp_engine.distributed.data_parallel import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import use_fp8
+from mvp_engine.hf.model.adapter import ModelAdapter
 from mvp_engine.hf.model.input_hooks import mark_sizes
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part, matching, norms_by_part
-from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.compile import (
     allow_graphs,

@@ -448,7 +448,7 @@ class _MegatronEngine(FSDPEngine):
         super().__init__(model, layout, settings)
         check_supported(model, layout, self.settings)
         require_megatron()
-        self.adapter = MegatronAdapter(model)  # type: ignore[arg-type, assignment]
+        self.adapter = MegatronAdapter(model)  # type: ignore[arg-type]
 
 
 class MegatronLanguageModelEngine(_MegatronEngine, LanguageModelEngine):

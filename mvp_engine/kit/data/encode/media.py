@@ -40,11 +40,12 @@ from mvp_engine.kit.data.read.decoders import (
     MediaInfo,
     decode,
     decode_now,
+    image_info,
     run_in_thread,
     run_with_timeout,
 )
 from mvp_engine.kit.data.read.media_source import describe, file_of
-from mvp_engine.kit.data.read.probe import SizeCache, image_info, probe, probe_now
+from mvp_engine.kit.data.read.probe import SizeCache, probe, probe_now
 from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
 LOGGER = logging.getLogger("mvp_engine")

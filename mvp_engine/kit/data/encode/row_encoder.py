@@ -540,7 +540,10 @@ class RowEncoder:
             if index == 0 or not side.shares_media(sides[0]):
                 media = self._load_media(side, root)
             media_end = max((end for _, end in side.spans), default=0)
-            numbers = {**side.fields, **self._with_side(fields, sign), "media_end": media_end}
+            numbers = {**side.fields, **fields}
+            if self.pairs:
+                numbers["side"] = sign
+            numbers["media_end"] = media_end
             ids = torch.tensor(side.ids)
             loss = torch.tensor(side.loss)
             batches.append(self._batch(ids, loss, media, numbers, side.targets))
@@ -560,14 +563,11 @@ class RowEncoder:
                 )
         return {name: self._cast(items) for name, items in media.items()}
 
-    def _with_side(self, fields: Mapping[str, float], sign: int) -> Mapping[str, float]:
-        return {**fields, "side": sign} if self.pairs else fields
-
     def empty_batch(self, fields: Mapping[str, float]) -> PackedBatch:
         """The smallest batch without loss, for a pack that lost all of its rows."""
         ids = torch.tensor([self.media.tokenizer.eos_token_id or 0])
         numbers = {name: 0 if kind == "int" else 0.0 for name, kind in self.fields.items()}
-        fields = self._with_side({**numbers, **fields, "media_end": 0}, 0)
+        fields = {**numbers, **fields, "media_end": 0, **({"side": 0} if self.pairs else {})}
         media = {name: self._cast(items) for name, items in self.media.empty().items()}
         batch = self._batch(ids, torch.tensor([False]), media, fields)
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))

@@ -1,6 +1,6 @@
 """The cost of each row in tokens and encoder work: measured once, in worker processes, and cached on disk.
 
-The cache (`cost_cache.py`) has three kinds of files. `.npz` are the finished costs of a source. `.rows` are the costs
+The cache has three kinds of files. `.npz` are the finished costs of a source. `.rows` are the costs
 of single rows by content: a start after a kill, or after some rows changed, measures only what is missing. `.sizes` are
 the sizes of media files, which no setting changes. Keys hold the data, the processor, the template, the limits and
 `ENCODER_VERSION`, never source text.

@@ -430,9 +430,7 @@ class PackLoader(SampleLoader):
         return self.bad_rows.report()
 
     _media_known = True
-
-    def _plans_steps(self) -> bool:
-        return True
+    _plans_steps = True
 
     def _media_kinds(self, places: range) -> MediaKinds:
         return frozenset().union(*(self.dataset.media_kinds(place) for place in places))

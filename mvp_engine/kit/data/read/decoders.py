@@ -91,6 +91,13 @@ def pixel_options(part: Part) -> dict[str, Any]:
     return budget
 
 
+def image_info(part: Part, width: int, height: int) -> MediaInfo:
+    """The MediaInfo of an image of this size, with the pixel budget of its row."""
+    if width == height == 1:
+        raise BadRow("too_small", "image of 1x1 pixel, which stands for one that is missing")
+    return MediaInfo("image", width, height, **pixel_options(part))
+
+
 T = TypeVar("T")
 TaskQueue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
 

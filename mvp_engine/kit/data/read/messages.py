@@ -115,7 +115,10 @@ def read_message(raw: Any, where: str) -> Message:
     role_name = pop_first(fields, "role", "from")
     content = pop_first(fields, "content", "value")
     loss = pop_first(fields, "loss", "weight", "loss_weight", "loss_scale", "train")
-    role = _read_role(role_name, where)
+    role = _ROLE_OF.get(role_name.lower()) if isinstance(role_name, str) else None
+    if role is None:
+        shown = f"{role_name!r:.40}" if isinstance(role_name, str) else type_name(role_name)
+        raise BadRow("unknown_role", f"{where} has role {shown}; roles are {', '.join(ROLES)}")
     _refuse_media_keys(fields, where)
     if loss is not None and not _is_loss_flag(loss):
         raise BadRow("wrong_type", f"{where}.loss is {type_name(loss)}, wanted true or false")
@@ -126,9 +129,10 @@ def read_message(raw: Any, where: str) -> Message:
         content = _take_actions(content, fields, f"{where}.content")
     for key in ("name", "tool_call_id", "reasoning_content"):  # texts that chat templates print
         check_text(fields.get(key, ""), f"{where}.{key}")
-    tool_calls = _read_tool_calls(fields.pop("tool_calls", []), f"{where}.tool_calls")
-    if tool_calls:  # some templates take an empty list for a turn with tool calls
-        fields["tool_calls"] = tool_calls
+    if "tool_calls" in fields:
+        tool_calls = _read_tool_calls(fields.pop("tool_calls"), f"{where}.tool_calls")
+        if tool_calls:  # some templates take an empty list for a turn with tool calls
+            fields["tool_calls"] = tool_calls
     parts = _read_content(content, where)
     message = Message(role, parts, None if loss is None else bool(loss), fields)
     if content is None and not has_actions(message):
@@ -136,14 +140,6 @@ def read_message(raw: Any, where: str) -> Message:
         found = f", only {', '.join(others)[:80]}" if others else ""
         raise BadRow("missing_key", f"{where} has no content{found}")
     return message
-
-
-def _read_role(name: Any, where: str) -> str:
-    role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        shown = f"{name!r:.40}" if isinstance(name, str) else type_name(name)
-        raise BadRow("unknown_role", f"{where} has role {shown}; roles are {', '.join(ROLES)}")
-    return role
 
 
 def _refuse_media_keys(fields: Mapping[str, Any], where: str) -> None:

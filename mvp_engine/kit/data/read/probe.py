@@ -21,6 +21,7 @@ import numpy as np
 from mvp_engine.kit.data.read import decoders
 from mvp_engine.kit.data.read.decoders import (
     MediaInfo,
+    image_info,
     number_option,
     pixel_options,
     run_with_timeout,
@@ -133,13 +134,6 @@ def probe_now(part: Part, limits: Limits, root: Path, sizes: SizeCache | None = 
     if part.kind == "video":
         return _probe_video(part, limits, root, sizes)
     return _probe_audio(part, limits, root, sizes)
-
-
-def image_info(part: Part, width: int, height: int) -> MediaInfo:
-    """The MediaInfo of an image of this size, with the pixel budget of its row."""
-    if width == height == 1:
-        raise BadRow("too_small", "image of 1x1 pixel, which stands for one that is missing")
-    return MediaInfo("image", width, height, **pixel_options(part))
 
 
 def _image_size(value: Any, limits: Limits, root: Path, sizes: SizeCache | None) -> tuple[int, int]:

@@ -8,7 +8,7 @@ Rules that the formats share:
   the turns that chosen and rejected share, carry no loss unless a message says so.
 - `text` (or `caption`) together with media is a caption: the media are the user's turn, the text is the
   assistant's.
-- Media columns fill placeholders as described in `media_columns.py`.
+- Media columns fill placeholders as described in `messages.py`.
 - Columns that nothing reads are listed in `Row.unused`. A column that would change what is learnt is
   never left unread: its row is bad.
 """
@@ -101,7 +101,7 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
             f"unknown row format {format.name!r}; choose one of {', '.join(sorted(FORMATS))}"
         )
     columns = format.read_columns(raw)
-    fields = format.take_fields(columns)
+    fields = format.take_fields(columns) if format.fields else {}
     _rename_aliases(columns)
     name = format.name or _detect(columns)
     if name == "text" and format.name is None and format.drops_answers:
@@ -372,9 +372,10 @@ class _Reader:
         for index, tool in enumerate(tools):
             where = f"tools[{index}]"
             check_json_serializable(check_object(tool, where), where)
-        if not self.format.drops_answers:
+        if "label" in self.columns and not self.format.drops_answers:
             self._check_label()
-        self._check_object_tags(messages)
+        if "objects" in self.columns:
+            self._refuse_object_tags(messages)
         messages = fill_placeholders(messages, self.columns, self.format.media_tags)
         messages = take_targets(messages, self.format.targets)
         row = Row(messages=tuple(messages), tools=tuple(tools), prompt_only=prompt_only)
@@ -420,9 +421,7 @@ class _Reader:
                 "{label: int}); or set columns: {label: null} if it means something else",
             )
 
-    def _check_object_tags(self, messages: Sequence[Message]) -> None:
-        if "objects" not in self.columns:
-            return
+    def _refuse_object_tags(self, messages: Sequence[Message]) -> None:
         for message in messages:
             tag = next((tag for tag in _OBJECT_TAGS if tag in message.text), None)
             if tag is not None:
