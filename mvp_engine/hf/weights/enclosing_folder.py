@@ -1,4 +1,4 @@
-"""Folders that hold more than the model that is trained: an Omni folder around its thinker (and its talker).
+"""Folders that hold more than the model that is trained, such as one around a language model that is a part.
 
 transformers has one class for the whole folder, whose conversion tables name its entries. So loading and exporting go
 through that class, on the meta device. Entries of parts that are not in memory, such as a vocoder, are copied from the
