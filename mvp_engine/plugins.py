@@ -2,7 +2,7 @@
 
 The core names no kit. It asks for a name when a config, a row or a command has it, and only then is it imported:
 
-    plugins.load("model_engine", "omni_model.fsdp")  # the class, or None if nothing adds it
+    plugins.load("model_engine", "my_model.fsdp")  # the class, or None if nothing adds it
 
 A folder of the package adds names in its `plugin.py`, as a table `PLUGINS` of `module:attribute`. Another package adds
 them by an entry point for each extension point:

@@ -112,6 +112,24 @@ def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
         assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
 
 
+def test_auto_of_packs_shorter_than_rows_says_what_the_plan_says(models: None, capsys: Any) -> None:
+    words = [SFT, "model.path=Qwen/Qwen3-0.6B", "mllm.row_tokens=8192", "--tokens", "2048"]
+    words += ["model.activation_checkpointing=auto", "--gpu", "L4"]  # slower than the host
+    _, facts = estimated(words, capsys)
+    peak, seconds = re.findall(r"([\d.]+) of \d+ GiB and ([\d.]+) s", facts["auto"]["reason"])[0]
+    assert float(peak) == pytest.approx(facts["peak_gib"], abs=0.06)
+    assert float(seconds) == pytest.approx(facts["step_s"], rel=0.02)  # without the optimizer
+
+
+def test_advice_prints_no_warning_of_settings_that_are_only_tried(
+    models: None, capsys: Any
+) -> None:
+    assert main(["plan", "experts", "--gpu", "L4", "--tokens", "4096"]) == EXIT_USER_ERROR
+    printed = capsys.readouterr()
+    assert "lora.rank" in printed.out
+    assert "stacked experts" not in printed.err
+
+
 def test_plan_with_offload_counts_states_on_the_host_and_their_copies(
     models: None, capsys: Any
 ) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 FILE = "normalization.json"
@@ -290,11 +290,19 @@ class ChunkRegressor(Policy):
     ) -> None:
         self.model = model.eval()
         self.processor = processor
-        self.heads = {name: value.to(model.device, model.dtype) for name, value in heads.items()}
+        config = model.config
+        parts = chunk_head(
+            config.get_text_config().hidden_size,
+            config.chunk_size,
+            config.max_state_dim,
+            config.max_action_dim,
+        )
+        self.heads = nn.ModuleDict(parts).to(model.device, model.dtype)
+        self.heads.load_state_dict(heads)
         self.normalization = normalization
         self._suffix: Tensor | None = None  # (1, 1 + steps, hidden), of the forward that runs
         decoder = model.model.get_decoder()
-        decoder.register_forward_pre_hook(self._insert_suffix, with_kwargs=True)
+        decoder.register_forward_pre_hook(self._replace_tokens, with_kwargs=True)
 
     @classmethod
     def load(
@@ -331,10 +339,10 @@ class ChunkRegressor(Policy):
             inputs[name] = value.to(self.model.dtype) if value.is_floating_point() else value
         ids = inputs.pop("input_ids")
         inputs.pop("attention_mask", None)
-        queries = self.heads["action_queries.weight"]
+        queries = self._queries
         length = ids.shape[1]
         behind = 1 + len(queries)
-        position_ids = self._positions(ids, inputs, behind)
+        position_ids = self._positions(ids, inputs)
         # Any token will do that is no placeholder of an image: its embedding is replaced.
         ids = F.pad(ids, (0, behind), value=int(ids[0, -1]))
         if "mm_token_type_ids" in inputs:
@@ -343,7 +351,7 @@ class ChunkRegressor(Policy):
         is_seen[length + 1 :] = True
         mask = torch.zeros(is_seen.shape, dtype=self.model.dtype, device=ids.device)
         mask = mask.masked_fill(~is_seen, torch.finfo(mask.dtype).min)
-        state = self._linear("state_proj", state[None].to(self.model.dtype))
+        state = self.heads["state_proj"](state[None].to(self.model.dtype))
         self._suffix = torch.cat([state, queries])[None]
         try:
             output = self.model.model(
@@ -355,7 +363,8 @@ class ChunkRegressor(Policy):
             )
         finally:
             self._suffix = None
-        return self._head(output.last_hidden_state[0, length + 1 :])
+        chunk: Tensor = self.heads["action_head"](output.last_hidden_state[0, length + 1 :])
+        return chunk.float()
 
     def _prompt(self, frames: Sequence[Any], task: str) -> Any:
         from PIL import Image
@@ -371,30 +380,65 @@ class ChunkRegressor(Policy):
             **self.normalization.spec.get("template", {}),
         )
 
-    def _positions(self, ids: Tensor, inputs: Mapping[str, Any], behind: int) -> Tensor:
-        """Those of the prompt, then the numbers behind its last token: an image may take fewer than its tokens."""
-        rope = getattr(self.model.model, "get_rope_index", None)
-        if rope is None:
-            return torch.arange(ids.shape[1] + behind, device=ids.device)[None]
-        known = inspect.signature(rope).parameters
-        found = rope(ids, **{name: value for name, value in inputs.items() if name in known})[0]
-        more = found[..., -1:].amax(0, keepdim=True) + 1 + torch.arange(behind, device=ids.device)
-        return torch.cat([found, more.expand(*found.shape[:-1], -1)], dim=-1)
+    @property
+    def _queries(self) -> Tensor:
+        queries: Any = self.heads["action_queries"]
+        weight: Tensor = queries.weight
+        return weight
 
-    def _insert_suffix(
+    def _positions(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Those of the prompt and of the tokens behind it."""
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rope = getattr(self.model.model, "get_rope_index", None)
+        if rope is not None:
+            known = inspect.signature(rope).parameters
+            options = {name: value for name, value in inputs.items() if name in known}
+            positions = rope(ids, **options)[0]
+        behind = suffix_positions(positions[..., -1], len(self._queries))
+        return torch.cat([positions, behind.view(*positions.shape[:-1], -1)], dim=-1)
+
+    def _replace_tokens(
         self, decoder: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        suffix = self._suffix
-        if suffix is None:
-            return None
-        embeds = kwargs["inputs_embeds"]
-        kept = embeds[:, : embeds.shape[1] - suffix.shape[1]]
-        return args, {**kwargs, "inputs_embeds": torch.cat([kept, suffix], dim=1)}
+        """Forward pre-hook of the decoder."""
+        return None if self._suffix is None else (args, with_suffix(kwargs, self._suffix))
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        weight = self.heads["action_head.0.weight"]
-        hidden = F.layer_norm(hidden, weight.shape, weight, self.heads["action_head.0.bias"])
-        return self._linear("action_head.3", F.gelu(self._linear("action_head.1", hidden))).float()
 
-    def _linear(self, name: str, values: Tensor) -> Tensor:
-        return F.linear(values, self.heads[f"{name}.weight"], self.heads[f"{name}.bias"])
+# The head of a chunk regressor, in a training and here.
+#
+# Legend: S sequences, U suffix tokens (all states, then all chunks), A axes of positions, D hidden size.
+
+
+def chunk_head(
+    hidden_size: int, steps: int, state_size: int, action_size: int
+) -> dict[str, nn.Module]:
+    """The modules of the head, by the names of their weights."""
+    return {
+        "action_queries": nn.Embedding(steps, hidden_size),
+        "state_proj": nn.Linear(state_size, hidden_size),
+        "action_head": nn.Sequential(
+            nn.LayerNorm(hidden_size),
+            nn.Linear(hidden_size, hidden_size),
+            nn.GELU(),
+            nn.Linear(hidden_size, action_size),
+        ),
+    }
+
+
+def suffix_positions(ends: Tensor, steps: int) -> Tensor:
+    """Positions of suffix tokens, (U,) or (A, U), behind those of the last prompt tokens, `ends`: (S,) or (A, S).
+
+    Images may take fewer positions than tokens, so the length of a prompt does not say where it ends.
+    """
+    ends_S = ends.amax(0) if ends.ndim == 2 else ends
+    steps_C = torch.arange(2, steps + 2, device=ends.device)
+    positions_U = torch.cat([ends_S + 1, (ends_S[:, None] + steps_C).flatten()])
+    return positions_U.expand(*ends.shape[:-1], -1)
+
+
+def with_suffix(kwargs: dict[str, Any], suffix_1UD: Tensor) -> dict[str, Any]:
+    """The decoder's arguments with states and queries in place of the embeddings of the last tokens."""
+    embeds = kwargs["inputs_embeds"]
+    kept = embeds[:, : embeds.shape[1] - suffix_1UD.shape[1]]
+    joined = torch.cat([kept, suffix_1UD.to(embeds.dtype)], dim=1)
+    return {**kwargs, "inputs_embeds": joined}

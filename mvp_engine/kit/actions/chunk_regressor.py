@@ -21,6 +21,7 @@ from mvp_engine.hf.model.flop_costs import FlopCosts
 from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.hf.model.packed_model import Outputs
 from mvp_engine.kit.actions import query_groups
+from mvp_engine.kit.actions.act import chunk_head, suffix_positions, with_suffix
 from mvp_engine.kit.actions.action_model import (
     ACTION_OUTPUTS,
     ActionModel,
@@ -40,6 +41,9 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
 
     provides = ("action_losses", "actions", *LanguageModel.provides)
     fresh = ("action_queries.*", "state_proj.*", "action_head.*")
+    action_queries: nn.Embedding
+    state_proj: nn.Module
+    action_head: nn.Module
 
     def __init__(self, causal_lm: Any) -> None:
         LanguageModel.__init__(self, causal_lm)
@@ -52,18 +56,11 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
             )
         text_config = config.get_text_config()
         query_groups.use(text_config)
-        hidden_size = text_config.hidden_size
-        self.action_queries = nn.Embedding(spec.chunk, hidden_size)
-        self.state_proj = nn.Linear(spec.state_dim, hidden_size)
-        self.action_head = nn.Sequential(
-            nn.LayerNorm(hidden_size),
-            nn.Linear(hidden_size, hidden_size),
-            nn.GELU(),
-            nn.Linear(hidden_size, spec.action_dim),
-        )
-        own = (self.action_queries, self.state_proj, self.action_head)
-        self.own_parts = dict.fromkeys(own, "action")
-        for module in own:
+        sizes = (spec.chunk, spec.state_dim, spec.action_dim)
+        head = chunk_head(text_config.hidden_size, *sizes)
+        self.own_parts = dict.fromkeys(head.values(), "action")
+        for name, module in head.items():
+            self.add_module(name, module)
             module.apply(self._init_weights)
         self._suffix: tuple[Tensor, list[QueryGroup]] | None = None  # of the forward that runs
         self.decoder().register_forward_pre_hook(self._insert_suffix, with_kwargs=True)
@@ -131,7 +128,8 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         state_SD = self.state_proj(field(batch, STATE, "an action model"))
         queries = self.action_queries.weight.repeat(count, 1)
         self._suffix = torch.cat([state_SD, queries])[None], [prefix, *suffix.groups]
-        appended = Appended(self._filler, _positions_behind(batch, chunk))
+        ends = batch.position_ids[..., batch.cu_seqlens[1:].long() - 1]
+        appended = Appended(self._filler, suffix_positions(ends, chunk))
         try:
             out = run_base(self, batch, appended=appended)
         finally:
@@ -153,19 +151,4 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         if self._suffix is None:
             return None
         suffix_1UD, groups = self._suffix
-        embeds = kwargs["inputs_embeds"]
-        kept = embeds[:, : embeds.shape[1] - suffix_1UD.shape[1]]
-        joined = torch.cat([kept, suffix_1UD.to(embeds.dtype)], dim=1)
-        return args, {**kwargs, "inputs_embeds": joined, "query_groups": groups}
-
-
-def _positions_behind(batch: PackedBatch, chunk: int) -> Tensor:
-    """Positions of suffix tokens, (U,) or (A, U): they continue after the last token of each prefix, which is text.
-
-    Images may take fewer positions than tokens, so the length does not say where the prefix ends.
-    """
-    ends = batch.position_ids[..., batch.cu_seqlens[1:].long() - 1]
-    ends_S = ends.amax(0) if ends.ndim == 2 else ends
-    steps_C = torch.arange(2, chunk + 2, device=ends.device)
-    positions_U = torch.cat([ends_S + 1, (ends_S[:, None] + steps_C).flatten()])
-    return positions_U.expand(*ends.shape[:-1], -1)
+        return args, {**with_suffix(kwargs, suffix_1UD), "query_groups": groups}

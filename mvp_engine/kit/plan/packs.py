@@ -152,7 +152,7 @@ def assumed_batches(
     @cache
     def batch(tokens: int) -> PackedBatch:
         of_model = facts.assumed_batch(tokens)
-        whole = max(row_tokens, tokens - tokens % row_tokens)
+        whole = tokens - tokens % min(row_tokens, tokens)
         return (
             of_model[0] if of_model else assumed_packs(facts, data, whole, media_share).sampled[0]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 from collections import Counter
@@ -48,6 +49,7 @@ from mvp_engine.kit.plan.simulate import RankPlan, Simulation
 from mvp_engine.kit.plan.step import estimate_step, peak_memory
 from mvp_engine.ops import nf4
 
+LOGGER = logging.getLogger("mvp_engine")
 COUNTED = ("weights", "gradients", "optimizer states")  # memory that a simulation counts
 MOST_MICRO_BATCHES = 2  # of a step that are simulated; those after the first repeat it
 MOST_GPUS = 64
@@ -376,10 +378,10 @@ def _check_gpus(gpus: int, parallel: Any) -> None:
     any_number = parallel.replicate == -1
     if gpus < 1 or gpus % size or not (any_number or gpus == size):
         needed = f"a multiple of {size}" if any_number else f"{size}"
-        raise UserError(
-            f"--gpus {gpus}: the parallel layout of the config needs {needed}. parallel.replicate=-1 fits any number "
-            "of replicas"
-        )
+        hint = "parallel.replicate=-1 fits any number of replicas"
+        if any_number:
+            hint = f"a replica takes {size} GPUs: set another parallel.shard"
+        raise UserError(f"--gpus {gpus}: the parallel layout of the config needs {needed}; {hint}")
 
 
 def _total_steps(loop: Any, steps_per_epoch: int | None) -> int | None:
@@ -422,6 +424,18 @@ def _text(value: Any) -> str:
 
 def advise(planner: Planner, facts: dict[str, Any]) -> dict[str, Any]:
     """Changes that fit, and common GPUs on which the config fits as it is."""
+    LOGGER.addFilter(_reject)  # of what is only tried, such as LoRA on a mixture of experts
+    try:
+        return _advise(planner, facts)
+    finally:
+        LOGGER.removeFilter(_reject)
+
+
+def _reject(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _advise(planner: Planner, facts: dict[str, Any]) -> dict[str, Any]:
     gpus = facts["gpus"]
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     if planner.parallel(planner.config).pipeline > 1:

@@ -173,7 +173,7 @@ class Row:
 
 
 class ParsedRow(dict[str, Any]):
-    """A raw row whose source knows what it means, such as a frame of a robot's episode: no column is read."""
+    """A raw row whose source knows what it means, such as a frame of a recording: no column is read."""
 
     def parsed(self) -> Row:
         raise NotImplementedError
