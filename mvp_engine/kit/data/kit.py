@@ -237,6 +237,12 @@ class MLLMDataKit(MeasuredSources):
         """The (summed loss, tokens) of each source by metric name, for `ctx.log`; without a host sync."""
         return source_losses(self.source_names(split), log_probs_T, batch)
 
+    def log_sources(self, ctx: Any, batch: PackedBatch, loss_T: Tensor) -> None:
+        """Log the mean loss of the tokens of each source; of a single one, it is the loss itself."""
+        if len(self.source_names(ctx.split)) > 1:
+            for name, (loss_sum, weight) in self.source_losses(-loss_T, batch, ctx.split).items():
+                ctx.log(name, loss_sum, weight)
+
     # ---- The processor --------------------------------------------------------------------------
 
     @property
