@@ -285,10 +285,15 @@ def _recipes_table(known: list[ConfigKey]) -> list[str]:
     """The keys that each recipe adds to the known ones."""
     names = {key.name for key in known}
     lines = ["", "## Recipes", ""]
-    lines += ["A recipe adds keys of its own. `mvp config --explain SECTION` prints what they mean.", ""]
+    lines += [
+        "A recipe adds keys of its own. `mvp config --explain SECTION` prints what they mean.",
+        "",
+    ]
     lines += ["| recipe | its keys |", "| --- | --- |"]
     for recipe, schema in recipe_schemas().items():
-        own = [key.name for key in config_keys(schema) if key.name not in names and not key.is_section]
+        own = [
+            key.name for key in config_keys(schema) if key.name not in names and not key.is_section
+        ]
         if own:
             keys = ", ".join(f"`{name}`" for name in own)
             lines.append(f"| [{recipe}](../recipes/{recipe}/README.md) | {keys} |")
