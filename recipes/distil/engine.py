@@ -28,7 +28,7 @@ class StudentEngine(MLLMEngine):
         student: Any = MLLMModelKit(self.config.lora).of_engine(self)
         name = self.config.distil.teacher
         self.teacher = Teacher(name, student, frozen_engine(self, frozen_model(name)), self.divergence)
-        return student  # type: ignore[no-any-return]
+        return student
 
     def before_train(self) -> None:
         super().before_train()

@@ -87,8 +87,8 @@ def open_reference(engine: Any, splits: Iterable[str]) -> Reference | None:
     return reference
 
 
-class Forward:
-    """FLOPs of a reference that runs a forward of its own in each step."""
+class ForwardReference:
+    """A reference that runs a forward of its own in each step: its FLOPs count."""
 
     def __init__(self, engine: MLLMEngine) -> None:
         self.config = engine.config.model
@@ -104,7 +104,7 @@ class Forward:
         self.mfu.count(ctx)
 
 
-class CopyReference(Forward):
+class CopyReference(ForwardReference):
     """A second model engine with the weights that the policy starts from."""
 
     def __init__(self, engine: MLLMEngine) -> None:
@@ -117,7 +117,7 @@ class CopyReference(Forward):
             return sequence_log_probs(self.engine.model(batch, ["log_probs"])["log_probs"], batch)
 
 
-class AdaptersOffReference(Forward):
+class AdaptersOffReference(ForwardReference):
     """The policy with its LoRA adapters switched off."""
 
     def __init__(self, engine: MLLMEngine) -> None:
