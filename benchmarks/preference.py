@@ -102,7 +102,7 @@ def make(folder: Path, shape: str, images: bool, pairs: int) -> None:
 def ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The shipped preference engine and its data kit, by a config file."""
     config = {
-        "engine": "mvp_engine.kit:PreferenceEngine",
+        "engine": "preference",
         "project": {"name": "dpo", "dir": str(folder / "runs")},
         "model": {
             "type": "language_model",

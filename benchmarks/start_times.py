@@ -50,7 +50,7 @@ STAGES = [
     ("mvp_engine.model_engine.fsdp.base_engine", "FSDPBaseEngine", "_materialize"),
     ("mvp_engine.hf.model.adapter", "HFAdapter", "preflight"),
     ("mvp_engine.kit.model", "", "start_compile_workers"),
-    ("mvp_engine.kit.mllm", "", "compile_blocks"),
+    ("mvp_engine.kit.model", "", "compile_blocks"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_dataloader"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_optimizer"),
     ("mvp_engine.engine.engine", "", "record_setup"),

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
-    from mvp_engine.kit.preference.contrastive import ContrastiveEngine, ContrastiveLossKit
-    from mvp_engine.kit.preference.distil import DistilEngine, DistilLossKit
-    from mvp_engine.kit.preference.engine import PreferenceEngine
-    from mvp_engine.kit.preference.losses import PreferenceLossKit, StepTerms
-    from mvp_engine.kit.preference.reward import RewardEngine, RewardLossKit
-    from mvp_engine.kit.preference.settings import (
-        ContrastiveConfig,
-        ContrastiveLoss,
-        Distil,
-        DistilConfig,
-        PreferenceConfig,
-        PreferenceLoss,
-        RewardConfig,
-        RewardLoss,
-    )
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
 else:  # the sections of configs are here too, and `mvp config CONFIG` imports no torch
@@ -40,16 +25,8 @@ else:  # the sections of configs are here too, and `mvp config CONFIG` imports n
 __all__ = [
     "Answer",
     "Completion",
-    "ContrastiveConfig",
-    "ContrastiveEngine",
-    "ContrastiveLoss",
-    "ContrastiveLossKit",
     "DataSource",
     "Decoding",
-    "Distil",
-    "DistilConfig",
-    "DistilEngine",
-    "DistilLossKit",
     "EvalGeneration",
     "Limits",
     "Lora",
@@ -61,15 +38,6 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
-    "PreferenceConfig",
-    "PreferenceEngine",
-    "PreferenceLoss",
-    "PreferenceLossKit",
-    "RewardConfig",
-    "RewardEngine",
-    "RewardLoss",
-    "RewardLossKit",
-    "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
     "build_once",

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import nn
 
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generation import Answer
-from mvp_engine.report import Example
+from mvp_engine.report import Example, write_report
+from mvp_engine.report.facts import metric_texts
 
 MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
 MAX_PNG_SIDE = 320
@@ -42,6 +46,47 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         example = Example(media, question, answer.expected, answer.written, answer.verdict)
         found.append(replace(example, spoken=answer.media_files))
     return found
+
+
+def write_page_of(
+    engine: Any,
+    figures: Mapping[str, float | None] | None,
+    export: Path | None,
+    in_training: bool = False,
+) -> None:
+    """Gather the answers of all ranks for `engine.write_page`. At the end of a training, an error is a warning."""
+    answers = engine.generation.gathered()
+    if not engine.world.is_main or (in_training and "plot" not in engine.config.log.backends):
+        return
+    try:
+        engine.write_page(figures, answers, export)
+    except Exception:
+        if not in_training:
+            raise
+        engine.logger.warning("report.html could not be written:", exc_info=True)
+
+
+def write_answers_page(
+    engine: Any, figures: Mapping[str, float | None] | None, answers: Sequence[Answer]
+) -> None:
+    """The `report.html` of an MLLMEngine: its curves, the metrics of an evaluation, and answers with their media."""
+    file = engine.run.dir / "report.html"
+    write_report(
+        file,
+        engine.run,
+        title=engine.title,
+        subtitle=f"{engine.run.id}, step {engine.step}, on held-out rows",
+        figures=None if figures is None else engine.page_figures(figures),
+        examples=examples_of(engine.data, "eval", answers),
+        config=engine.config.to_yaml(),
+    )
+    engine.logger.info("report: %s", file)
+
+
+def page_figures(model: nn.Module, figures: Mapping[str, float | None]) -> dict[str, str]:
+    """Metrics as text, and the size of the model."""
+    size = trained_parts(model)[-1]["parameters"]
+    return {**metric_texts(figures), "parameters": f"{size:,}"}
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

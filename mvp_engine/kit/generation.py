@@ -6,15 +6,20 @@ Decoding itself, with a KV cache, is in `decoding.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mvp_engine import plugins
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
@@ -55,6 +60,9 @@ class Prompt:
     batch: PackedBatch  # of one sequence, on the CPU, without labels
     expected: list[int]
     is_continuation: bool
+
+
+Completions = Sequence[tuple[Prompt, list[int]]]  # prompts, and the tokens that complete them
 
 
 def check_writes(model: Any, key: str | None) -> None:
@@ -185,3 +193,117 @@ def generate(
     """
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, budget=budget)
     return [completion.tokens for completion in complete(engine, prompts, decoding)]
+
+
+# Evaluations of an MLLMEngine by generation: which rows get an answer, and what is logged and written of the answers.
+
+
+class EvalGenerationKit:
+    """Completes prompts of held-out rows in each evaluation of an engine, if its config has `eval_generation`."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.settings = engine.config.eval_generation
+        self.batches: list[PackedBatch] = []  # rows of the running evaluation that get an answer
+
+    def add(self, ctx: StepContext, batch: PackedBatch) -> None:
+        """Keep the rows of a micro-batch that `engine.generation_rows` chooses."""
+        if self.settings is None or ctx.is_dummy:
+            return
+        rows = self.engine.generation_rows(batch).nonzero()[:, 0].tolist()
+        if rows:
+            # On the CPU: the device could not hold the images of a whole evaluation.
+            self.batches.append(batch.select(rows).to("cpu"))
+
+    def is_chosen(self, batch: PackedBatch) -> Tensor:
+        """Which sequences get an answer by the config: a mask."""
+        settings = self.settings
+        sample_S = batch.sequence_fields["sample"]
+        every = settings.every_n_samples
+        if settings.max_samples is None:
+            return sample_S % every == 0
+        if self.engine.data.is_stream("eval"):  # of unknown length: the first ones
+            return (sample_S % every == 0) & (sample_S < every * settings.max_samples)
+        return torch.isin(sample_S, self._spread_samples.to(sample_S.device))
+
+    @cached_property
+    def _spread_samples(self) -> Tensor:
+        """At most `max_samples` of the samples that an evaluation reads, evenly spread."""
+        loader = self.engine._eval_loader
+        samples: Tensor = loader.dataset.samples(loader.size)
+        every = max(self.settings.every_n_samples, -(-len(samples) // self.settings.max_samples))
+        return samples[::every]
+
+    def answer(self, ctx: StepContext) -> None:
+        """Complete the kept prompts into `engine.answers`, score them by source, and write `answers.jsonl`.
+
+        All ranks call it, at the end of an evaluation.
+        """
+        if self.settings is None:
+            return
+        engine = self.engine
+        engine.answers = []
+        batches, self.batches = self.batches, []
+        completions: list[tuple[Prompt, list[int]]] = []
+        # Where ranks run one forward together, the others wait in it: then the job cannot continue.
+        layout = engine.layout
+        runs_alone = layout.data_size == engine.world.size and layout.shard_mesh is None
+        with engine.keep_training(ctx, "generation", runs_alone):
+            engine.answers = generate_answers(
+                engine.model_engine,
+                batches,
+                engine.tokenizer,
+                max_new_tokens=self.settings.max_new_tokens,
+                prompt_tokens=self.settings.prompt_tokens,
+                stop=engine.data.eos_token_ids,
+                budget=engine.config.mllm.pack_tokens,
+                keep=completions,
+            )
+        engine.after_generation(ctx, completions)
+        names = engine.data.source_names("eval")
+        with engine.keep_training(ctx, "score"):
+            for i, name in enumerate(names):
+                of_source = [answer for answer in engine.answers if answer.source == i]
+                others = [answer for answer in engine.answers if answer.source != i]
+                verdicts = engine.score(ctx, name, of_source)
+                engine.answers = others + with_verdicts(of_source, verdicts)
+        answers = self.gathered()
+        with engine.keep_training(ctx, "writing answers.jsonl"):
+            if engine.world.is_main:
+                write_answers(engine.run.dir / "answers.jsonl", ctx.step, names, answers)
+
+    def gathered(self) -> list[Answer]:
+        """The answers of all ranks, in the order of their samples."""
+        has_answers = self.settings is not None and self.engine.layout.is_mp_src_rank
+        gathered = self.engine.world.all_gather(list(self.engine.answers) if has_answers else [])
+        return sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
+
+
+def log_exact_matches(ctx: StepContext, name: str, answers: Sequence[Answer]) -> None:
+    """Log the share of answers that are the expected text. Continuations of plain text are never compared."""
+    judged = [answer for answer in answers if not answer.is_continuation]
+    if judged:
+        ctx.log(f"exact_{name}", sum(answer.right for answer in judged), len(judged))
+
+
+@contextmanager
+def errors_as_warnings(
+    engine: Any, ctx: StepContext, what: str, in_training: bool
+) -> Iterator[None]:
+    """A context for parts of an evaluation: while a training runs, an error inside of it is a warning."""
+    try:
+        yield
+    except Exception as error:
+        if not in_training:
+            raise
+        engine.logger.warning(
+            "%s failed in the evaluation at step %d, which has no metrics of it; the training continues. %s: %s",
+            what,
+            ctx.step,
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
+        best_metric = engine.config.checkpoint.best_metric
+        if best_metric is not None:
+            ctx.log(best_metric, 0.0, 0.0)  # without another value, its mean is None

@@ -45,9 +45,7 @@ class TokenNormedLossKit:
         `on_losses` is called with the plain loss of each token, without a gradient, for logging.
         """
         ctx.count("tokens", batch.num_tokens)
-        is_plain = self.settings == TokenLoss() and "weight" not in batch.token_fields
-        if is_plain and "loss" in getattr(model, "provides", ()):
-            # The model's own sum: its fused head computes loss and gradient in one pass over the logits.
+        if self.is_fused(model, batch):
             outputs = model(batch, ["loss", "losses"])
             if on_losses is not None:
                 on_losses(outputs["losses"])
@@ -57,10 +55,18 @@ class TokenNormedLossKit:
             on_losses(-outputs["log_probs"].detach())
         loss_T = self.per_token(outputs, batch.labels)
         weight_T = self.weights(batch)
-        if self.settings != TokenLoss():
-            # Without the options' terms, so that runs with other options stay comparable.
-            ctx.log("nll", -(outputs["log_probs"].detach() * weight_T).sum(), weight_T.sum())
+        self.log_nll(ctx, outputs, weight_T)
         return (loss_T * weight_T).sum(), weight_T.sum()
+
+    def is_fused(self, model: nn.Module, batch: PackedBatch) -> bool:
+        """Whether the model's own sum is this loss: its head computes loss and gradient in one pass over the logits."""
+        is_plain = self.settings == TokenLoss() and "weight" not in batch.token_fields
+        return is_plain and "loss" in getattr(model, "provides", ())
+
+    def log_nll(self, ctx: StepContext, outputs: Mapping[str, Tensor], weight_T: Tensor) -> None:
+        """Log the loss without the terms of options, so that runs with other options stay comparable."""
+        if self.settings != TokenLoss():
+            ctx.log("nll", -(outputs["log_probs"].detach() * weight_T).sum(), weight_T.sum())
 
     def per_token(self, outputs: Mapping[str, Tensor], labels_T: Tensor) -> Tensor:
         """The loss of each token; 0 for a token without a label."""

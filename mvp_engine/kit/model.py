@@ -22,11 +22,13 @@ from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.lora.lora_export import export_adapter
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import parts_of, table, trained_parts
 from mvp_engine.kit.data.measured_sources import repeated
+from mvp_engine.kit.generation import check_writes
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 from mvp_engine.model_engine.fsdp.compile import use_cache
 from mvp_engine.ops import flash_attention
@@ -55,6 +57,16 @@ class MLLMModelKit:
             kind = engine_class(model_type)
             source = model
         return self.adapt(kind.build_model(source))
+
+    def of_engine(self, engine: Any) -> nn.Module:
+        """The model of an MLLMEngine. Its checkpoints and exports get the processor with the limits of the training."""
+        config = engine.config
+        model: Any = self.build(config.model, config.model.type)
+        check_writes(model, "eval_generation" if config.eval_generation else None)
+        model.use_side_files(engine.run.dir / "processor")
+        if engine.world.is_main:
+            engine.data.save_processor(model.side_files, config.model.path)
+        return model
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Freeze a model and add its adapters, if `lora` is set; any module with linear layers can have them.
@@ -162,7 +174,26 @@ def _forward_backward(engine: Any, batch: PackedBatch) -> None:
     model.zero_grad(set_to_none=True)
 
 
-# The symlink that the config key `export` names.
+# The export of an MLLMEngine, and the symlink to it that the config key `export` names.
+
+
+def export_folder(engine: Any) -> Path:
+    """Write a Hugging Face folder of the current weights, or of their averages (EMA), into the run folder.
+
+    All ranks call it. Adapters are merged.
+    """
+    link = export_link(engine.config.export)
+    suffix = "" if engine.config.optim.ema is None else "_ema"
+    folder: Path = engine.run.dir / f"hf_step_{engine.weights_step or engine.step}{suffix}"
+    if not engine.world.broadcast(folder.exists()):
+        with engine.eval_weights():
+            engine.model_engine.export_hf(folder)
+    if engine.world.is_main and link is not None:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        atomic_symlink(link, os.path.relpath(folder.resolve(), link.parent.resolve()))
+    linked = f", also found as {link}" if link else ""
+    engine.logger.info("Hugging Face folder: %s%s", folder, linked)
+    return folder
 
 
 def export_link(export: str | None) -> Path | None:

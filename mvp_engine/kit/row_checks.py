@@ -50,14 +50,32 @@ def refuse_preference_rows(batch: PackedBatch) -> None:
     """Raise for rows of preference training, in a loss that would train on all of their answers."""
     if "side" in batch.sequence_fields:
         raise UserError(
-            "mllm.pairs: this loss would train on rejected answers too. Set it to false, or let the engine be a "
-            "PreferenceEngine (docs/preference.md)"
+            "mllm.pairs: this loss would train on rejected answers too. Set it to false, or train with "
+            "engine: preference (docs/preference.md)"
         )
     if "label" in batch.sequence_fields:
         raise UserError(
             "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
-            "Remove it, or let the engine be a PreferenceEngine (preference.loss=kto)"
+            "Remove it, or train with engine: preference and preference.loss=kto"
         )
+
+
+def log_fill(
+    ctx: StepContext, pack_tokens: int, num_positions: Callable[[PackedBatch], int]
+) -> None:
+    """Log which share of the packs is no free space; of a stream also count the rows, which a plan knows otherwise."""
+    num_tokens = sum(map(num_positions, ctx.micro_batches))
+    ctx.log("fill", num_tokens, pack_tokens * len(ctx.micro_batches))
+    if ctx.plan is None:
+        ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
+
+
+def log_end_report(engine: Engine) -> None:
+    """Warn of rows that the training left out. Loaders of the data kit have such a report, others may not."""
+    end_report = getattr(engine.feed.loader, "end_report", None)
+    report = end_report() if end_report and engine.world.is_main else None
+    if report:
+        engine.logger.warning("%s", report)
 
 
 def row_name(loader: Any, number: int, row: int, micro_batch: Any) -> Any:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import MLLMEngine, build_once
+from mvp_engine.kit import MLLMEngine, MLLMModelKit, build_once
+from mvp_engine.kit.row_checks import refuse_preference_rows
 
 from .settings import Qwen3Config
 
@@ -19,6 +20,12 @@ class Qwen3Engine(MLLMEngine):
     config_class = Qwen3Config
     config: Qwen3Config
     title = "A small Qwen3"
+
+    # ---- Model and data --------------------------------------------------------------------------
+
+    def prepare_model(self) -> nn.Module:
+        """Random weights by `model.config`, or those of `model.path`; with `lora` it is frozen and has adapters."""
+        return MLLMModelKit(self.config.lora).of_engine(self)
 
     @classmethod
     def data_kit(cls, config: Any) -> Any:
@@ -30,8 +37,26 @@ class Qwen3Engine(MLLMEngine):
             build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, **sizes), "made.folder")
         return super().data_kit(config)
 
+    # ---- Optimizer and schedule ------------------------------------------------------------------
+
+    def prepare_optimizer(self, model: nn.Module) -> Any:
+        return self.optim.build_optimizer(model)  # Muon for matrices of blocks with optim.kind=muon, else AdamW
+
+    def prepare_scheduler(self, optimizer: Any) -> Any:
+        tokens = self.config.mllm.pack_tokens * self.global_batch_size
+        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+
+    # ---- One step --------------------------------------------------------------------------------
+
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        loss_sum, weight = super().forward_step(ctx, micro_batch)
+        """The cross-entropy summed over the tokens with a label, and their number.
+
+        In a pre-training every token of a text has a label, in an SFT those of answers. recipes/sft/engine.py has the
+        same loss token by token.
+        """
+        refuse_preference_rows(micro_batch)
+        log_sources = partial(self.data.log_sources, ctx, micro_batch)
+        loss_sum, weight = self.loss(ctx, self.model, micro_batch, log_sources)
         if ctx.split == "eval":  # unlike the loss per token, comparable between tokenizers
             labels = micro_batch.labels[micro_batch.labels != IGNORE]
             num_bytes = self.token_bytes.to(labels.device)[labels].sum()

@@ -1,10 +1,20 @@
-"""Qwen3-VL in stages: align the projector, pre-train, instruct, in full or with LoRA. The stages are configs."""
+"""Qwen3-VL in stages: align the projector, pre-train, instruct, in full or with LoRA.
 
+A stage is a config: what trains (`model.freeze`, `lora`), at which learning rates (`optim.lr_by_part`), and on which
+rows (`mllm.sources`). Each starts from the export of the one before.
+"""
+
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MLLMEngine
+from mvp_engine.kit import MLLMEngine, MLLMModelKit
+from mvp_engine.kit.row_checks import refuse_preference_rows
 
 from .data import prepare
 from .settings import VLConfig
@@ -14,6 +24,12 @@ class VLEngine(MLLMEngine):
     config_class = VLConfig
     config: VLConfig
     title = "What Qwen3-VL answers"
+
+    # ---- Model and data --------------------------------------------------------------------------
+
+    def prepare_model(self) -> nn.Module:
+        """Vision encoder, projector and language model; what a stage freezes has no gradients and no moments."""
+        return MLLMModelKit(self.config.lora).of_engine(self)
 
     @classmethod
     def make_processor(cls, config: Any) -> Any:
@@ -27,3 +43,26 @@ class VLEngine(MLLMEngine):
         if config.shapes is not None and path is not None and not Path(path).is_dir():
             raise UserError(f"model.path={path} is missing: it is what the stage before exports, so train that first")
         return super().data_kit(config)
+
+    # ---- Optimizer and schedule ------------------------------------------------------------------
+
+    def prepare_optimizer(self, model: nn.Module) -> Any:
+        return self.optim.build_optimizer(
+            model
+        )  # one group of parameters for each part with a learning rate of its own
+
+    def prepare_scheduler(self, optimizer: Any) -> Any:
+        tokens = self.config.mllm.pack_tokens * self.global_batch_size
+        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+
+    # ---- One step --------------------------------------------------------------------------------
+
+    def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The cross-entropy summed over the tokens of answers and captions, and their number, logged by source.
+
+        recipes/sft/engine.py has the same loss token by token.
+        """
+        refuse_preference_rows(micro_batch)
+        log_sources = partial(self.data.log_sources, ctx, micro_batch)
+        loss: tuple[Tensor, Tensor] = self.loss(ctx, self.model, micro_batch, log_sources)
+        return loss

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mvp_engine.kit import ContrastiveLossKit
+from mvp_engine.kit.preference import info_nce
 from mvp_engine.tools.skill_check import check_loss
 
 ROWS = 6
+
+
+def kit_loss(views_B2D: torch.Tensor) -> torch.Tensor:
+    """InfoNCE of the kit, with the default temperature of the recipe."""
+    first_BD, second_BD = views_B2D.unbind(1)
+    return info_nce(first_BD @ second_BD.T / 0.07)
 
 
 def problems(loss: Any) -> list[str]:
@@ -40,4 +46,4 @@ def problems(loss: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    check_loss(problems, ContrastiveLossKit())
+    check_loss(problems, kit_loss)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.kit.preference.distil import Head, linear_kl
+from mvp_engine.kit.preference import Head, linear_kl
 from mvp_engine.tools.skill_check import check_loss
 
 LENGTHS = (6, 3, 5, 4)

@@ -1,20 +1,22 @@
 """Check a DPO loss: it raises the chosen side, reads answers only, starts at ln 2, and does not depend on the split.
 
-check.py [FILE.py:NAME]        # see SKILL.md
+check.py [FILE.py:NAME]        # an engine class, or a function: see SKILL.md
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from mvp_engine.config.engine_class import SHIPPED
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import PreferenceLossKit
+from mvp_engine.imports import import_file
 from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.tools.skill_check import NoLog, check_loss
 
@@ -32,6 +34,22 @@ class Table:
         return {"log_probs": self.log_probs_T}
 
 
+def loss_of(engine_class: Any) -> Any:
+    """The loss of an engine class such as that of the recipe, with the default settings, as a function."""
+    settings = engine_class.config_class.model_fields["preference"].default
+
+    def loss(ctx: Any, model: Any, batch: PackedBatch, reference_S: Tensor) -> tuple[Tensor, Tensor]:
+        engine = object.__new__(engine_class)
+        engine.config = SimpleNamespace(preference=settings)
+        engine.model = model
+        engine.reference = SimpleNamespace(log_probs=lambda batch, split: reference_S)
+        ctx.split = "train"
+        result: tuple[Tensor, Tensor] = engine.forward_step(ctx, batch)
+        return result
+
+    return loss
+
+
 def pairs() -> PackedBatch:
     torch.manual_seed(0)
     prompts = [torch.randint(40, (PROMPT,)) for _ in range(3)]
@@ -42,7 +60,9 @@ def pairs() -> PackedBatch:
 
 
 def problems(loss: Any) -> list[str]:
-    """The problems of a loss, one sentence each."""
+    """The problems of a loss, or of the loss of an engine class, one sentence each."""
+    if isinstance(loss, type):
+        loss = loss_of(loss)
     batch = pairs()
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
     model = LanguageModel.from_config(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
@@ -85,4 +105,4 @@ def _mean(loss: Any, log_probs_T: Tensor, batch: PackedBatch, reference: Tensor,
 
 
 if __name__ == "__main__":
-    check_loss(problems, PreferenceLossKit())
+    check_loss(problems, import_file(SHIPPED / "preference" / "engine.py").PairsEngine)

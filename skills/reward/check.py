@@ -1,17 +1,19 @@
 """Check a reward loss: it reads last tokens only, raises chosen scores, and does not depend on the split.
 
-check.py [FILE.py:NAME]        # see SKILL.md
+check.py [FILE.py:NAME]        # an engine class, or a function: see SKILL.md
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mvp_engine.config.engine_class import SHIPPED
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit import RewardLossKit
+from mvp_engine.imports import import_file
 from mvp_engine.tools.skill_check import NoLog, check_loss
 
 LENGTHS = (5, 2, 4, 3, 6, 1)
@@ -27,8 +29,24 @@ class Table:
         return {"values": self.values_T}
 
 
+def loss_of(engine_class: Any) -> Any:
+    """The loss of an engine class such as that of the recipe, with the default settings, as a function."""
+    settings = engine_class.config_class.model_fields["reward"].default
+
+    def loss(ctx: Any, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        engine = object.__new__(engine_class)
+        engine.config = SimpleNamespace(reward=settings)
+        engine.model = model
+        result: tuple[Tensor, Tensor] = engine.forward_step(ctx, batch)
+        return result
+
+    return loss
+
+
 def problems(loss: Any) -> list[str]:
-    """The problems of a loss, one sentence each."""
+    """The problems of a loss, or of the loss of an engine class, one sentence each."""
+    if isinstance(loss, type):
+        loss = loss_of(loss)
     torch.manual_seed(0)
     ids = [torch.randint(40, (length,)) for length in LENGTHS]
     fields = {"side": torch.tensor([1, -1] * 3), "sample": torch.tensor([0, 0, 1, 1, 2, 2])}
@@ -58,4 +76,4 @@ def problems(loss: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    check_loss(problems, RewardLossKit())
+    check_loss(problems, import_file(SHIPPED / "reward_model" / "engine.py").ReviewsEngine)

@@ -15,9 +15,14 @@ import yaml
 from mvp_engine.cli import COMMANDS, MOVED, OVERVIEW, build_parser, main, read_commands
 from mvp_engine.config.compose import OTHER_TRAINERS, all_keys, read_draft, suggest_key
 from mvp_engine.kit import MLLMConfig
-from mvp_engine.kit.preference.settings import PreferenceConfig
 from mvp_engine.kit.rl.settings import RLConfig
-from mvp_engine.tools.config import config_keys, json_schema, reference_page, schemas_of
+from mvp_engine.tools.config import (
+    config_keys,
+    json_schema,
+    recipe_schemas,
+    reference_page,
+    schemas_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +137,7 @@ def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
 def test_names_that_replace_those_of_other_trainers_exist() -> None:
     known = {
         key.name
-        for schema in (MLLMConfig, RLConfig, PreferenceConfig)
+        for schema in (MLLMConfig, RLConfig, recipe_schemas()["preference"])
         for key in config_keys(schema)
     }
     for text in yaml.safe_load(OTHER_TRAINERS.read_text()).values():

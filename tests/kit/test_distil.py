@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from families import overrides_of, parallel
 from test_policy_loss import LAYOUTS, SPLITS, alone, assert_equal, padded, padded_model, sequences
 from test_reward import NoLog
@@ -18,10 +20,13 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import Distil, DistilLossKit
-from mvp_engine.kit.preference.distil import Head, linear_kl
+from mvp_engine.imports import import_file
+from mvp_engine.kit.preference import Head, Teacher, linear_kl
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
+RECIPE = ROOT / "recipes" / "distil"
+StudentEngine: Any = import_file(RECIPE / "engine.py").StudentEngine
+Distil: Any = import_file(RECIPE / "settings.py").Distil
 STUDENT, TEACHER = 5, 6  # seeds of their weights
 LOSSES = [
     Distil(teacher="x"),
@@ -38,6 +43,14 @@ def engine_of(seed: int, layout: Layout, **changed: Any) -> LanguageModelEngine:
     return engine
 
 
+def recipe_of(settings: Any, student: Any, teacher: LanguageModelEngine) -> Any:
+    """The engine of the recipe, without a run: a student and its teacher."""
+    engine = object.__new__(StudentEngine)
+    engine.config, engine.model = SimpleNamespace(distil=settings), student
+    engine.teacher = Teacher(settings.teacher, student, teacher, engine.divergence)
+    return engine
+
+
 def packed(rows: list[int]) -> PackedBatch:
     ids, masks = ([sequences()[row][place] for row in rows] for place in range(2))
     return PackedBatch.from_sequences(ids, masks)
@@ -49,7 +62,7 @@ def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
     student, teacher = (engine_of(seed, layout) for seed in (STUDENT, TEACHER))
     found = []
     for settings, split in product(LOSSES, splits):
-        forward = partial(DistilLossKit(settings, student.model, teacher), NoLog(), student.model)
+        forward = partial(recipe_of(settings, student.model, teacher).forward_step, NoLog())
         student.optimizer_zero_grad()
         own = [packed(rows) for rows in split[layout.data_rank :: layout.data_size]]
         totals = student.forward_backward_batch(own, forward)
@@ -64,7 +77,7 @@ def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
     return found
 
 
-def padded_loss(settings: Distil) -> Tensor:
+def padded_loss(settings: Any) -> Tensor:
     """From the full logits of both models on one padded batch."""
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
@@ -139,8 +152,8 @@ def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(rever
 
 def test_distil_student_equal_to_teacher_has_no_divergence_and_no_gradient() -> None:
     student, teacher = engine_of(STUDENT, alone()), engine_of(STUDENT, alone())
-    kit = DistilLossKit(LOSSES[0], student.model, teacher)
-    loss, _ = kit(NoLog(), student.model, packed([0, 1, 2]))
+    engine = recipe_of(LOSSES[0], student.model, teacher)
+    loss, _ = engine.forward_step(NoLog(), packed([0, 1, 2]))
     loss.backward()
     assert abs(float(loss.detach())) < 1e-5
     assert all(param.grad.abs().max() < 1e-5 for param in student.model.parameters())
@@ -149,4 +162,4 @@ def test_distil_student_equal_to_teacher_has_no_divergence_and_no_gradient() -> 
 def test_distil_teacher_of_another_vocabulary_raises() -> None:
     teacher = engine_of(TEACHER, alone(), vocab_size=100)
     with pytest.raises(UserError, match="100 rows in its output embedding, the student has 99"):
-        DistilLossKit(LOSSES[0], engine_of(STUDENT, alone()).model, teacher)
+        recipe_of(LOSSES[0], engine_of(STUDENT, alone()).model, teacher)

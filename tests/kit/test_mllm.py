@@ -15,7 +15,7 @@ from tiny_vlm import chat, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
-from mvp_engine.kit import MLLMEngine, OptimKit, mllm
+from mvp_engine.kit import MLLMEngine, OptimKit, generation
 from mvp_engine.runs import list_runs
 
 CONFIG = """
@@ -298,7 +298,7 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
     def fail(*_, **__):
         raise IndexError("no answer")
 
-    sources = (mllm, "generate_answers", "generation"), (MLLMEngine, "score", "score")
+    sources = (generation, "generate_answers", "generation"), (MLLMEngine, "score", "score")
     for target, name, what in sources:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, fail)

@@ -16,7 +16,7 @@ log: {interval: 1, backends: [jsonl]}
 checkpoint: {best_metric: null}
 """
 PAIRS = """
-engine: mvp_engine.kit:PreferenceEngine
+engine: preference
 model: {type: language_model, path: FOLDER/model, compile: null}
 preference: {loss: orpo}
 mllm:
@@ -32,13 +32,23 @@ model:
   config: {model_type: qwen3, vocab_size: 400, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
            num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}
 data: {micro_batch_size: 3, global_batch_size: 6}
+towers: {width: 1, embedding: 1}
 """
 ENGINE = """
 import torch
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit import ContrastiveEngine
+from mvp_engine.config.shipped import SHIPPED
+from mvp_engine.engine import Engine
+from mvp_engine.imports import import_file
 
-class Views(ContrastiveEngine):
+NumbersEngine = import_file(SHIPPED / "contrastive" / "engine.py").NumbersEngine
+
+class Views(NumbersEngine):
+    prepare_model = Engine.prepare_model
+
+    def scalars(self):
+        return {}
+
     def prepare_dataloader(self, split):
         rows = [PackedBatch.from_sequences([torch.arange(i, 2 * i + 3), torch.arange(i + 2)]) for i in range(6)]
         return self.sample_loader(rows, split, collate_fn=PackedBatch.concat)

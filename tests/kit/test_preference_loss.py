@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from conftest import ROOT
 from families import config_of, overrides_of, parallel
 from torch import Tensor
 
@@ -20,12 +21,16 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import PreferenceEngine, PreferenceLoss, PreferenceLossKit
+from mvp_engine.imports import import_file
+from mvp_engine.kit import MLLMEngine
 from mvp_engine.kit.loss import sequence_log_probs
-from mvp_engine.kit.preference.losses import check_pairs
+from mvp_engine.kit.preference import check_pairs
 from mvp_engine.log.metrics import MetricStore
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
+RECIPE = ROOT / "recipes" / "preference"
+PairsEngine: Any = import_file(RECIPE / "engine.py").PairsEngine
+PreferenceLoss: Any = import_file(RECIPE / "settings.py").PreferenceLoss
 LOSSES: list[dict[str, Any]] = [
     {"loss": "sigmoid", "label_smoothing": 0.1},
     {"loss": "ipo", "nll": 0.5},
@@ -106,7 +111,7 @@ def padded_log_probs(model: Any, sequences: list[tuple[Tensor, int]]) -> tuple[T
     return (found * answer).sum(1), answer.sum(1)
 
 
-def padded_loss(settings: PreferenceLoss) -> Tensor:
+def padded_loss(settings: Any) -> Tensor:
     """The loss of all rows, written after the papers, one pair at a time."""
     beta, eps = settings.beta, settings.label_smoothing
     policy, reference = padded_model(POLICY), padded_model(REFERENCE)
@@ -149,7 +154,7 @@ def padded_loss(settings: PreferenceLoss) -> Tensor:
     return torch.stack(terms).mean() + settings.nll_weight * torch.stack(nll).sum() / tokens
 
 
-def padded_kto(settings: PreferenceLoss) -> Tensor:
+def padded_kto(settings: Any) -> Tensor:
     policy, reference = padded_model(POLICY), padded_model(REFERENCE)
     sequences = [sides[0] for sides in rows()]
     swapped = []
@@ -197,10 +202,12 @@ class SeededReference:
         with self.engine.eval_mode():
             return sequence_log_probs(self.engine.model(batch, ["log_probs"])["log_probs"], batch)
 
+    def count_flops(self, ctx: StepContext) -> None: ...
+
 
 def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
     """The engine's own step methods, without a run: a policy, its reference, and the settings that they read."""
-    engine: Any = object.__new__(PreferenceEngine)
+    engine: Any = object.__new__(PairsEngine)
     engine.layout, engine.world, engine.device = layout, layout.world, layout.world.device
     engine.meter = SimpleNamespace(mark=str)  # nothing is timed
     model = LanguageModel.on_meta(None, overrides_of("qwen3"))
@@ -211,11 +218,10 @@ def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
     return engine
 
 
-def step(engine: Any, settings: PreferenceLoss, micro_batches: list[PackedBatch]) -> Any:
+def step(engine: Any, settings: Any, micro_batches: list[PackedBatch]) -> Any:
     """Loss and gradients of a step as the model engine divides them, and the metrics."""
     layout = engine.layout
     engine.config = SimpleNamespace(preference=settings, mllm=SimpleNamespace(pack_tokens=40))
-    engine.preference = PreferenceLossKit(settings)
     kept, engine.reference = (
         engine.reference,
         None if settings.loss in ("simpo", "orpo") else engine.reference,
@@ -223,7 +229,11 @@ def step(engine: Any, settings: PreferenceLoss, micro_batches: list[PackedBatch]
     ctx = StepContext(
         1, 0, "train", MetricStore(layout.world, layout.is_mp_src_rank), micro_batches
     )
-    engine.terms = engine.step_terms(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            MLLMEngine, "train_pre_step", lambda self, ctx: None
+        )  # it checks rows of a loader
+        engine.train_pre_step(ctx)
     engine.model_engine.optimizer_zero_grad()
     totals = engine.model_engine.forward_backward_batch(
         micro_batches, partial(engine._forward_step, ctx)
@@ -324,4 +334,4 @@ def test_preference_policy_equal_to_reference_gives_ln_2_on_every_pack() -> None
 @pytest.mark.parametrize("cut", [[0, 2], [0], [1, 0, 2, 3]], ids=str)
 def test_preference_cut_pair_raises(cut: list[int]) -> None:
     with pytest.raises(UserError, match="its other side is not next to it"):
-        check_pairs(packed([0, 1]).select(cut))
+        check_pairs([packed([0, 1]).select(cut)])

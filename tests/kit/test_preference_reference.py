@@ -21,8 +21,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import adapted_layers, adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.kit.preference.engine import cache_file, frozen_engine
+from mvp_engine.kit.preference import frozen_engine
 from mvp_engine.kit.preference.losses import mismatched_batches
+from mvp_engine.kit.preference.reference import cache_file
 from mvp_engine.model_engine import Settings
 
 
@@ -132,7 +133,7 @@ def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains
 
 
 BASE = """
-engine: mvp_engine.kit:PreferenceEngine
+engine: preference
 project: {name: pairs}
 model: {type: language_model, path: model}
 loop: {total_steps: 1}

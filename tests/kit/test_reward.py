@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,13 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf import ValueModel
-from mvp_engine.kit import RewardLoss, RewardLossKit
+from mvp_engine.imports import import_file
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.model_engine import ModelSource, Settings, ValueModelEngine
 
+RECIPE = ROOT / "recipes" / "reward_model"
+ReviewsEngine: Any = import_file(RECIPE / "engine.py").ReviewsEngine
+RewardLoss: Any = import_file(RECIPE / "settings.py").RewardLoss
 LOSSES = [
     RewardLoss(margin="gap", centring=0.05),
     RewardLoss(target="gap"),
@@ -59,7 +63,9 @@ def pairs(chosen: list[int]) -> PackedBatch:
 def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
     engine, found = engine_on(layout), []
     for settings, split in product(LOSSES, splits):
-        forward = partial(RewardLossKit(settings), NoLog(), engine.model)
+        recipe = object.__new__(ReviewsEngine)
+        recipe.config, recipe.model = SimpleNamespace(reward=settings), engine.model
+        forward = partial(recipe.forward_step, NoLog())
         own = [pairs(chosen) for chosen in split[layout.data_rank :: layout.data_size]]
         engine.optimizer_zero_grad()
         totals = engine.forward_backward_batch(own, forward)
@@ -102,7 +108,7 @@ def padded_scores(model: Any, sequences: list[Tensor]) -> Tensor:
     return model(input_ids=ids, attention_mask=mask).logits[:, 0]
 
 
-def padded_loss(settings: RewardLoss) -> Tensor:
+def padded_loss(settings: Any) -> Tensor:
     model, losses = classifier(), []
     for row, sides in enumerate(rows()):
         scores = padded_scores(model, [ids for ids, _ in sides])

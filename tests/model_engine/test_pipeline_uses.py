@@ -5,6 +5,7 @@ import torch
 from conftest import CAMPAIGN
 from families import overrides_of
 from lora_models import pretrained
+from test_distil import Distil, recipe_of
 from test_reward import NoLog
 from tiny_engines import (
     ALONE,
@@ -21,7 +22,7 @@ from tiny_engines import (
 from torch.nn import functional as F
 
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import Distil, DistilLossKit, Lora, MLLMModelKit
+from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.decoding import Decoding, complete
 from mvp_engine.model_engine import ModelSource, ValueModelEngine
 
@@ -40,8 +41,9 @@ def frozen(layout):
 
 def distil(layout):
     student, teacher = model_of(5, layout), frozen(layout)
-    kit = DistilLossKit(Distil(teacher="x", temperature=0.7, nll=0.3), student.model, teacher)
-    return student, lambda batch: kit(NoLog(), student.model, batch)
+    settings = Distil(teacher="x", temperature=0.7, nll=0.3)
+    engine = recipe_of(settings, student.model, teacher)
+    return student, lambda batch: engine.forward_step(NoLog(), batch)
 
 
 def dpo(layout):

@@ -1,4 +1,4 @@
-"""The reward skill's check passes on the kit and fails on losses with common errors."""
+"""The reward skill's check passes on the recipe and fails on losses with common errors."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from conftest import ROOT
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.imports import import_file
-from mvp_engine.kit import RewardLossKit
 
-problems = import_file(ROOT / "skills" / "reward" / "check.py").problems
-KIT = RewardLossKit()
+check = import_file(ROOT / "skills" / "reward" / "check.py")
+problems = check.problems
+ReviewsEngine = import_file(ROOT / "recipes" / "reward_model" / "engine.py").ReviewsEngine
+BRADLEY_TERRY = check.loss_of(ReviewsEngine)
 
 
 def first_token(ctx, model, batch: PackedBatch):
     values_T = model(batch, ["values"])["values"]
-    return KIT(ctx, lambda *_: {"values": values_T.roll(-1)}, batch)
+    return BRADLEY_TERRY(ctx, lambda *_: {"values": values_T.roll(-1)}, batch)
 
 
 def wrong_sign(ctx, model, batch: PackedBatch):
     values_T = -model(batch, ["values"])["values"]
-    return KIT(ctx, lambda *_: {"values": values_T}, batch)
+    return BRADLEY_TERRY(ctx, lambda *_: {"values": values_T}, batch)
 
 
 def mean(ctx, model, batch: PackedBatch):
-    loss_sum, pairs = KIT(ctx, model, replace(batch))
+    loss_sum, pairs = BRADLEY_TERRY(ctx, model, replace(batch))
     return loss_sum / pairs, 1.0
 
 
-def test_check_of_the_kit_passes():
-    assert problems(KIT) == []
+def test_check_of_the_recipe_passes():
+    assert problems(ReviewsEngine) == []
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,12 @@ class MLLMDataKit(MeasuredSources):
         weights = zeros.index_add(0, source_T, has_loss_T)
         return {f"loss_{name}": (sums[i], weights[i]) for i, name in enumerate(names)}
 
+    def log_sources(self, ctx: Any, batch: PackedBatch, loss_T: Tensor) -> None:
+        """Log the mean loss of the tokens of each source; of a single one, it is the loss itself."""
+        if len(self.source_names(ctx.split)) > 1:
+            for name, (loss_sum, weight) in self.source_losses(-loss_T, batch, ctx.split).items():
+                ctx.log(name, loss_sum, weight)
+
     # ---- The processor --------------------------------------------------------------------------
 
     @property

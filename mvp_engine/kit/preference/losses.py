@@ -1,10 +1,10 @@
-"""PreferenceLossKit: DPO and its relatives on packed pairs, KTO on packed rows with a label.
+"""Preference data in packed batches: sides of pairs and labelled rows, their log-ratios, losses, checks and metrics.
 
 Legend: T tokens, S sequences.
 
-The chosen and the rejected side of a pair are adjacent sequences of one pack (`mllm.pairs`), so a pair's margin is a
-sequence's score minus that of the next one. All values are computed for all sequences and masked: no shape depends on
-the data, and nothing here syncs with the GPU. The kit returns a sum over pairs and their number; the engine divides.
+The chosen and the rejected side of a pair are adjacent sequences of one pack (`mllm.pairs`), so `x_S - x_S.roll(-1)`
+is, at a chosen side, its value minus that of its rejected side. All values are computed for all sequences and masked:
+no shape depends on the data, and only the functions for batches on the host read values.
 """
 
 from __future__ import annotations
@@ -13,170 +13,75 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout
-from mvp_engine.engine.hooks import StepContext
+from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import per_token, sequence_log_probs, sequence_sums
-from mvp_engine.kit.preference.settings import PreferenceLoss
 
-PER_TOKEN = ("ipo", "simpo", "orpo")  # losses on the mean log-prob of a side's tokens
 SMALLEST = 1e-6  # of a mean negative log-prob, where the odds of ORPO become infinite
 
 
-@dataclass(frozen=True)
-class StepTerms:
-    """What a micro-batch must know of its whole step, agreed by all ranks before it."""
-
-    # Pairs per token of the NLL term: the engine divides the term by the pairs, and it should be a mean over tokens.
-    nll_scale: float = 0.0
-    # KTO: how far the policy is from its reference, over all rows of the step.
-    kl: Tensor | float = 0.0
+# ---- Sequences ------------------------------------------------------------------------------------------
 
 
-class PreferenceLossKit:
-    def __init__(self, settings: PreferenceLoss | None = None) -> None:
-        self.settings = settings or PreferenceLoss()
+def has_preference(batch: PackedBatch) -> Tensor:
+    """Sequences with a preference: a side of a pair, or a row with a label; not those of an empty pack."""
+    fields = batch.sequence_fields
+    if "side" in fields:
+        return fields["side"] != 0
+    if "sample" in fields:
+        return fields["sample"] >= 0
+    return torch.ones_like(fields["label"], dtype=torch.bool)
 
-    def __call__(
-        self,
-        ctx: StepContext,
-        model: nn.Module,
-        batch: PackedBatch,
-        reference_S: Tensor | None = None,
-        terms: StepTerms | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(loss_sum, weight)` of a micro-batch; the weight is its number of pairs, or of rows with a label.
 
-        `reference_S` has the log-prob of each sequence under the reference model, summed over its tokens with a label.
-        """
-        terms = terms or StepTerms()
-        ctx.count("tokens", batch.num_tokens)
-        log_probs_T = model(batch, ["log_probs"])["log_probs"]
-        scores_S = self.scores(log_probs_T, batch, reference_S)
-        if self.settings.loss == "kto":
-            loss_sum, weight = self._labelled_rows(ctx, batch, scores_S, terms.kl)
-        else:
-            loss_sum, weight = self._pairs(ctx, batch, scores_S)
-        nll_sum, tokens = self.nll(log_probs_T, batch)
-        ctx.log("nll", nll_sum.detach(), tokens)
-        if self.settings.nll_weight:
-            ctx.log("preference_loss", loss_sum.detach(), weight)
-            loss_sum = loss_sum + self.settings.nll_weight * terms.nll_scale * nll_sum
-        return loss_sum, weight
+def is_good(batch: PackedBatch) -> Tensor:
+    """Sequences with a good answer: chosen sides, rows that are no pairs, rows with label 1."""
+    fields = batch.sequence_fields
+    if "side" in fields:
+        return fields["side"] >= 0
+    return has_preference(batch) & (fields["label"] == 1)
 
-    # ---- Numbers of sequences -----------------------------------------------------------------------------
 
-    def scores(self, log_probs_T: Tensor, batch: PackedBatch, reference_S: Tensor | None) -> Tensor:
-        """The implicit reward of each sequence over beta: its log-prob, minus that of the reference."""
-        scores_S = sequence_log_probs(log_probs_T, batch)
-        if reference_S is not None:
-            # A row without a side may have no reference, and NaN times 0 is NaN.
-            scores_S = scores_S - torch.where(self._counts(batch), reference_S, 0.0)
-        if self.settings.loss in PER_TOKEN:
-            labels_S = sequence_sums((batch.labels != IGNORE).float(), batch)
-            scores_S = scores_S / labels_S.clamp(min=1)
-        return scores_S
+def log_ratios(log_probs_T: Tensor, batch: PackedBatch, reference_S: Tensor | None) -> Tensor:
+    """The log-prob of each sequence's answer minus that of the reference: the implicit reward over beta."""
+    scores_S = sequence_log_probs(log_probs_T, batch)
+    if reference_S is not None:
+        # A row without a side may have no reference, and NaN times 0 is NaN.
+        scores_S = scores_S - torch.where(has_preference(batch), reference_S, 0.0)
+    return scores_S
 
-    def nll(self, log_probs_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The NLL of good answers and their tokens: chosen sides, rows that are no pairs, rows with label 1."""
-        is_good_T = per_token(self.is_good(batch), batch)
-        has_loss_T = is_good_T & (batch.labels != IGNORE)
-        return -torch.where(has_loss_T, log_probs_T, 0.0).sum(), has_loss_T.sum()
 
-    def is_good(self, batch: PackedBatch) -> Tensor:
-        """Sequences with a good answer: chosen sides, rows that are no pairs, rows with label 1."""
-        if self.settings.loss == "kto":
-            return self._counts(batch) & (batch.sequence_fields["label"] == 1)
-        return batch.sequence_fields["side"] >= 0
+def num_labels(batch: PackedBatch) -> Tensor:
+    """The number of tokens with a label of each sequence, at least 1."""
+    return sequence_sums((batch.labels != IGNORE).float(), batch).clamp(min=1)
 
-    def pair_losses(self, margin_S: Tensor) -> Tensor:
-        """The loss of each margin between the scores of a chosen and a rejected side."""
-        settings = self.settings
-        smoothing = settings.label_smoothing
-        logits_S = settings.beta * margin_S
-        match settings.loss:
-            case "ipo":
-                return (margin_S - 1 / (2 * settings.beta)).square()
-            case "hinge":
-                return F.relu(1 - logits_S)
-            case "orpo":
-                return -settings.beta * F.logsigmoid(margin_S)
-            case "simpo":
-                logits_S = logits_S - settings.gamma
-        right_S = -(1 - smoothing) * F.logsigmoid(logits_S)
-        wrong_S = -smoothing * F.logsigmoid(-logits_S)
-        if settings.loss == "robust":
-            return (right_S - wrong_S) / (1 - 2 * smoothing)
-        return right_S + wrong_S
 
-    def count(self, batches: list[PackedBatch]) -> tuple[int, int]:
-        """The number of pairs (or rows with a label), and of tokens of the NLL term, in batches on the host."""
-        pairs = 0
-        tokens = 0
-        for batch in batches:
-            members = int(self._counts(batch).sum())
-            pairs += members if self.settings.loss == "kto" else members // 2
-            is_good_T = per_token(self.is_good(batch), batch)
-            tokens += int((is_good_T & (batch.labels != IGNORE)).sum())
-        return pairs, tokens
+def good_answer_nll(log_probs_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """The NLL of good answers, and their number of tokens."""
+    has_loss_T = per_token(is_good(batch), batch) & (batch.labels != IGNORE)
+    return -torch.where(has_loss_T, log_probs_T, 0.0).sum(), has_loss_T.sum()
 
-    # ---- Inside -------------------------------------------------------------------------------------------
 
-    def _pairs(
-        self, ctx: StepContext, batch: PackedBatch, scores_S: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        is_chosen_S = batch.sequence_fields["side"] == 1
-        compared_S = scores_S
-        if self.settings.loss == "orpo":
-            compared_S = log_odds(scores_S)
-        margin_S = compared_S - compared_S.roll(-1)
-        loss_S = self.pair_losses(margin_S)
-        pairs = is_chosen_S.sum()
-        self._log_pairs(ctx, batch, scores_S, pairs)
-        return torch.where(is_chosen_S, loss_S, 0.0).sum(), pairs
+# ---- Losses ---------------------------------------------------------------------------------------------
 
-    def _log_pairs(
-        self, ctx: StepContext, batch: PackedBatch, scores_S: Tensor, pairs: Tensor
-    ) -> None:
-        rewards_S = self.settings.beta * scores_S.detach()
-        margin_S = rewards_S - rewards_S.roll(-1)
-        is_chosen_S = batch.sequence_fields["side"] == 1
-        is_rejected_S = batch.sequence_fields["side"] == -1
-        ctx.log("rewards/chosen", torch.where(is_chosen_S, rewards_S, 0.0).sum(), pairs)
-        ctx.log("rewards/rejected", torch.where(is_rejected_S, rewards_S, 0.0).sum(), pairs)
-        ctx.log("margin", torch.where(is_chosen_S, margin_S, 0.0).sum(), pairs)
-        ctx.log("accuracy", (is_chosen_S & (margin_S > 0)).sum(), pairs)
 
-    def _labelled_rows(
-        self, ctx: StepContext, batch: PackedBatch, scores_S: Tensor, kl: Tensor | float
-    ) -> tuple[Tensor, Tensor]:
-        settings = self.settings
-        is_row_S = self._counts(batch)
-        is_good_S = self.is_good(batch)
-        is_bad_S = is_row_S & ~is_good_S
-        sign_S = torch.where(is_good_S, 1.0, -1.0)
-        weight_S = torch.where(is_good_S, settings.desirable_weight, settings.undesirable_weight)
-        loss_S = weight_S * (1 - torch.sigmoid(settings.beta * sign_S * (scores_S - kl)))
-        rewards_S = settings.beta * scores_S.detach()
-        good = torch.where(is_good_S, rewards_S, 0.0).sum()
-        bad = torch.where(is_bad_S, rewards_S, 0.0).sum()
-        ctx.log("rewards/chosen", good, is_good_S.sum())
-        ctx.log("rewards/rejected", bad, is_bad_S.sum())
-        ctx.log("accuracy", (is_row_S & (sign_S * rewards_S > 0)).sum(), is_row_S.sum())
-        return torch.where(is_row_S, loss_S, 0.0).sum(), is_row_S.sum()
+def sigmoid_loss(logits_S: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-log sigmoid(logits); `label_smoothing`: the share of pairs that is taken to be the wrong way round."""
+    right_S = -(1 - label_smoothing) * F.logsigmoid(logits_S)
+    wrong_S = -label_smoothing * F.logsigmoid(-logits_S)
+    return right_S + wrong_S
 
-    def _counts(self, batch: PackedBatch) -> Tensor:
-        """Sequences with a preference: a side of a pair, or a row with a label; not those of an empty pack."""
-        fields = batch.sequence_fields
-        if self.settings.loss != "kto":
-            return fields["side"] != 0
-        if "sample" in fields:
-            return fields["sample"] >= 0
-        return torch.ones_like(fields["label"], dtype=torch.bool)
+
+def robust_loss(logits_S: Tensor, label_smoothing: float) -> Tensor:
+    """`sigmoid_loss` of the right labels, unbiased where this share of pairs is the wrong way round."""
+    right_S = -(1 - label_smoothing) * F.logsigmoid(logits_S)
+    wrong_S = -label_smoothing * F.logsigmoid(-logits_S)
+    return (right_S - wrong_S) / (1 - 2 * label_smoothing)
 
 
 def log_odds(scores_S: Tensor) -> Tensor:
@@ -185,31 +90,129 @@ def log_odds(scores_S: Tensor) -> Tensor:
     return log_p_S - torch.log(-torch.expm1(log_p_S))
 
 
-def check_pairs(batch: PackedBatch) -> None:
-    """Raise for a pair that was cut: each chosen side needs its rejected side next to it. For batches on the host."""
-    fields: Any = batch.sequence_fields
-    if "side" not in fields:
-        raise UserError("the batch has no sides: load preference rows with mllm.pairs=true")
-    sides = fields["side"].tolist()
-    samples = fields["sample"].tolist() if "sample" in fields else [0] * len(sides)
-    index = 0
-    while index < len(sides):
-        if sides[index] == 0:
-            index += 1
-            continue
-        is_pair = sides[index : index + 2] == [1, -1]
-        if not is_pair or samples[index] != samples[index + 1]:
+# ---- Metrics --------------------------------------------------------------------------------------------
+
+
+def log_pairs(ctx: StepContext, batch: PackedBatch, rewards_S: Tensor) -> None:
+    """Log means over pairs: the rewards of both sides, their margin, and how often it is positive."""
+    is_chosen_S = batch.sequence_fields["side"] == 1
+    is_rejected_S = batch.sequence_fields["side"] == -1
+    pairs = is_chosen_S.sum()
+    margin_S = rewards_S - rewards_S.roll(-1)
+    ctx.log("rewards/chosen", torch.where(is_chosen_S, rewards_S, 0.0).sum(), pairs)
+    ctx.log("rewards/rejected", torch.where(is_rejected_S, rewards_S, 0.0).sum(), pairs)
+    ctx.log("margin", torch.where(is_chosen_S, margin_S, 0.0).sum(), pairs)
+    ctx.log("accuracy", (is_chosen_S & (margin_S > 0)).sum(), pairs)
+
+
+def log_labelled_rows(ctx: StepContext, batch: PackedBatch, rewards_S: Tensor) -> None:
+    """Log means over rows: the rewards of good and of bad answers, and how often they have the label's sign."""
+    is_row_S = has_preference(batch)
+    is_good_S = is_good(batch)
+    is_bad_S = is_row_S & ~is_good_S
+    sign_S = torch.where(is_good_S, 1.0, -1.0)
+    good = torch.where(is_good_S, rewards_S, 0.0).sum()
+    bad = torch.where(is_bad_S, rewards_S, 0.0).sum()
+    ctx.log("rewards/chosen", good, is_good_S.sum())
+    ctx.log("rewards/rejected", bad, is_bad_S.sum())
+    ctx.log("accuracy", (is_row_S & (sign_S * rewards_S > 0)).sum(), is_row_S.sum())
+
+
+# ---- A whole step: batches on the host ----------------------------------------------------------------------
+
+
+def pairs_per_token(batches: list[PackedBatch], layout: Layout) -> float:
+    """Pairs (or labelled rows) of the step, over its tokens of good answers. All ranks call it.
+
+    The engine divides a loss by the pairs. An NLL term times this ratio is then a mean over tokens.
+    """
+    pairs = 0
+    tokens = 0
+    for batch in batches:
+        members = int(has_preference(batch).sum())
+        pairs += members // 2 if "side" in batch.sequence_fields else members
+        is_good_T = per_token(is_good(batch), batch)
+        tokens += int((is_good_T & (batch.labels != IGNORE)).sum())
+    all_pairs, all_tokens = layout.world.all_reduce([float(pairs), float(tokens)], torch.add)
+    return all_pairs / max(1.0, all_tokens)
+
+
+def log_nll_term(ctx: StepContext, layout: Layout, nll_weight: float) -> None:
+    """Add the NLL term to the loss of an evaluation, at its end: the mean over all tokens is known there."""
+    own = ctx.metrics.state_dict()
+    sums = dict(zip(own["names"], own["device"].tolist(), strict=True))
+    gathered = layout.world.all_gather([sums.get(f"mean/{name}") for name in ("loss", "nll")])
+    pairs = sum(loss[1] for loss, _ in gathered if loss)
+    nll = sum(nll[0] for _, nll in gathered if nll)
+    tokens = sum(nll[1] for _, nll in gathered if nll)
+    if layout.is_metrics_rank:
+        ctx.log("loss", nll_weight * nll / max(1, tokens) * pairs, 0.0)
+
+
+def check_pairs(batches: list[PackedBatch]) -> None:
+    """Raise for a pair that was cut: each chosen side needs its rejected side next to it."""
+    for batch in batches:
+        fields: Any = batch.sequence_fields
+        if "side" not in fields:
+            raise UserError("the batch has no sides: load preference rows with mllm.pairs=true")
+        sides = fields["side"].tolist()
+        samples = fields["sample"].tolist() if "sample" in fields else [0] * len(sides)
+        index = 0
+        while index < len(sides):
+            if sides[index] == 0:
+                index += 1
+                continue
+            is_pair = sides[index : index + 2] == [1, -1]
+            if not is_pair or samples[index] != samples[index + 1]:
+                raise UserError(
+                    f"sequence {index} of a micro-batch has side {sides[index]} and its other side is not next to it: "
+                    "a hook reordered or cut a pair. Keep the two sequences of a sample together"
+                )
+            index += 2
+
+
+def check_last_tokens(model: Any, batches: list[PackedBatch]) -> None:
+    """Raise for a row that ends with the pad token: classifiers of transformers read the last token before pad tokens.
+
+    `model` is a value model. Its export would score such a row at another token than the training.
+    """
+    pad = getattr(model.hf.config.get_text_config(), "pad_token_id", None)
+    for batch in batches:
+        last_S = batch.input_ids[batch.cu_seqlens[1:].long() - 1]
+        if pad is not None and bool((last_S == pad).any()):
             raise UserError(
-                f"sequence {index} of a micro-batch has side {sides[index]} and its other side is not next to it: "
-                "a hook reordered or cut a pair. Keep the two sequences of a sample together"
+                f"a row ends with the pad token {pad} of the model's config: an exported classifier would read its "
+                "score one token earlier. Set model.config.pad_token_id to a token that no row ends with"
             )
-        index += 2
 
 
 # The KL term of KTO: prompts with answers of other rows, which the policy should find as likely as its reference does.
 #
 # Each row of a step gets the last answer of the next one, in the order of the samples of all ranks. So the term does
 # not depend on how the rows are packed, split into micro-batches or divided among ranks.
+
+
+def mismatched_kl(
+    engine: Engine, reference: Any, batches: list[PackedBatch], budget: int
+) -> Tensor:
+    """The mean log-ratio of policy and reference over mismatched answers of all rows of the step, at least 0.
+
+    All ranks call it.
+    """
+
+    def log_ratio_sum(batch: PackedBatch) -> Tensor:
+        policy_S = sequence_log_probs(engine.model(batch, ["log_probs"])["log_probs"], batch)
+        total: Tensor = (policy_S - reference.log_probs(batch, "train")).sum()
+        return total
+
+    parts, rows = mismatched_batches(batches, engine.layout, budget)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    with engine.model_engine.eval_mode():
+        for part in engine.model_engine.infer_micro_batches(parts, log_ratio_sum):
+            total += part
+    if engine.world.size > 1:
+        dist.all_reduce(total)
+    return (total / engine.layout.model_parallel_size / max(1, rows)).clamp(min=0).float()
 
 
 @dataclass(frozen=True)

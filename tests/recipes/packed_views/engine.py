@@ -1,5 +1,6 @@
 """Contrastive training of a tiny Qwen3-VL on packed sequences: an image with text, and a text about it."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import ContrastiveEngine
+from mvp_engine.imports import import_file
 
+ROOT = Path(__file__).parents[3]
+NumbersEngine: Any = import_file(ROOT / "recipes/contrastive/engine.py").NumbersEngine
 WITHOUT_IMAGES = 20  # of 24 rows: a rank may have no image in a micro-batch
 
 
@@ -27,12 +30,15 @@ def made_rows(count: int) -> list[PackedBatch]:
     return rows
 
 
-class ViewsEngine(ContrastiveEngine):
+class ViewsEngine(NumbersEngine):
     def prepare_model(self) -> nn.Module:
         return LanguageModel.from_config(config_of("qwen3_vl"))
 
     def prepare_dataloader(self, split: str) -> Any:
         return self.sample_loader(made_rows(24), split, collate_fn=PackedBatch.concat)
+
+    def scalars(self) -> dict[str, Tensor]:
+        return {}
 
     def embed(self, micro_batch: PackedBatch) -> Tensor:
         hidden_TD = self.model(micro_batch, ["hidden_states"])["hidden_states"]

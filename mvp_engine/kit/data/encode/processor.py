@@ -29,8 +29,13 @@ from mvp_engine.kit.data.read.row_types import Limits
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_processor(folder: str | Path) -> Any:
+def load_processor(folder: str | Path | None) -> Any:
     """The processor of a model's folder or of the Hub, or its tokenizer where it has no processor."""
+    if folder is None:
+        raise UserError(
+            "no processor: set model.path to a model's folder or to a model of the Hub, or processor to one "
+            "that has it"
+        )
     path = local_folder(folder)
     if not path.is_dir():
         raise UserError(

@@ -105,7 +105,9 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     _rename_aliases(columns)
     name = format.name or _detect(columns)
     if name == "text" and format.name is None and format.drops_answers:
-        name = None if any(key in columns for key in _PROMPTS) else name  # text is one of its other columns
+        name = (
+            None if any(key in columns for key in _PROMPTS) else name
+        )  # text is one of its other columns
     if name is None and format.prompt_only and any(key in columns for key in _PROMPTS):
         name = "prompt"
     elif name is None or not _has_format(columns, name):

@@ -1,0 +1,55 @@
+"""The sft recipe: its engine, which spells the step out, trains bit for bit as MLLMEngine does."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import ROOT, read_metrics
+from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+
+from mvp_engine.cli import main
+from mvp_engine.config.engine_class import find_engine
+from mvp_engine.engine.hooks import EngineHooks
+
+CONFIG = """
+model: {type: language_model, path: model}
+mllm:
+  micro_batch_tokens: 256
+  sources:
+    images: {path: images.jsonl}
+    others: {path: others.jsonl}
+    held: {path: held.jsonl, split: eval}
+data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+loop: {total_steps: 2, eval_interval: 1}
+log: {interval: 1, backends: [jsonl]}
+eval_generation: {max_new_tokens: 2, max_samples: 1}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["loss.label_smoothing=0.1", "loss.z_loss=0.01"]], ids=str)
+def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, words):  # noqa: F811
+    rows = with_images(vlm_folder, 8)
+    for name, some in (("images", rows[:5]), ("others", rows[5:]), ("held", rows[:3])):
+        write(vlm_folder / f"{name}.jsonl", some)
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    monkeypatch.chdir(vlm_folder)
+    results = []
+    for engine in ("sft", "mvp_engine.kit:MLLMEngine"):
+        folder = vlm_folder / engine.rpartition(":")[2]
+        assert (
+            main(["train", "train.yaml", f"engine={engine}", f"project.dir={folder}", *words]) == 0
+        )
+        results.append(read_metrics(folder) + read_metrics(folder, "eval"))
+    assert results[0] == results[1]
+    assert {"loss", "loss_images", "loss_others", "fill"} <= results[0][0].keys()
+    assert {"loss", "exact_held"} <= results[0][-1].keys()
+
+
+RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive"
+
+
+@pytest.mark.parametrize("name", RECIPES.split())
+def test_engine_of_a_recipe_has_at_most_three_levels_below_it(name):
+    engine_class, _ = find_engine(name, ROOT / "train.yaml")
+    bases = [base for base in engine_class.mro()[1:] if issubclass(base, EngineHooks)]
+    assert len(bases) <= 3
