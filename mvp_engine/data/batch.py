@@ -204,9 +204,7 @@ class PackedBatch:
     def __post_init__(self) -> None:
         self.host_lengths = self.cu_seqlens.diff().tolist()
         self.max_seqlen = max(self.host_lengths, default=0)
-        self._check_boundaries()
-        self._check_tokens()
-        self._check_sequences()
+        self._check()
 
     @classmethod
     def from_sequences(
@@ -297,9 +295,6 @@ class PackedBatch:
             fields = [getattr(batch, kind) for batch in batches]
             return {name: torch.cat([each[name] for each in fields]) for name in fields[0]}
 
-        def joined_media(kind: str) -> Media:
-            return concat_media(kind, [batch.media[kind] for batch in batches], sizes)
-
         return PackedBatch(
             torch.cat([batch.input_ids for batch in batches]),
             torch.cat([batch.labels for batch in batches]),
@@ -307,7 +302,10 @@ class PackedBatch:
             torch.cat([first.cu_seqlens[:1], *ends]).int(),
             joined("token_fields"),
             joined("sequence_fields"),
-            {kind: joined_media(kind) for kind in first.media},
+            {
+                kind: concat_media(kind, [batch.media[kind] for batch in batches], sizes)
+                for kind in first.media
+            },
         )
 
     def split(
@@ -433,7 +431,7 @@ class PackedBatch:
         )
         return new
 
-    def _check_boundaries(self) -> None:
+    def _check(self) -> None:
         lengths = self.cu_seqlens.diff()
         is_int32 = self.cu_seqlens.dtype == torch.int32
         if not is_int32 or len(lengths) == 0 or int(self.cu_seqlens[0]) != 0:
@@ -444,7 +442,6 @@ class PackedBatch:
             empty = int((lengths <= 0).nonzero()[0])
             raise ValueError(f"sequence {empty} is empty; leave it out of the batch")
 
-    def _check_tokens(self) -> None:
         total = int(self.cu_seqlens[-1])
         integers = {"input_ids": self.input_ids, "labels": self.labels}
         for name, value in {**integers, **self.token_fields}.items():
@@ -460,7 +457,6 @@ class PackedBatch:
         if shape[-1] != total:
             raise ValueError(f"position_ids has {shape[-1]} entries for {total} tokens")
 
-    def _check_sequences(self) -> None:
         count = self.num_sequences
         for name, value in self.sequence_fields.items():
             if len(value) != count:

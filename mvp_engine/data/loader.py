@@ -331,7 +331,9 @@ class SampleLoader:
         self._yielded = 0  # micro-batches since
         self._num_workers = num_workers
         self._timeout = timeout if num_workers else 0.0
-        self._collate = KeepLastBatches(_RaiseStopIteration(collate_fn or default_collate))
+        self._collate = KeepLastBatches(
+            partial(without_stop_iteration, collate_fn or default_collate)
+        )
         self._pins = pin_memory
 
     @property
@@ -467,22 +469,22 @@ class _SeededDataset(Dataset[Any]):
         if hasattr(self.dataset, "__getitems__"):
             # Batched reading: the dataset itself must be a function of the indices.
             ROW_TIMER.begin(indices)
-            return _RaiseStopIteration(self.dataset.__getitems__)(indices)
+            return without_stop_iteration(self.dataset.__getitems__, indices)
         outside = None if get_worker_info() else rng_state()
+        items: list[Any] = []
         try:
-            return [self._item(index) for index in indices]
-        finally:
-            if outside is not None:
-                set_rng_state(outside)
-
-    def _item(self, index: int) -> Any:
-        ROW_TIMER.begin(index)
-        seed_everything(derived_seed(self.seed, "sample", self.epoch, index), cuda=False)
-        try:
-            return _RaiseStopIteration(self.dataset.__getitem__)(index)
+            for index in indices:
+                ROW_TIMER.begin(index)
+                seed = derived_seed(self.seed, "sample", self.epoch, index)
+                seed_everything(seed, cuda=False)
+                items.append(without_stop_iteration(self.dataset.__getitem__, index))
+            return items
         except Exception as error:
             error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
             raise
+        finally:
+            if outside is not None:
+                set_rng_state(outside)
 
 
 def pinned(items: Iterator[Any], prefetch: int = 2) -> Iterator[Any]:
@@ -509,17 +511,12 @@ def pinned(items: Iterator[Any], prefetch: int = 2) -> Iterator[Any]:
             raise error
 
 
-class _RaiseStopIteration:
+def without_stop_iteration(function: Callable[[Any], Any], value: Any) -> Any:
     """Calls a user's function. A StopIteration from it would look like the end of the epoch: it becomes an error."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
-
-    def __call__(self, value: Any) -> Any:
-        try:
-            return self.function(value)
-        except StopIteration as error:
-            raise RuntimeError(f"{self.function} raised StopIteration") from error
+    try:
+        return function(value)
+    except StopIteration as error:
+        raise RuntimeError(f"{function} raised StopIteration") from error
 
 
 def accumulation_steps(

@@ -10,6 +10,7 @@ groups. A layout is a value, not global state: two of them can live in one proce
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -126,51 +127,51 @@ class Layout:
             pipeline_groups=pipeline_groups,
         )
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples, and so report the same losses."""
         return self.pipeline * self.sequence_size * self.tensor
 
-    @property
+    @cached_property
     def sequence_size(self) -> int:
         """Ranks that share the tokens of a batch."""
         return self.context * self.ulysses
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Data-parallel size: ranks, or groups of ranks, that train on different data."""
         return self.replicate * self.shard
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         return self.world.rank % self.stage_size // (self.sequence_size * self.tensor)
 
-    @property
+    @cached_property
     def stage_size(self) -> int:
         """Ranks of a pipeline stage; without a pipeline, all ranks."""
         return self.world.size // self.pipeline
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """The pipeline stage of this rank."""
         return self.world.rank // self.stage_size
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Does this rank compute the loss?"""
         return self.stage == self.pipeline - 1
 
-    @property
+    @cached_property
     def stage_ranks(self) -> range:
         """The global ranks of this stage."""
         return range(self.stage * self.stage_size, (self.stage + 1) * self.stage_size)
 
-    @property
+    @cached_property
     def is_mp_src_rank(self) -> bool:
         """Among the ranks with the same data: is this the one that reports outputs and metrics?"""
         return self.is_last_stage and self.world.rank % (self.sequence_size * self.tensor) == 0
 
-    @property
+    @cached_property
     def is_metrics_rank(self) -> bool:
         """The one rank that reports what is equal on all ranks."""
         return self.is_mp_src_rank and self.data_rank == 0
@@ -179,7 +180,7 @@ class Layout:
         """One value for each data-parallel rank, from values of all ranks: those of the last stage, with outputs."""
         return values[-self.stage_size :: self.sequence_size * self.tensor]
 
-    @property
+    @cached_property
     def dropout_rank(self) -> int:
         """Added to the seed of dropout. Tensor-parallel ranks share the residual stream and its dropout mask."""
         return self.world.rank // self.tensor

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class MFUKit:
         if self._unsupported:
             return
         try:
-            flops = [self.flops(batch) for batch in ctx.micro_batches]
+            flops = [torch.add(*self.flops_by_kind(batch)) for batch in ctx.micro_batches]
         except UserError as error:  # a missing figure does not stop a training
             self._unsupported = True
             LOGGER.warning("no MFU: %s", error)
@@ -84,18 +85,16 @@ class MFUKit:
                 is_causal = masked and self.model.has_causal_text
                 pairs_S = causal_pairs(lengths_S, window) if is_causal else lengths_S.square()
                 attention += cost * pairs_S.sum() * share
-        for kind, amount, pair_cost in self._work_next_to_text(batch):
+        works = [self.model.other_work(costs, batch)]
+        for name, media in batch.media.items():
+            if len(media.row_counts):
+                works.append(self.encoder_work(name, media, ids_with_own_media(batch, media)))
+        for kind, amount, pair_cost in chain.from_iterable(works):
             if pair_cost is None:
                 matmul += amount * costs.rows.get(kind, 0.0)
             else:
                 attention += amount * pair_cost
         return matmul, attention
-
-    def _work_next_to_text(self, batch: PackedBatch) -> Iterator[Work]:
-        yield from self.model.other_work(self.costs, batch)
-        for name, media in batch.media.items():
-            if len(media.row_counts):
-                yield from self.encoder_work(name, media, ids_with_own_media(batch, media))
 
     def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[Work]:
         """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""

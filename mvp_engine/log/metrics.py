@@ -39,7 +39,8 @@ class MetricStore:
         """Add `value`, a sum over `weight` items; the mean over everything added is logged."""
         if name in RESERVED:
             raise ValueError(f"a metric cannot be called {name!r}: log records reserve that key")
-        self._add(f"mean/{name}", self._scalar(value), weight)  # on the device, for `end_step`
+        value = device_scalar(value, self.world.device)  # for `end_step`
+        self._add(f"mean/{name}", value, weight)
 
     def begin_step(self) -> None:
         """Remember the sums before a step, in case it is skipped."""
@@ -60,7 +61,8 @@ class MetricStore:
 
     def _add(self, key: str, value: Tensor | float, weight: Tensor | float) -> None:
         if isinstance(value, Tensor) or isinstance(weight, Tensor):
-            pair = torch.stack([self._scalar(value), self._scalar(weight)])
+            device = self.world.device
+            pair = torch.stack([device_scalar(value, device), device_scalar(weight, device)])
             if self.skip_nonfinite:
                 pair = torch.where(pair.isfinite().all(), pair, 0.0)
             if key in self._device:
@@ -124,9 +126,6 @@ class MetricStore:
         for key, (value, weight) in zip(self._device, rows, strict=True):
             _accumulate(sums, key, value, weight)
         return sums
-
-    def _scalar(self, value: Tensor | float) -> Tensor:
-        return device_scalar(value, self.world.device)
 
 
 def _copy(sums: Sums) -> Sums:

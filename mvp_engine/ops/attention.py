@@ -85,7 +85,12 @@ def reference_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnS
         rows = slice(offsets[i], offsets[i + 1])
         columns = slice(key_offsets[i], key_offsets[i + 1])
         allowed_LM = _mask(spec, rows, columns, q_HTd.device)
-        outs.append(_one_sequence(q_HLd, k_parts[i], v_parts[i], allowed_LM, spec))
+        if spec.softcap is not None or spec.sinks is not None:
+            out_HLd = _capped_or_with_sinks(q_HLd, k_parts[i], v_parts[i], allowed_LM, spec)
+        else:
+            one = (q_HLd[None], k_parts[i][None], v_parts[i][None])
+            out_HLd = _sdpa(*one, allowed_LM, spec)[0]
+        outs.append(out_HLd)
     return torch.cat(outs, dim=1)
 
 
@@ -100,12 +105,7 @@ def _can_batch(q_HTd: Tensor, spec: AttnSpec, q_lengths: list[int], k_lengths: l
 
 
 def _equal_sequences(
-    q_HTd: Tensor,
-    k_KTd: Tensor,
-    v_KTd: Tensor,
-    spec: AttnSpec,
-    q_lengths: list[int],
-    keys: int,
+    q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec, q_lengths: list[int], keys: int
 ) -> Tensor:
     queries = q_lengths[0]
     allowed_LM = _mask(spec, slice(0, queries), slice(0, keys), q_HTd.device)
@@ -154,14 +154,6 @@ def _mask(spec: AttnSpec, rows: slice, columns: slice, device: torch.device) -> 
 
 def _index(span: slice, device: torch.device) -> Tensor:
     return torch.arange(span.start, span.stop, device=device)
-
-
-def _one_sequence(
-    q_HLd: Tensor, k_KMd: Tensor, v_KMd: Tensor, allowed_LM: Tensor | None, spec: AttnSpec
-) -> Tensor:
-    if spec.softcap is not None or spec.sinks is not None:
-        return _capped_or_with_sinks(q_HLd, k_KMd, v_KMd, allowed_LM, spec)
-    return _sdpa(q_HLd[None], k_KMd[None], v_KMd[None], allowed_LM, spec)[0]
 
 
 def _capped_or_with_sinks(

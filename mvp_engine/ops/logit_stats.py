@@ -74,7 +74,7 @@ def head_output(
     """The output of the head's matmul, before scale, cap and temperature. The weight is already in `spec.dtype`."""
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
     raw_CV = F.linear(hidden_CD.to(spec.dtype), weight_VD, bias_V)
-    return _exclude_(raw_CV, spec) if spec.softcap is None else raw_CV
+    return _exclude_(raw_CV, spec) if spec.excluded and spec.softcap is None else raw_CV
 
 
 def logits_of(raw_CV: Tensor, spec: HeadSpec) -> Tensor:
@@ -86,7 +86,7 @@ def logits_of(raw_CV: Tensor, spec: HeadSpec) -> Tensor:
         logits_CV = spec.softcap * torch.tanh(logits_CV / spec.softcap)
     if spec.temperature != 1.0:
         logits_CV = logits_CV / spec.temperature
-    return logits_CV if spec.softcap is None else _exclude_(logits_CV, spec)
+    return _exclude_(logits_CV, spec) if spec.excluded and spec.softcap is not None else logits_CV
 
 
 def _exclude_(logits_CV: Tensor, spec: HeadSpec) -> Tensor:

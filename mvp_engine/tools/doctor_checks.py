@@ -484,7 +484,7 @@ def check_nf4() -> Finding:
 def check_mixers() -> Finding:
     """Kernels of linear-attention and state-space layers, which few models have."""
     from mvp_engine.hf.mixers import kernels
-    from mvp_engine.hf.mixers.check_kernels import mixer_error
+    from mvp_engine.hf.mixers.kernels import mixer_error
 
     device = torch.device("cuda")
     used = {operation: kernels.describe(operation, device) for operation in kernels.KERNELS}

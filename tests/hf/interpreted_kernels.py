@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.mixers import functions, kernels
+from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
 from mvp_engine.hf.mixers.per_sequence import Packing
 
@@ -176,7 +176,7 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 
 def compare(name: str, by_channel: bool) -> dict[str, Any]:
     used = Kernels(by_channel)
-    functions.kernel_for = used.kernel_for
+    kernels.kernel_for = used.kernel_for
     model = mixer_model(name, **HEADS_OF_16[name])
     for parameter, value in model.named_parameters():
         if parameter.endswith("A_log"):

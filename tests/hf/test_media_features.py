@@ -219,6 +219,7 @@ def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name):
         attend = nn.functional.scaled_dot_product_attention
         return attend(q[None], k[None], v[None], enable_gqa=grouped)[0]
 
+    monkeypatch.setattr(attention_ops, "_has_kernels", lambda *_: True)
     monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: True)
     monkeypatch.setattr(attention_ops, "_torch_varlen", kernel)
     monkeypatch.setattr(attention, "_as_autocast", lambda x: x)

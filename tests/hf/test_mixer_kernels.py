@@ -14,9 +14,8 @@ from test_mixers import sequences
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.mixers import check_kernels, functions, kernels
-from mvp_engine.hf.mixers.check_kernels import mixer_error
-from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
+from mvp_engine.hf.mixers import kernels
+from mvp_engine.hf.mixers.kernels import KERNELS, Loaded, mixer_error
 from mvp_engine.hf.mixers.per_sequence import Packing
 from mvp_engine.hf.model.config_source import read_config
 
@@ -142,8 +141,8 @@ def test_kernels_give_what_the_reference_gives(name, doubles, by_channel, monkey
         of_package = [kernel for kernel, of_fla in is_fla if of_fla == (doubles is FLA)]
         return Loaded(of_package[-1 if by_channel else 0], doubles[operation])
 
-    monkeypatch.setattr(functions, "kernel_for", kernel_for)
-    monkeypatch.setattr(functions, "SMALLEST_HEAD", 1)
+    monkeypatch.setattr(kernels, "kernel_for", kernel_for)
+    monkeypatch.setattr(kernels, "SMALLEST_HEAD", 1)
     found = model(batch, ["log_probs"])["log_probs"]
     assert called == model.mixers.operations
     assert not torch.equal(found, expected)
@@ -207,8 +206,8 @@ def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation, monkey
         one = Packing([packing.num_tokens], packing.cu_seqlens[[0, -1]]) if is_half else packing
         return run(function, one, original, args, kwargs)
 
-    run = check_kernels._with_gradients
-    monkeypatch.setattr(check_kernels, "_with_gradients", leaks)
+    run = kernels._with_gradients
+    monkeypatch.setattr(kernels, "_with_gradients", leaks)
     assert mixer_error(operation, "cpu") > 2e-2
 
 

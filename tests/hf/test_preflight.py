@@ -10,7 +10,7 @@ from tiny_engines import ALONE, engine_of, message_of
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.mixers import states
+from mvp_engine.hf.mixers import kinds
 from mvp_engine.hf.model import preflight
 from mvp_engine.model_engine import FSDPEngine
 
@@ -24,7 +24,7 @@ def start(layout: Layout, model, precision: str = "fp32"):
 @pytest.mark.parametrize("family", ["bloom", "jamba"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(family, precision, monkeypatch):
-    monkeypatch.setattr(states, "is_mixer", lambda module: False)
+    monkeypatch.setattr(kinds, "kind_of", lambda mixer_class: None)
     model = start(ALONE, family, precision)
     assert model.padded_rows
     assert not model.can_cache
@@ -54,9 +54,9 @@ def start_on_layouts(first: Layout) -> dict[str, tuple[str, ...]]:
     for kind, layout in layouts.items():
         supported = [message_of(layout, start, family) for family in ("qwen3", "jamba")]
         # Then a mixer runs on the whole pack.
-        is_mixer, states.is_mixer = states.is_mixer, lambda module: False
+        kind_of, kinds.kind_of = kinds.kind_of, lambda mixer_class: None
         found[kind] = (message_of(layout, start, "jamba"), *supported)
-        states.is_mixer = is_mixer
+        kinds.kind_of = kind_of
     return found
 
 
@@ -91,7 +91,7 @@ def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blam
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch, precision):
-    monkeypatch.setattr(states, "is_mixer", lambda module: False)
+    monkeypatch.setattr(kinds, "kind_of", lambda mixer_class: None)
     shape = {name: value for name, value in SMALL.items() if name != "head_dim"}
     shape |= {"model_type": "lfm2", "num_hidden_layers": 3}
     shape["layer_types"] = ["full_attention", "conv", "full_attention"]
@@ -106,15 +106,15 @@ def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(on_ranks):
 
 def trials_with_a_failure_on_rank_1(layout: Layout) -> int:
     calls = []
-    original = preflight._difference
+    original = preflight.mean_difference
 
     def difference(a, b):
         calls.append(a)
         return 1.0 if len(calls) == 1 and layout.world.rank == 1 else original(a, b)
 
-    preflight._difference = difference
+    preflight.mean_difference = difference
     try:
         start(layout, "qwen3")
     finally:
-        preflight._difference = original
+        preflight.mean_difference = original
     return len(calls) // 2  # two calls per trial

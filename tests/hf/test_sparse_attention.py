@@ -8,7 +8,7 @@ from sweep_columns import on_layout, on_two_ranks
 from tiny_engines import ALONE, CAMPAIGN
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.mixers import sparse_attention
+from mvp_engine.hf.mixers import packed_mixers
 from mvp_engine.hf.model.preflight import check_packing, probe
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite"]
@@ -30,7 +30,7 @@ def test_latent_and_sparse_attention_packed_equals_transformers(name):
     model = build(name)
     check_packing(model)
     assert not model.padded_rows
-    assert bool(sparse_attention.sparse_attention_of(model.decoder())) == (name in SPARSE)
+    assert bool(packed_mixers.sparse_attention_of(model.decoder())) == (name in SPARSE)
     assert max(differences(model).values()) <= EXACT
 
 
@@ -41,7 +41,7 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch):
     def on_the_whole_pack(forward, packing, args, kwargs):
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(sparse_attention, "run_by_sequence", on_the_whole_pack)
+    monkeypatch.setattr(packed_mixers, "run_by_sequence", on_the_whole_pack)
     with pytest.raises(UserError, match="two sequences in one batch change each other"):
         probe(model)
 

@@ -198,9 +198,14 @@ def states_after_five_steps(update, state_dtype, device):
         grad_scale = torch.full((), 2.0, device=device)
         found_inf = torch.full((), float(step == 3), device=device)
         with torch.no_grad():
-            items = [optimizer._adamw_param(optimizer._all_rows(param), group) for param in params]
+            items = [adamw_param(optimizer, param, group) for param in params]
             update(items, group, DeviceFlags(grad_scale, found_inf))
     return [{"weight": param, **optimizer.state[param]} for param in params]
+
+
+def adamw_param(optimizer, param, group):
+    state = optimizer.state[param]
+    return AdamWParam(param, state["step"], *optimizer._state_tensors(param, group, state))
 
 
 def compare_kernel_and_plain_operations(device):

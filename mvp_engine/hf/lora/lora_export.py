@@ -15,8 +15,7 @@ from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path, temporary_path
 from mvp_engine.hf.experts.moe_layers import adapter_name
-from mvp_engine.hf.lora.lora_experts import adapted_experts, peft_matrices
-from mvp_engine.hf.lora.lora_layers import Fetch, adapted_layers
+from mvp_engine.hf.lora.lora_layers import Fetch, adapted_experts, adapted_layers, peft_matrices
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.weights.hub import repo_of
 

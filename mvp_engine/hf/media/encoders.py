@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.hf.media.media_features import PlaceholderMask, copy_to_device
+from mvp_engine.hf.model.attention import names_in_forward
 
 HookResult = tuple[Any, dict[str, Any]] | None
 
@@ -32,7 +33,9 @@ def apply_sync_free_vision(model: nn.Module) -> None:
         if isinstance(module, nn.Conv3d) and _is_patch_embedding(module):
             module.__class__ = PatchConv3d  # same parameters, same state dict
         if "grid_thw" in inspect.signature(module.forward).parameters:
-            hook = _pass_grid_plans if _uses(module) == _PLANNED else _move_grid_to_device
+            names = names_in_forward(type(module))
+            derived = {name for name in names if name.startswith("get_vision_")}
+            hook = _pass_grid_plans if derived == _PLANNED else _move_grid_to_device
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -75,15 +78,12 @@ _ON_HOST = ("grid_thw", "merge_sizes")  # inputs of encoders that stay on the ho
 
 MAX_PLANS = 2048  # per encoder; a plan takes about 70 kB
 
-# The `get_vision_*` functions of transformers that GridPlan and cu_seqlens stand in for.
-_PLANNED = {"interpolation_indices_and_weights", "position_ids", "attention_seqlens"}
-
-
-def _uses(encoder: nn.Module) -> set[str]:
-    """The `get_vision_*` functions that the forward of an encoder calls, without that prefix."""
-    names = inspect.unwrap(type(encoder).forward).__code__.co_names
-    prefix = "get_vision_"
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+# The functions of transformers that GridPlan and cu_seqlens stand in for.
+_PLANNED = {
+    "get_vision_interpolation_indices_and_weights",
+    "get_vision_position_ids",
+    "get_vision_attention_seqlens",
+}
 
 
 def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
@@ -102,13 +102,6 @@ def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) 
     return moved_args, {name: given[name] for name in kwargs}
 
 
-def _patches_and_grid(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The two inputs of an encoder's forward, whether given by position or by name."""
-    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    positional_grid = args[1] if len(args) > 1 else None
-    return patches, kwargs.get("grid_thw", positional_grid)
-
-
 def _pass_grid_plans(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
     """Forward pre-hook: adds what the encoder would otherwise derive from the grid on the GPU.
 
@@ -116,7 +109,8 @@ def _pass_grid_plans(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> H
     """
     from transformers.vision_utils import get_vision_cu_seqlens
 
-    patches, grid = _patches_and_grid(args, kwargs)
+    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    grid: Tensor | None = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     if grid is None or grid.is_cuda:
         return None
     plans = [_grid_plan(encoder, tuple(size), patches.device) for size in grid.tolist()]
@@ -185,7 +179,7 @@ _DERIVED = {
 def apply_sync_free_audio(model: nn.Module) -> None:
     """Change the audio encoders of one model instance; transformers' classes stay as they are."""
     for module in model.modules():
-        if _CHUNKS in _called(module):
+        if _CHUNKS in names_in_forward(type(module)):
             padding = _ConvPadding(module)
             hook = partial(_pass_chunk_plan, padding)
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -194,7 +188,7 @@ def apply_sync_free_audio(model: nn.Module) -> None:
 def frame_mask(base: nn.Module, mask: Tensor, device: torch.device) -> Tensor:
     """The mask of a batch, which is on the host, as the forward of a model gets it."""
     on_device = copy_to_device(mask, device)
-    if not any(_CHUNKS in _called(module) for module in base.children()):
+    if not any(_CHUNKS in names_in_forward(type(module)) for module in base.children()):
         return on_device
     return FrameMask.of(on_device.bool(), mask.bool())
 
@@ -210,12 +204,6 @@ class FrameMask(PlaceholderMask):
         if func is Tensor.bool:
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _called(module: nn.Module) -> tuple[str, ...]:
-    """The names that the forward of a module uses."""
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__code__.co_names if hasattr(forward, "__code__") else ()
 
 
 class _ConvPadding:
@@ -274,7 +262,7 @@ def _pass_chunk_plan(
     )
     plan = {"chunk_lengths": known["chunk_lengths"]}
     padding.plan(plan["chunk_lengths"], lengths, 2 * encoder.n_window, features_ML.device)
-    for name in _called(encoder):
+    for name in names_in_forward(type(encoder)):
         if name in _DERIVED:
             function = getattr(functions, name)
             wanted = inspect.signature(function).parameters.keys() & known.keys()

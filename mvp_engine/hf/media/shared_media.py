@@ -129,8 +129,8 @@ def encoder_inputs(
         width = max((mask.shape[1] for mask in masks), default=0)
         _FRAMES[media.values] = _Frames(media.row_counts.tolist(), width)
     may_share = _METHODS.get(kind, "") in base.__dict__ and not base.__dict__[_HAS_NEWLINES]
-    if may_share and (share := EncoderShare.of(media, shard)):
-        _SHARES[media.values] = share
+    if may_share and shard is not None and can_share(media):
+        _SHARES[media.values] = EncoderShare.of(media, shard)
     fields = dict(media.fields)
     if FRAME_MASK in fields:
         fields[FRAME_MASK] = frame_mask(base, fields[FRAME_MASK], media.values.device)
@@ -189,7 +189,8 @@ def _features_of_videos(model: Any, method: str, args: Any, kwargs: dict[str, An
     """
     compute = partial(getattr(type(model), method), model)
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    name = next((key for key, value in given.items() if _is_frames(value)), None)
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    name = next((key for key, value in tensors.items() if value in _FRAMES), None)
     if name is None:
         return compute(*args, **kwargs)
     outputs = []
@@ -211,10 +212,6 @@ def _features_of_videos(model: Any, method: str, args: Any, kwargs: dict[str, An
     else:
         outputs[0].pooler_output = torch.cat([one.flatten(0, 1) for one in features])[None]
     return outputs[0]
-
-
-def _is_frames(value: Any) -> bool:
-    return isinstance(value, Tensor) and value in _FRAMES
 
 
 # Encoders on a sequence parallel group: each rank encodes a part of the images of a batch, and all get all features.
@@ -262,10 +259,7 @@ class EncoderShare:
     items: list[list[int]]  # of each rank
 
     @classmethod
-    def of(cls, media: Media, shard: UlyssesShard | None) -> EncoderShare | None:
-        """None: every rank encodes all items."""
-        if shard is None or not can_share(media):
-            return None
+    def of(cls, media: Media, shard: UlyssesShard) -> EncoderShare:
         row_counts = media.row_counts.tolist()
         (grid,) = media.fields.values()
         return cls(shard, grid, row_counts, items_by_rank(row_counts, len(shard.sizes)))

@@ -10,26 +10,26 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf.mixers import kernels
-from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
+from mvp_engine.hf.mixers.kinds import kind_of, mixers_of
 from mvp_engine.hf.mixers.per_sequence import (
     Packing,
     cut_tokens,
     gather_tokens,
     run_by_sequence,
+    run_with_states,
     without_pack_arguments,
 )
-from mvp_engine.hf.mixers.states import keeps_states, mixers_of, run_with_states
 from mvp_engine.hf.model.input_hooks import BlockContext
 from mvp_engine.hf.model.kv_cache import KVCache
 
@@ -41,39 +41,40 @@ class PackedMixers(BlockContext):
 
     current: Packing | None
 
-    def __init__(self, decoder: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        """`others`: modules that read `current`, too."""
+    def __init__(self, decoder: nn.Module, implementation: str) -> None:
+        """`implementation`: of attention in layers with an indexer, which run by sequence, too."""
         super().__init__("mixer_packing")
         self.modules = mixers_of(decoder)
-        inside = {part for module in (*self.modules.values(), *others) for part in module.modules()}
+        sparse = sparse_attention_of(decoder)
+        inside = {part for module in (*self.modules.values(), *sparse) for part in module.modules()}
         self.is_used = bool(inside)
-        self._has_others = any(True for _ in others)
         self._forwards = _Forwards(self)
         self.operations: set[str] = set()  # what the mixers compute by kernels, where installed
+        self.by_sequence: set[str] = set()  # classes of mixers without such kernels
+        self.can_cache = not sparse  # generation can keep the states of all mixers
         for mixer in self.modules.values():
-            operations = operations_of(mixer)
+            kind = kind_of(type(mixer))
+            assert kind is not None
+            self.can_cache = self.can_cache and kind.cache_argument is not None
             self._forwards.add(type(mixer))
             forward = functools.partial(self._forwards.run, type(mixer), mixer)
-            if operations is None:
+            if not kind.operations:
+                self.by_sequence.add(type(mixer).__name__)
                 mixer.forward = functools.partial(self._run_by_sequence, mixer, forward)
             else:
-                self.operations |= {*operations}
+                self.operations |= {*kind.operations}
                 mixer.forward = functools.partial(self._run, mixer, forward, forward)
+        run_sparse_attention_by_sequence(sparse, self, implementation)
         self.add_to_blocks(decoder, inside)
-
-    @property
-    def can_cache(self) -> bool:
-        """Whether generation can keep the states of all mixers."""
-        kept = all(keeps_states(mixer) for mixer in self.modules.values())
-        return kept and not self._has_others
 
     def log_kernels(self, device: torch.device) -> None:
         """Say what computes the mixers: at start, since the difference in speed is large."""
         if not self.modules:
             return
         parts = [f"{name} by {kernels.describe(name, device)}" for name in sorted(self.operations)]
-        rest = sorted({type(m).__name__ for m in self.modules.values() if operations_of(m) is None})
-        parts += [f"{name} by torch, one batch per sequence length" for name in rest]
+        parts += [
+            f"{name} by torch, one batch per sequence length" for name in sorted(self.by_sequence)
+        ]
         is_slow = device.type == "cuda" and any(
             kernels.load(name) is None for name in self.operations
         )
@@ -84,9 +85,6 @@ class PackedMixers(BlockContext):
         self, batch: PackedBatch, shard: UlyssesShard | None, cache: KVCache | None
     ) -> Iterator[None]:
         """While a packed batch runs."""
-        if not self.is_used:
-            yield
-            return
         with self.running(Packing.of(batch, shard, cache)):
             yield
 
@@ -142,16 +140,7 @@ class _Forwards:
         return new
 
     def add(self, mixer_class: type) -> None:
-        forward: Any = inspect.unwrap(mixer_class.forward)  # type: ignore[attr-defined]
-        replaced = {}
-        for name in forward.__code__.co_names:
-            original = forward.__globals__.get(name)
-            _, function = REPLACEMENTS.get(name, (None, None))
-            if name in FUSED:
-                replaced[name] = not_fused
-            elif function is not None or has_kernel(original):
-                calls = (function, original, inspect.unwrap(original))
-                replaced[name] = functools.partial(self._call, *calls)
+        replaced = kernels.replacements(mixer_class, self._call)
         self._forwards[mixer_class] = forward_with(mixer_class, replaced)
 
     def run(self, mixer_class: type, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -191,3 +180,82 @@ def forward_with(module_class: type, replacements: Mapping[str, Any]) -> Callabl
     copy.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(copy, function)
     return copy
+
+
+# Sparse attention with an indexer (DeepSeek-V3.2 and V4, GLM-5, MiniMax-M3, Qwen4) on packed sequences.
+#
+# An indexer scores all tokens before a query and keeps the best few; some layers also compress windows of tokens into
+# one entry. On a pack both would pick tokens of other sequences, and their score matrix would grow with the square of
+# the pack. So these attention layers run by sequence, like mixers without a kernel (`per_sequence.py`), with
+# transformers' own attention and a causal mask for each group of sequences. Everything else in the model stays packed.
+
+_PARTS = {"indexer", "compressor"}  # names of submodules that only sparse attention has
+
+
+def sparse_attention_of(decoder: nn.Module) -> list[nn.Module]:
+    """The sparse attention layers of a decoder, with those that reuse the choice of an earlier layer."""
+    classes = {
+        type(module)
+        for module in decoder.modules()
+        if any(name in _PARTS for name, _ in module.named_children())
+    }
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if type(child) in classes:
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(decoder)
+    return found
+
+
+def run_sparse_attention_by_sequence(
+    layers: list[nn.Module], mixers: PackedMixers, implementation: str
+) -> None:
+    """Change the forward of these layers. `mixers` knows the boundaries of the forward that runs."""
+    for layer in layers:
+        changed: Any = layer
+        changed.config = copy.copy(changed.config)
+        changed.config._attn_implementation = implementation
+        changed.forward = functools.partial(_run_attention, mixers, layer, layer.forward)
+
+
+@torch.compiler.disable
+def _run_attention(
+    mixers: PackedMixers, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    packing = mixers.current
+    if packing is None:
+        return forward(*args, **kwargs)
+    args, kwargs = without_pack_arguments(args, kwargs)
+    causal = functools.partial(_causal_forward, layer, forward)
+    if packing.shard is None:
+        return run_by_sequence(causal, packing, args, kwargs)
+    args, kwargs = gather_tokens(args, kwargs, packing.shard)
+    return cut_tokens(run_by_sequence(causal, packing, args, kwargs), packing.shard)
+
+
+def _causal_forward(
+    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The layer's own forward, with a causal mask of the batch that it gets."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
+    hidden: Tensor = call.arguments["hidden_states"]
+    call.arguments["attention_mask"] = _causal_mask(hidden, getattr(layer, "sliding_window", None))
+    return forward(*call.args, **call.kwargs)
+
+
+def _causal_mask(hidden_SLD: Tensor, window: int | None) -> Tensor:
+    """(S, 1, L, L): 0, or the lowest number of the dtype where a query must not see a key."""
+    rows, tokens = hidden_SLD.shape[:2]
+    steps_L = torch.arange(tokens, device=hidden_SLD.device)
+    distance_LL = steps_L[:, None] - steps_L[None]
+    hidden_LL = distance_LL < 0
+    if window is not None:
+        hidden_LL = hidden_LL | (distance_LL >= window)
+    mask_LL = torch.zeros(tokens, tokens, dtype=hidden_SLD.dtype, device=hidden_SLD.device)
+    mask_LL.masked_fill_(hidden_LL, torch.finfo(hidden_SLD.dtype).min)
+    return mask_LL.expand(rows, 1, tokens, tokens)

@@ -5,17 +5,19 @@ It needs no kernel, runs on any device and is exact for any layer that is causal
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
+from mvp_engine.hf.mixers.kinds import kind_of
 from mvp_engine.hf.model.attention import PACK_ARGUMENTS, NoMask, Overlay, Window
 
 if TYPE_CHECKING:
@@ -190,3 +192,119 @@ def map_token_tensors(function: Any, inputs: Any, tokens: int) -> Any:
     return _pytree.tree_map(
         lambda value: function(value) if is_per_token(value, tokens) else value, inputs
     )
+
+
+# Generation: the states of one mixer, for all sequences of a batch.
+#
+# `MixerStates` has the methods of transformers' cache that mixers call, so the mixer's own forward reads and writes it.
+# The prompts run by groups of equal length, since padding would change the state at their end; their states are
+# stacked. Every later forward has one token per sequence, which is a batch of S sequences to the mixer.
+
+
+class MixerStates:
+    """States by kind and number; the first dimension of each is the sequence."""
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[str, int], Tensor] = {}
+
+    @classmethod
+    def stack(cls, groups: list[MixerStates], order: list[int]) -> MixerStates:
+        """The states of all groups; `order` is where sequence 0, 1, ... is among theirs."""
+        stacked = cls()
+        for key in groups[0].states:
+            stacked.states[key] = torch.cat([group.states[key] for group in groups])
+        stacked.select(torch.tensor(order))
+        return stacked
+
+    def select(self, sequences: Tensor) -> None:
+        for key, state in self.states.items():
+            self.states[key] = state.index_select(0, sequences.to(state.device))
+
+    # ---- What mixers call; `layer_idx` is always their own -----------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("conv", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Append the newest inputs of a convolution; returns them, behind those that came before."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        before = self.states.get(("conv", state_idx))
+        if before is not None:
+            full = torch.cat([before, conv_states], dim=-1)
+            size = before.shape[-1]
+        else:
+            full = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        self.states["conv", state_idx] = full[..., -size:].clone()
+        return full
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("recurrent", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def run_with_states(
+    mixer: nn.Module, forward: Callable[..., Any], packing: Packing, args: Any, kwargs: Any
+) -> Any:
+    """The output of a mixer in generation; its states are in `packing.cache`, which must be."""
+    assert packing.cache is not None
+    stored = packing.cache.mixer_states
+    tokens = packing.num_tokens
+    if packing.cache.is_prefilled:
+        inputs, options = map_token_tensors(
+            lambda value: value.transpose(0, 1), (args, kwargs), tokens
+        )
+        out = _call(mixer, forward, inputs, options, stored[mixer])
+        return _tokens_first(out)
+    groups, pack_order = packing.groups(padded=False)
+    states = [MixerStates() for _ in groups]
+    outputs = []
+    for group, of_group in zip(groups, states, strict=True):
+        inputs, options = map_token_tensors(group.cut, (args, kwargs), tokens)
+        outputs.append(_call(mixer, forward, inputs, options, of_group))
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    # Sequences behind the prompts are dummies.
+    order = [sequences.index(sequence) for sequence in range(len(packing.cache.lengths))]
+    stored[mixer] = MixerStates.stack(states, order)
+    return join_groups(outputs, groups, pack_order)
+
+
+def _call(
+    mixer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, states: MixerStates
+) -> Any:
+    """Call the forward with `states` as its cache, whether that is passed by position or by name."""
+    kind = kind_of(type(mixer))
+    assert kind is not None
+    assert kind.cache_argument is not None
+    original: Any = inspect.unwrap(type(mixer).forward)
+    bound = inspect.signature(original).bind(mixer, *args, **kwargs)
+    bound.arguments[kind.cache_argument] = states
+    return forward(*bound.args[1:], **bound.kwargs)
+
+
+def _tokens_first(out: Any) -> Any:
+    """(S, 1, ...) -> (1, S, ...), in tuples entry by entry."""
+    if isinstance(out, tuple | list):
+        return type(out)(_tokens_first(value) for value in out)
+    is_output = isinstance(out, Tensor) and out.ndim >= 3 and out.shape[1] == 1
+    return out.transpose(0, 1) if is_output else None

@@ -19,7 +19,7 @@ from mvp_engine.distributed.sequence_parallel import SequenceGroups
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.expert_balance import ExpertBalance
-from mvp_engine.hf.experts.expert_parallel import apply_expert_parallel
+from mvp_engine.hf.experts.moe_layers import apply_expert_parallel
 from mvp_engine.hf.lora.lora_layers import merge_adapters, shard_adapters
 from mvp_engine.hf.lora.quantize import dequantized, quantize_layers, unquantized_shape
 from mvp_engine.hf.model import input_hooks, pipeline

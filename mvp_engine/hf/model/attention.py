@@ -27,9 +27,7 @@ from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.ops import short_attention
-from mvp_engine.ops.attention import (
-    varlen_attention,
-)
+from mvp_engine.ops.attention import varlen_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec, MaskFunction
 from mvp_engine.ops.precision import autocast_dtype
 
@@ -123,13 +121,18 @@ def use_own_masks(model: nn.Module) -> None:
             continue
         is_first = not any(config is other for other in seen)  # parents come before their layers
         seen.append(config)
-        if is_first and not any(map(_uses_interface, encoder.modules())):
+        names = {name for layer in encoder.modules() for name in names_in_forward(type(layer))}
+        if is_first and "ALL_ATTENTION_FUNCTIONS" not in names:
             config._attn_implementation = "eager"  # type: ignore[union-attr]
 
 
-def _uses_interface(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def names_in_forward(module_class: type) -> frozenset[str]:
+    """The names of functions, methods and attributes in the code of a class's forward.
+
+    To choose a path by what a layer does: transformers has no attribute that says which functions a layer calls.
+    """
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)  # type: ignore[attr-defined]
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
 def build_encoders_eagerly(config: Any) -> None:

@@ -18,11 +18,7 @@ from mvp_engine.hf.model import attention
 
 def generating_class(config: Any) -> Any:
     """The auto class that names a type's model with a language-model head."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMultimodalLM,
-        AutoModelForSeq2SeqLM,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
     # The last one also lists decoder-only models that hear audio (Audio Flamingo).
     for auto_class in (AutoModelForMultimodalLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
@@ -199,10 +195,7 @@ def needed_media(error: Exception) -> str:
 
 
 def media_inputs(
-    base: nn.Module,
-    batch: PackedBatch,
-    shard: UlyssesShard | None = None,
-    need_types: bool = True,
+    base: nn.Module, batch: PackedBatch, shard: UlyssesShard | None = None, need_types: bool = True
 ) -> dict[str, Any]:
     """Keyword arguments for media: values and fields of each kind with items, and token types.
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.hf.mixers import mixers_of, state_flops
+from mvp_engine.hf.mixers.kinds import mixers_of, state_flops
 from mvp_engine.ops.nf4 import Nf4Linear
 
 _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")

@@ -53,8 +53,10 @@ def cast_decoder_inputs(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Forward pre-hook of a decoder with encoders: the same cast, after features are inserted."""
     embeds = kwargs.get("inputs_embeds")
-    cast = None if embeds is None else cast_embeddings(decoder, args, embeds)
-    return None if cast is None else (args, {**kwargs, "inputs_embeds": cast})
+    dtype = None if embeds is None else embedding_dtype(embeds)
+    if embeds is None or dtype == embeds.dtype:
+        return None
+    return args, {**kwargs, "inputs_embeds": embeds.to(dtype)}
 
 
 def slice_decoder_inputs(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mvp_engine.ops.attn_spec import AttnSpec
 
 if TYPE_CHECKING:
-    from mvp_engine.hf.mixers.states import MixerStates
+    from mvp_engine.hf.mixers.per_sequence import MixerStates
 
 
 class _Layer(NamedTuple):

@@ -85,6 +85,7 @@ class LanguageModel(PackedModel):
             open_head(causal_lm)
         super().__init__(causal_lm)
         self.has_backbone = has_backbone
+        self._before_head = self._name_before_head()
         self.temperature = temperature
         self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
         self._num_labels: int | None = None  # in this forward; None: not known on the host
@@ -133,29 +134,26 @@ class LanguageModel(PackedModel):
         return out.last_hidden_state if self.has_backbone else out.logits
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The inputs of the output embedding."""
         hidden_TD = super().hidden(batch, shard, kv_cache)
-        step = self._step_before_head()
-        return hidden_TD if step is None else step(hidden_TD)
+        return getattr(self.hf, self._before_head)(hidden_TD) if self._before_head else hidden_TD
 
-    def _step_before_head(self) -> nn.Module | None:
+    def _name_before_head(self) -> str:
         """The module that a text model has between its backbone and its output embedding (ModernBERT: dense, norm)."""
         if self.decoder() is not self.base() or not self.has_backbone:
-            return None
+            return ""
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
         others = [
-            child
-            for child in self.hf.children()
+            (name, child)
+            for name, child in self.hf.named_children()
             if child is not self.base() and head not in child.modules()
         ]
-        if len(others) != 1 or not any(True for _ in others[0].parameters()):
-            return None
-        return others[0] if len(inspect.signature(others[0].forward).parameters) == 1 else None
+        if len(others) != 1 or not any(True for _ in others[0][1].parameters()):
+            return ""
+        name, child = others[0]
+        return name if len(inspect.signature(child.forward).parameters) == 1 else ""
 
     def check(self, batch: PackedBatch) -> None:
         super().check(batch)
@@ -259,7 +257,8 @@ class LanguageModel(PackedModel):
             head = {"weight_VD": weight_VD, **options, **vocab_shard}
             computed[name] = self._added[name](hidden_TD, head)
         options["temperature"] = self.temperature
-        options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
+        if self._excluded:
+            options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
         missing = set(wanted) - set(computed)
         if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
             loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)

@@ -24,11 +24,7 @@ from mvp_engine.distributed.sequence_parallel import SequenceGroups, UlyssesShar
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import moe_layers
 from mvp_engine.hf.media import encoders, media_features, shared_media
-from mvp_engine.hf.mixers import PackedMixers
-from mvp_engine.hf.mixers.sparse_attention import (
-    run_sparse_attention_by_sequence,
-    sparse_attention_of,
-)
+from mvp_engine.hf.mixers.packed_mixers import PackedMixers
 from mvp_engine.hf.model import attention, input_hooks
 from mvp_engine.hf.model.auto_model import (
     check_token_range,
@@ -97,9 +93,7 @@ class PackedModel(nn.Module):
             attention.use_own_masks(backbone)
         moe_layers.use(backbone.config)
         self._register_hooks()
-        sparse = sparse_attention_of(self.decoder())
-        self.mixers = PackedMixers(self.decoder(), sparse)
-        run_sparse_attention_by_sequence(sparse, self.mixers, own_attention(type(backbone)))
+        self.mixers = PackedMixers(self.decoder(), own_attention(type(backbone)))
         encoders.apply_sync_free_vision(backbone)
         encoders.apply_sync_free_audio(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
@@ -249,10 +243,7 @@ class PackedModel(nn.Module):
             return model_class(config)
 
     def hidden(
-        self,
-        batch: PackedBatch,
-        shard: UlyssesShard | None = None,
-        kv_cache: KVCache | None = None,
+        self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
         """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
         limit = self.packed_length_limit

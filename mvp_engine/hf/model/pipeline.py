@@ -254,11 +254,7 @@ def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
 
 
 def stage_bounds(
-    blocks: int,
-    stages: int,
-    first_at_least: int,
-    key: str,
-    ends: tuple[float, float] = (0.0, 0.0),
+    blocks: int, stages: int, first_at_least: int, key: str, ends: tuple[float, float] = (0.0, 0.0)
 ) -> list[int]:
     """The first block of each stage, and the number of all.
 

@@ -55,11 +55,11 @@ class Differences:
         noise = 0.0 if exact else 4 * _rounding_noise(model, first)
         causal = 0.0 if exact else _later_tokens(model, first, other_first)
         neighbour = max(
-            _max_difference(packed[split:], _hidden(model, other_first, second)[split:]),
-            _max_difference(packed[:split], _hidden(model, first, other_second)[:split]),
+            max_difference(packed[split:], _hidden(model, other_first, second)[split:]),
+            max_difference(packed[:split], _hidden(model, first, other_second)[:split]),
         )
         alone = torch.cat([_hidden(model, first), _hidden(model, second)])
-        packing = _difference(packed, alone)
+        packing = mean_difference(packed, alone)
         from_reference = _reference_difference(model, [first, second]) if reference else 0.0
         return cls(neighbour, packing, from_reference, noise, causal)
 
@@ -130,7 +130,7 @@ def _try_own_forward(model: PackedModel) -> None:
     """Raise if transformers' own forward fails, too: then packing is not to blame."""
     (sequence,) = _sequences(model, LENGTHS[:1], seed=0)
     try:
-        with _eager_eval(model):
+        with eager_eval(model):
             model.reference_log_probs(sequence)
     except Exception as error:
         if isinstance(error, NotImplementedError | UserError | torch.OutOfMemoryError):
@@ -181,7 +181,7 @@ def probe(
     model_type = model.hf.config.model_type  # type: ignore[union-attr]
     rejected = f"{model_type} cannot be trained on packed sequences"
     try:
-        with _eager_eval(model), warnings.catch_warnings():
+        with eager_eval(model), warnings.catch_warnings():
             # The probe runs once, uncompiled on purpose.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             for seed in range(TRIALS):
@@ -234,7 +234,7 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh, group: dist.ProcessGro
     """
     try:
         link = None if model.stage is None else model.stage.link
-        with _eager_eval(model):
+        with eager_eval(model):
             with recorded(link) as calls:
                 hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
             if not hidden_TD.requires_grad:  # all parameters are frozen
@@ -281,7 +281,7 @@ def _equal_on_ranks(grad: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def _eager_eval(model: PackedModel) -> Iterator[None]:
+def eager_eval(model: PackedModel) -> Iterator[None]:
     """Eval mode without compiled blocks and without FP8; each module is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -297,7 +297,7 @@ def _rounding_noise(model: PackedModel, sequence: PackedBatch) -> float:
     """How much the first half of a sequence changes when the second half is cut off."""
     half_ids = sequence.input_ids[: sequence.num_tokens // 2].cpu()
     half = PackedBatch.from_sequences([half_ids]).to(sequence.input_ids.device)
-    return _difference(_hidden(model, sequence)[: half.num_tokens], _hidden(model, half))
+    return mean_difference(_hidden(model, sequence)[: half.num_tokens], _hidden(model, half))
 
 
 def _later_tokens(model: PackedModel, sequence: PackedBatch, other: PackedBatch) -> float:
@@ -305,7 +305,7 @@ def _later_tokens(model: PackedModel, sequence: PackedBatch, other: PackedBatch)
     half = sequence.num_tokens // 2
     ids = torch.cat([sequence.input_ids[:half], other.input_ids[half:]])
     mixed = PackedBatch.from_sequences([ids.cpu()]).to(ids.device)
-    return _difference(_hidden(model, sequence)[:half], _hidden(model, mixed)[:half])
+    return mean_difference(_hidden(model, sequence)[:half], _hidden(model, mixed)[:half])
 
 
 def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> float:
@@ -317,7 +317,7 @@ def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> f
     if not reference:
         return 0.0
     computed = [model(sequence, ["log_probs"])["log_probs"] for sequence in sequences]
-    return _difference(torch.cat(computed), torch.cat(reference))
+    return mean_difference(torch.cat(computed), torch.cat(reference))
 
 
 def _hidden(model: PackedModel, *sequences: PackedBatch) -> Tensor:
@@ -333,18 +333,18 @@ def _hidden(model: PackedModel, *sequences: PackedBatch) -> Tensor:
     return found
 
 
-def _max_difference(a: Tensor, b: Tensor) -> float:
+def max_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).float().abs().max() / b.float().abs().max().clamp(min=1e-6))
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def mean_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).float().abs().mean() / b.float().abs().mean().clamp(min=1e-6))
 
 
 def _sequences(model: PackedModel, lengths: tuple[int, ...], seed: int) -> list[PackedBatch]:
     """Random text without special and placeholder tokens, each sequence in its own batch."""
     config: Any = model.hf.config
-    special = _special_tokens(config)
+    special = special_tokens(config)
     vocab_size = config.get_text_config().vocab_size
     words = torch.tensor([token for token in range(vocab_size) if token not in special])
     generator = torch.Generator().manual_seed(seed)
@@ -356,7 +356,7 @@ def _sequences(model: PackedModel, lengths: tuple[int, ...], seed: int) -> list[
     return sequences
 
 
-def _special_tokens(config: Any) -> set[Any]:
+def special_tokens(config: Any) -> set[Any]:
     """Ids that a config or its sub-configs name: end of sequence, image placeholder, and so on."""
     tokens = set()
     for part in attention.config_tree(config):
@@ -402,7 +402,7 @@ class MediaPreflight:
         device = next(self.model.parameters()).device
         for kind, found in rows.items():
             moved = [row.to(device) for row in found]
-            with _eager_eval(self.model):
+            with eager_eval(self.model):
                 if self._check_kind(kind, moved, exact, reference):
                     self.checked |= _kinds(found[0])
 
@@ -431,7 +431,7 @@ class MediaPreflight:
         if error is None:
             return False
         twice = [_hidden(self.model, *rows[:2]) for _ in range(2)]
-        if _difference(*twice) > NEIGHBOUR_BOUNDS[exact]:
+        if mean_difference(*twice) > NEIGHBOUR_BOUNDS[exact]:
             error = "two equal forwards differ, because its encoder adds random noise"
         raise UserError(f"{model_type} cannot be trained on packed sequences with {kind}: {error}")
 
@@ -444,7 +444,7 @@ class MediaPreflight:
         if not bool(packed.isfinite().all()):
             return None
         changed = _hidden(self.model, row, _other_media(neighbour))
-        by_neighbour = _difference(packed[:length], changed[:length])
+        by_neighbour = mean_difference(packed[:length], changed[:length])
         if by_neighbour > NEIGHBOUR_BOUNDS[exact]:
             return f"the media of one row change the outputs of another one by {by_neighbour:.1e}"
         own_changed = _hidden(self.model, _other_media(row), neighbour)
@@ -453,12 +453,12 @@ class MediaPreflight:
         if has_values and torch.equal(packed[:length], own_changed[:length]):
             return "the media of a row do not change its outputs: the model finds no placeholder tokens of them"
         alone = torch.cat([_hidden(self.model, row), _hidden(self.model, neighbour)])
-        from_alone = _difference(packed, alone)
+        from_alone = mean_difference(packed, alone)
         if from_alone > BOUNDS[exact]:
             return f"two rows in one pack differ from the same two alone by {from_alone:.1e}"
         if not reference or length > MAX_REFERENCE_TOKENS:
             return ""
-        from_reference = _difference(alone[:length], self.model.reference_hidden(row))
+        from_reference = mean_difference(alone[:length], self.model.reference_hidden(row))
         if from_reference > BOUNDS[exact]:
             return f"hidden states differ from those of transformers' own forward by {from_reference:.1e}"
         return ""

@@ -144,10 +144,7 @@ def _write_index(folder: Path, files: dict[str, list[EntryGroup]]) -> None:
         for group in groups:
             weight_map.update(dict.fromkeys(group.entries, name))
             total_size += group.nbytes
-    index = {
-        "metadata": {"total_size": total_size},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

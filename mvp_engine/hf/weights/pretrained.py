@@ -175,11 +175,7 @@ class WeightReceiver:
             return
         entries = TensorEntries(complete)
         _, unused = load.load_entries(
-            self._skeleton,
-            entries,
-            self._hf,
-            "the stream of weights",
-            elsewhere=self._elsewhere,
+            self._skeleton, entries, self._hf, "the stream of weights", elsewhere=self._elsewhere
         )
         heads = {name: self._own[name] for name in unused if name in self._own}
         load.load_entries_by_name(entries, heads, "the stream of weights")

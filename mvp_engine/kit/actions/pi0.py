@@ -32,7 +32,7 @@ from mvp_engine.hf.model.auto_model import from_auto
 from mvp_engine.hf.model.flop_costs import FlopCosts
 from mvp_engine.hf.model.language_model import config_logit_steps
 from mvp_engine.hf.model.packed_model import Outputs, losses_of
-from mvp_engine.hf.model.preflight import EXACT, _eager_eval
+from mvp_engine.hf.model.preflight import EXACT, eager_eval
 from mvp_engine.kit.actions import query_groups
 from mvp_engine.kit.actions.action_model import (
     LENGTH_MULTIPLE,
@@ -445,7 +445,7 @@ def check_velocities(model: Pi0Policy, exact: bool) -> None:
     device = next(model.parameters()).device
     rows = [probe_batch(model, cameras, words, seed=words) for cameras, words in ((1, 3), (2, 6))]
     other = probe_batch(model, 2, 6, seed=1)
-    with _eager_eval(model):
+    with eager_eval(model):
         packed = _velocity(model, PackedBatch.concat(rows).to(device))
         moved = [row.to(device) for row in rows]
         changed = _velocity(model, PackedBatch.concat([rows[0], other]).to(device))

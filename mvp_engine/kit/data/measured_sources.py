@@ -55,6 +55,7 @@ class MeasuredSources:
         self.num_workers = num_workers
         self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
         self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
+        self._source_names: dict[str, list[str]] = {}  # by split
         self._mixtures: dict[str, Mixture] = {}
         self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
         self._ahead: MeasureAhead | None = None
@@ -78,7 +79,9 @@ class MeasuredSources:
 
     def source_names(self, split: str = "train") -> list[str]:
         """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
-        return [source.label for source in self.sources(split)]
+        if split not in self._source_names:
+            self._source_names[split] = [source.label for source in self.sources(split)]
+        return self._source_names[split]
 
     def row_formats(self, split: str = "train") -> list[RowFormat]:
         """How the rows of each source are read."""

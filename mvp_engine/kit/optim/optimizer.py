@@ -150,7 +150,8 @@ class KitOptimizer(Optimizer):
             for param in params:
                 self._create_state(param, group)
             resident = [param for param in params if not self.is_offloaded(param)]
-            self._update(group, [self._all_rows(param) for param in resident])
+            states = [(param, self.state[param]) for param in resident]
+            self._update(group, [_Updated(param, state["step"], state) for param, state in states])
             if len(resident) < len(params):
                 buckets += self._buckets(group, [p for p in params if self.is_offloaded(p)])
         if buckets:
@@ -174,26 +175,22 @@ class KitOptimizer(Optimizer):
             else:
                 state[EMA] = param.detach().to(torch.float32, copy=True)
 
-    def _all_rows(self, param: Tensor) -> _Updated:
-        state = self.state[param]
-        return _Updated(param, state["step"], state)
-
     def _update(self, group: dict[str, Any], updated: list[_Updated]) -> None:
         """Update parameters of a group, or rows of them, whose states are on the device."""
         flags = DeviceFlags(self.grad_scale, self.found_inf)
         if group["kind"] == "muon":
             muon_([self._muon_param(one, group) for one in updated], group, flags)
         else:
-            adamw_([self._adamw_param(one, group) for one in updated], group, flags)
+            params = []
+            for one in updated:
+                exp_avg, exp_avg_sq = self._state_tensors(one.param, group, one.state)
+                params.append(AdamWParam(one.param, one.step, exp_avg, exp_avg_sq, one.rows))
+            adamw_(params, group, flags)
         if self.ema is not None:
             for one in updated:
                 weight = rows_of(one.param, one.rows)
                 ema = local_tensor(one.state[EMA])
                 update_ema_(weight, ema, one.step, self.ema, self.found_inf)
-
-    def _adamw_param(self, one: _Updated, group: dict[str, Any]) -> AdamWParam:
-        exp_avg, exp_avg_sq = self._state_tensors(one.param, group, one.state)
-        return AdamWParam(one.param, one.step, exp_avg, exp_avg_sq, one.rows)
 
     def _muon_param(self, one: _Updated, group: dict[str, Any]) -> MuonParam:
         (momentum,) = self._state_tensors(one.param, group, one.state)

@@ -41,10 +41,10 @@ from mvp_engine.hf.model.preflight import (
     BOUNDS,
     NEIGHBOUR_BOUNDS,
     TRIALS,
-    _difference,
-    _eager_eval,
-    _max_difference,
-    _special_tokens,
+    eager_eval,
+    max_difference,
+    mean_difference,
+    special_tokens,
 )
 from mvp_engine.hf.weights.export import Target, WholeFolder
 from mvp_engine.hf.weights.load import Entries
@@ -451,7 +451,7 @@ def check_speech(model: PackedModel, *, exact: bool, group: dist.ProcessGroup | 
     rejected = f"the talker of {protocol.name} cannot be trained"
     reason = ""
     try:
-        with _eager_eval(model), warnings.catch_warnings():
+        with eager_eval(model), warnings.catch_warnings():
             # The probe runs once, uncompiled on purpose.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             for seed in range(TRIALS):  # rounding may switch an expert in one of them
@@ -493,9 +493,9 @@ class _Trial:
         of_changed = self._outputs(changed)[0]
         length = len(of_first)
         values = [
-            _max_difference(beside_other[-length:], packed[-length:]),
-            _difference(packed, torch.cat([of_second, of_first])),
-            _max_difference(_before(of_changed), _before(of_first)),
+            max_difference(beside_other[-length:], packed[-length:]),
+            mean_difference(packed, torch.cat([of_second, of_first])),
+            max_difference(_before(of_changed), _before(of_first)),
             float(torch.equal(_after(of_changed), _after(of_first))),
             difference,
         ]
@@ -520,7 +520,7 @@ class _Trial:
     def _words(self, count: int) -> list[int]:
         """Random tokens without those that configs name, such as starts of turns."""
         assert self.model.whole is not None
-        special = _special_tokens(self.model.whole.config)
+        special = special_tokens(self.model.whole.config)
         config: Any = self.model.hf.config.get_text_config()  # type: ignore[operator, union-attr]
         # The vocab_size of CSM is that of codes.
         vocab_size = getattr(config, "text_vocab_size", config.vocab_size)
@@ -553,7 +553,7 @@ class _Trial:
             shard = kwargs.get("ulysses_shard")
             inputs_RD = torch.cat(inputs)
             own_RD = inputs_RD if shard is None else shard.cut(inputs_RD)
-            difference = _difference(kwargs["inputs_embeds"][0], own_RD)
+            difference = mean_difference(kwargs["inputs_embeds"][0], own_RD)
 
         handle = self.family.decoder.register_forward_pre_hook(compare, with_kwargs=True)
         try:

@@ -8,6 +8,7 @@ one step later, so a step has no host sync.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import UnusedParameterTracker
-from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
+from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.log.metrics import device_scalar
@@ -44,7 +46,6 @@ from mvp_engine.model_engine.fsdp.step_status import (
     Places,
     SpikeDetector,
     first_nonfinite_grad,
-    local_grad,
     local_grad_norm_sq,
 )
 
@@ -126,7 +127,7 @@ class FSDPEngine(FSDPBaseEngine):
         order = one_forward_one_backward(len(scheduled), self.layout.stage, self.layout.pipeline)
         for is_forward in order:
             if is_forward:
-                waiting.append(self._forward_one(forward_step, *next(prefetched), losses))
+                waiting.append(self._forward(forward_step, *next(prefetched), losses))
             else:
                 backwards += 1
                 self._before_backward(is_last=backwards == len(scheduled))
@@ -147,32 +148,22 @@ class FSDPEngine(FSDPBaseEngine):
         self._totals += totals
         return totals
 
-    def _forward_one(
+    def _forward(
         self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool, losses: list[Tensor]
     ) -> _Forwarded:
         """A forward; its [loss_sum, weight] is appended to `losses` if it counts."""
-        with recorded(self._link) as calls:
-            loss_sum, weight = self._forward(forward_step, micro_batch, is_dummy)
-        if is_dummy:
-            loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        else:
-            weight = device_scalar(weight, self.world.device)
-            losses.append(torch.stack([loss_sum.detach().double(), weight]))
-        if self.loss_scale:
-            loss_sum = loss_sum * self.loss_scale.value
-        return _Forwarded(loss_sum, calls)
-
-    def _forward(
-        self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool
-    ) -> tuple[Tensor, Tensor | float]:
         balance = self.adapter.expert_balance
         if balance:
             balance.is_active = not is_dummy
             balance.loss_scale = self.loss_scale.value if self.loss_scale else None
+        self.is_dummy = is_dummy  # for `forward_step`
+        calls: list[StageCall] = []
         try:
-            with self.dummy(is_dummy), self.autocast():
+            recording = nullcontext(calls) if self._link is None else self._link.recording()
+            with recording as calls, self.autocast():
                 result = forward_step(micro_batch)
         finally:
+            self.is_dummy = False
             if balance:
                 balance.is_active = False
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -184,7 +175,14 @@ class FSDPEngine(FSDPBaseEngine):
             raise TypeError(
                 "forward_step must return the loss as a summed scalar tensor that carries a gradient"
             )
-        return loss_sum, weight
+        if is_dummy:
+            loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        else:
+            weight = device_scalar(weight, self.world.device)
+            losses.append(torch.stack([loss_sum.detach().double(), weight]))
+        if self.loss_scale:
+            loss_sum = loss_sum * self.loss_scale.value
+        return _Forwarded(loss_sum, calls)
 
     def _before_backward(self, is_last: bool) -> None:
         """Replicas all-reduce gradients in the last backward of a call only. Shards reduce-scatter in every one:
@@ -226,7 +224,10 @@ class FSDPEngine(FSDPBaseEngine):
         factor = 1.0 / divisor
         if self.settings.clip_grad_norm is not None:
             factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._scale_grads(factor)
+        if self._skips_on_device:  # the fused optimizer multiplies: no pass over all gradients
+            self.optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
+        elif grads := [local_tensor(param.grad) for param in self.params if param.grad is not None]:
+            torch._foreach_mul_(grads, factor.float())
         self.learning_rates = base_engine.learning_rates(self.optimizer)
         code = (~loss_sum.isfinite()) * NONFINITE_LOSS
         code = code + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
@@ -247,7 +248,13 @@ class FSDPEngine(FSDPBaseEngine):
         if not self._ranks_may_differ:
             ranks = self.layout.stage_ranks
             self._usage.check_ranks_agree(self._gradients.used, self.model, self.world, ranks)
-        self._add_tied_grads()
+        for param in self._tied:
+            # Tied embeddings are two copies, on the first and the last stage: both get the sum of their gradients.
+            assert self._link is not None
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grad = local_tensor(param.grad)
+            grad.copy_(self._link.add_of_other_end(grad))
         with_grad = [p for p in self.params if p.grad is not None and p not in self._copies]
         grad_norm_sq, self._norms = local_grad_norm_sq(with_grad, self.layout.stage_size)
         # Ranks with the same data have the same losses, which count once.
@@ -262,23 +269,6 @@ class FSDPEngine(FSDPBaseEngine):
         dist.all_reduce(reduced)
         self._usage.drop_unused(used, reduced[len(own) :])
         return reduced[: len(own)]
-
-    def _add_tied_grads(self) -> None:
-        """Tied embeddings are two copies, on the first and the last stage: both get the sum of their gradients."""
-        for param in self._tied:
-            assert self._link is not None
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            grad = local_grad(param)
-            grad.copy_(self._link.add_of_other_end(grad))
-
-    def _scale_grads(self, factor: Tensor) -> None:
-        if self._skips_on_device:  # the fused optimizer multiplies: no pass over all gradients
-            self.optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
-            return
-        grads = [local_grad(param) for param in self.params if param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor.float())
 
     def _update(self, code: Tensor, loss: Tensor) -> None:
         skip = code > 0

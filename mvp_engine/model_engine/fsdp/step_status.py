@@ -1,4 +1,7 @@
-"""StatusReader: reads the result code of a step from the device and turns it into a StepStatus."""
+"""What decides about a step, on the device: gradient norm, unused parameters, loss scale, loss spikes.
+
+`StatusReader` copies the result code of a step to the host and turns it into a StepStatus.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class LossScale:
 
 
 class SpikeDetector:
-    """Finds a loss that is far above the losses before it. Its inputs are the same on all ranks, so its answers are.
+    """Finds a loss spike: a loss far above those before it. Its inputs are equal on all ranks, so its answers are.
 
     It keeps a moving mean and variance of the losses that were accepted. A spike is not added to them; but after
     `PATIENCE` spikes in a row the loss has moved for good, and the statistics restart.
@@ -96,9 +99,13 @@ def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list
     """
     groups: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by number of shards
     for param in params:
-        members, grads = groups.setdefault(_num_shards(param.grad), ([], []))
+        shards = 1
+        if isinstance(param.grad, DTensor):
+            sizes = zip(param.grad.placements, param.grad.device_mesh.shape, strict=True)
+            shards = math.prod(size for place, size in sizes if not place.is_replicate())
+        members, grads = groups.setdefault(shards, ([], []))
         members.append(param)
-        grads.append(local_grad(param))
+        grads.append(local_tensor(param.grad))
     device = params[0].device if params else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     every: list[GradNorms] = []
@@ -108,18 +115,6 @@ def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list
         total += norms.square().sum() * (shards / world_size)
         every.append(GradNorms(members, norms))
     return total, every
-
-
-def local_grad(param: Any) -> Tensor:
-    """This rank's shard of a gradient."""
-    return local_tensor(param.grad)
-
-
-def _num_shards(grad: Tensor) -> int:
-    if not isinstance(grad, DTensor):
-        return 1
-    sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def first_nonfinite_grad(model: nn.Module, norms: list[GradNorms]) -> str | None:

@@ -42,7 +42,6 @@ from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.row_checks import Parts, merge_pairs, split_each
 from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
-from mvp_engine.model_engine.fsdp.step_status import local_grad
 from mvp_engine.tools.check.record import CheckRecord
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class CheckedEngine(Engine):
         named = {}
         for name, param in self.model.named_parameters():
             if param.requires_grad and param.grad is not None and name not in self._with_gradient:
-                named[name] = local_grad(param)
+                named[name] = local_tensor(param.grad)
         if named:
             norms = torch.stack(torch._foreach_norm(list(named.values()))).tolist()
             pairs = zip(named, norms, strict=True)
@@ -375,7 +374,7 @@ def _run(engine: CheckedEngine, micro_batches: list[Any], seed: int) -> SplitRes
     grads = {}
     for name, param in engine.model.named_parameters():
         if param.grad is not None:
-            grad = local_grad(param).flatten()
+            grad = local_tensor(param.grad).flatten()
             grads[name] = grad[:: max(1, grad.numel() // ENTRIES)].double() / weight
     model_engine.optimizer_zero_grad()
     divisor = weight if weight > 0 else math.nan

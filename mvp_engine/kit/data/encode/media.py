@@ -240,7 +240,8 @@ class MediaHandler:
             texts += expansions
             for key, one in {name: media, **extra}.items():
                 found[key].append(one)
-        texts = self._numbered(infos, texts)
+        if self.runner.numbered:
+            texts = self._numbered(infos, texts)
         return texts, {name: concat_media(media) for name, media in found.items()}
 
     def _collate_batched(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -43,7 +44,6 @@ from mvp_engine.kit.data.encode.tokenization import (
     PlaceholderToken,
     Rendered,
     SpecialTokens,
-    TokenizedText,
     locate_placeholders,
 )
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
@@ -72,7 +72,7 @@ class ChatTemplate:
             )
         self.renderer = TemplateRenderer(processor, self.tokenizer, options)
         self.special = SpecialTokens(self.tokenizer)
-        self._masking_tokenizer = MaskingTokenizer(self.tokenizer, self.special)
+        self.tokenize = MaskingTokenizer(self.tokenizer, self.special)
         self.stop_token = ""
         self.placeholders: dict[str, PlaceholderToken] = {}  # by media kind
         known_tokens = _media_tokens(processor, self.tokenizer)
@@ -149,9 +149,6 @@ class ChatTemplate:
             return self.render(row).reasoning_left_out
         except BadRow:
             return 0
-
-    def tokenize(self, rendered: Rendered) -> TokenizedText:
-        return self._masking_tokenizer(rendered)
 
     def _check_no_placeholders(self, row: Row) -> None:
         texts = []
@@ -401,22 +398,16 @@ EMPTY_REASONING = re.compile(
 )
 
 
+@dataclass(eq=False)
 class LossSpans:
     """The spans with loss of one rendered conversation."""
 
-    def __init__(
-        self,
-        renderer: TemplateRenderer,
-        special: SpecialTokens,
-        stop_token: str,
-        rendered: MarkedText,
-    ) -> None:
-        self.renderer = renderer
-        self.special = special
-        self.stop_token = stop_token
-        self.rendered = rendered
-        # Role before an answer -> headers of that answer. Finding them takes three renderings.
-        self._headers: dict[str, list[str]] = {}
+    renderer: TemplateRenderer
+    special: SpecialTokens
+    stop_token: str
+    rendered: MarkedText
+    # Role before an answer -> headers of that answer. Finding them takes three renderings.
+    _headers: dict[str, list[str]] = field(default_factory=dict)
 
     def of_assistant(self, index: int) -> list[Span]:
         """An assistant turn without its header, with its stop token."""
@@ -436,12 +427,23 @@ class LossSpans:
             # The template writes the tool's answer into the turn of the call (Gemma 4).
             turn_end = self._end_of_own_text(index, turns[0])
         spans = []
-        for span in self.rendered.spans.generation_blocks():
+        for span in self.rendered.spans.by_mark.get(("]", ""), []):
             if turn_start <= span[0] and span[1] <= turn_end:
                 spans.append(span)
         if not spans:
-            header = self._header_of(index, (turn_start, turn_end))
-            spans = [(turn_start + len(header), turn_end)]
+            chat = self.rendered.chat
+            role_before = chat[index - 1]["role"] if index else ""
+            if role_before not in self._headers:
+                headers = self._answer_headers(chat[:index], self.rendered.tools)
+                self._headers[role_before] = headers
+            for header in self._headers[role_before]:
+                if self.rendered.text.startswith(header, turn_start, turn_end):
+                    spans = [(turn_start + len(header), turn_end)]
+                    break
+            else:
+                raise BadRow(
+                    "mask", f"cannot find where the header of message {index} (assistant) ends"
+                )
         return [*spans[:-1], self._with_stop_token(spans[-1])]
 
     @cached_property
@@ -487,16 +489,6 @@ class LossSpans:
         next_turn = min(later_turns, default=len(text))
         stop = self.special.pattern.match(text, end, next_turn)
         return (start, stop.end()) if stop else (start, start + len(body))
-
-    def _header_of(self, index: int, turn: Span) -> str:
-        chat = self.rendered.chat
-        role_before = chat[index - 1]["role"] if index else ""
-        if role_before not in self._headers:
-            self._headers[role_before] = self._answer_headers(chat[:index], self.rendered.tools)
-        for header in self._headers[role_before]:
-            if self.rendered.text.startswith(header, *turn):
-                return header
-        raise BadRow("mask", f"cannot find where the header of message {index} (assistant) ends")
 
     def _answer_headers(self, before: Chat, tools: Tools) -> list[str]:
         """What the template may write before an answer to the conversation `before`.

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
@@ -89,30 +89,24 @@ def mark(bracket: str, index: int | str = "") -> str:
     return f"{MARK_OPEN}{bracket}{index}{MARK_CLOSE}"
 
 
+@dataclass
 class MarkedSpans:
     """The spans between marks in a rendered text, which is without marks itself."""
 
-    def __init__(self) -> None:
-        self._spans: dict[tuple[str, str], list[Span]] = {}  # by (closing bracket, index)
-
-    def add(self, closing: str, index: str, span: Span) -> None:
-        self._spans.setdefault((closing, index), []).append(span)
+    by_mark: dict[tuple[str, str], list[Span]] = field(default_factory=dict)  # bracket and index
 
     def turns(self, index: int) -> list[Span]:
         """What the template's loops wrote for a message."""
-        return self._spans.get(("}", str(index)), [])
+        return self.by_mark.get(("}", str(index)), [])
 
     def loss_texts(self, index: int) -> list[Span]:
         """The marked texts of a message."""
-        return self._spans.get((")", str(index)), [])
-
-    def generation_blocks(self) -> list[Span]:
-        return self._spans.get(("]", ""), [])
+        return self.by_mark.get((")", str(index)), [])
 
     def turn_starts(self) -> list[int]:
         """Where the turns of all messages start."""
         starts: list[int] = []
-        for (closing, _), spans in self._spans.items():
+        for (closing, _), spans in self.by_mark.items():
             if closing == "}":
                 starts += [start for start, _ in spans]
         return starts
@@ -134,7 +128,7 @@ def extract_marks(text: str) -> tuple[str, MarkedSpans]:
         start = opened.pop()[2]
         # A blank span is a loop that looks through the messages without writing them.
         if plain[start:position].strip():
-            spans.add(bracket, index, (start, position))
+            spans.by_mark.setdefault((bracket, index), []).append((start, position))
     if opened or MARK_OPEN in plain or MARK_CLOSE in plain:
         raise BadRow(
             "mask",

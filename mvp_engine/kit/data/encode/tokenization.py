@@ -45,35 +45,23 @@ def locate_placeholders(
     waiting = {index: part.kind for index, part in enumerate(media)}
     places = []
     for found in any_of({token.token for token in tokens.values()}).finditer(text):
-        index = _first_with_token(waiting, tokens, found[0])
+        same_token = (i for i, kind in waiting.items() if tokens[kind].token == found[0])
+        index = next(same_token, None)
         if index is None:
             raise BadRow(
                 "placeholder_in_text",
                 f"the text has more {found[0]!r} than the row has media",
             )
         kind = waiting.pop(index)
-        outer = _outer_span(text, found.span(), tokens[kind])
-        places.append(Placeholder(index, kind, found.span(), outer))
+        start, end = found.span()
+        if text.endswith(tokens[kind].before, 0, start):
+            start -= len(tokens[kind].before)
+        if text.startswith(tokens[kind].after, end):
+            end += len(tokens[kind].after)
+        places.append(Placeholder(index, kind, found.span(), (start, end)))
     if waiting:
         raise BadRow("template", f"the chat template leaves out {len(waiting)} of the row's media")
     return tuple(places)
-
-
-def _first_with_token(
-    waiting: Mapping[int, str],
-    tokens: Mapping[str, PlaceholderToken],
-    token: str,
-) -> int | None:
-    return next((index for index, kind in waiting.items() if tokens[kind].token == token), None)
-
-
-def _outer_span(text: str, span: Span, written: PlaceholderToken) -> Span:
-    start, end = span
-    if text.endswith(written.before, 0, start):
-        start -= len(written.before)
-    if text.startswith(written.after, end):
-        end += len(written.after)
-    return start, end
 
 
 def expand_placeholders(

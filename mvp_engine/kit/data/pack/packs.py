@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -413,14 +414,15 @@ class PackLoader(SampleLoader):
             global_batch_size=dataset.packs_per_step,
             seed=dataset.seed,
             shuffle=False,
-            collate_fn=_single_item,
+            collate_fn=itemgetter(0),
             timeout=check_seconds(stall_seconds),
             **options,
         )
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for batch, bad in super().__iter__():
-            self.bad_rows.found_in_training(bad)
+            if bad:
+                self.bad_rows.found_in_training(bad)
             yield batch
 
     def end_report(self) -> str | None:
@@ -494,7 +496,3 @@ class PackLoader(SampleLoader):
     def plan_id(self) -> str:
         """A hash of the data and of the plan of this epoch."""
         return f"{self.data_id}-{self.dataset.plan.digest}"
-
-
-def _single_item(items: list[Any]) -> Any:
-    return items[0]

@@ -522,7 +522,8 @@ class StreamLoader:
         # An estimate of the rows read by all ranks that share the list of bad rows: they take as many packs each.
         ranks = self.dataset.world_size if self.bad_rows.file else 1
         self.bad_rows.rows = self.rows * ranks
-        self.bad_rows.found_in_training(output.bad)
+        if output.bad:
+            self.bad_rows.found_in_training(output.bad)
 
     def end_report(self) -> str | None:
         return self.bad_rows.report()

@@ -124,7 +124,8 @@ def read_message(raw: Any, where: str) -> Message:
         content = ""
     if isinstance(content, list | tuple):
         content = _take_actions(content, fields, f"{where}.content")
-    _check_extra_fields(fields, where)
+    for key in ("name", "tool_call_id", "reasoning_content"):  # texts that chat templates print
+        check_text(fields.get(key, ""), f"{where}.{key}")
     tool_calls = _read_tool_calls(fields.pop("tool_calls", []), f"{where}.tool_calls")
     if tool_calls:  # some templates take an empty list for a turn with tool calls
         fields["tool_calls"] = tool_calls
@@ -183,12 +184,6 @@ def _sharegpt_tool_calls(content: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         calls = [calls]
     return [{"type": "function", "function": call} for call in calls]
-
-
-def _check_extra_fields(extra: Mapping[str, Any], where: str) -> None:
-    """Check the types of texts that chat templates print; other keys may hold anything."""
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        check_text(extra.get(key, ""), f"{where}.{key}")
 
 
 def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -345,7 +340,8 @@ def fill_placeholders(
         places = count_places(messages, kind, media_tags)
         items = columns.get(kind)
         if items is None:
-            check_no_places(places, kind, row.unused())
+            if places.total:
+                check_no_places(places, kind, row.unused())
             roles[kind] = set()
         elif items and not places.total and not _has_media(messages, kind):
             first_items += columns.pop(kind)
@@ -358,7 +354,7 @@ def fill_placeholders(
         tags = [f"<{kind}>" for kind in MEDIA if message.role in roles[kind]]
         parts = tuple(_filled_parts(message.parts, tags, remaining))
         filled.append(replace(message, parts=parts))
-    return _with_first_items(filled, first_items)
+    return _with_first_items(filled, first_items) if first_items else filled
 
 
 def _has_media(messages: Sequence[Message], kind: str) -> bool:
@@ -367,8 +363,6 @@ def _has_media(messages: Sequence[Message], kind: str) -> bool:
 
 def _with_first_items(messages: list[Message], items: Sequence[Part]) -> list[Message]:
     """The messages with `items` at the beginning of the first user turn."""
-    if not items:
-        return messages
     for index, message in enumerate(messages):
         if message.role == "user":
             messages[index] = replace(message, parts=(*items, *message.parts))
@@ -383,27 +377,16 @@ def _filled_parts(
 ) -> Iterator[Part]:
     for part in parts:
         if part.kind == "text":
-            yield from _split_at_tags(part, tags, remaining)
+            pieces = re.split(f"({'|'.join(tags)})", part.value) if tags else [part.value]
+            for piece in pieces:
+                if piece in tags:
+                    yield next(remaining[piece[1:-1]])
+                elif piece:
+                    yield Part("text", piece)
         elif part.value is FROM_COLUMN:
             yield replace(part, value=next(remaining[part.kind]).value)
         else:
             yield part
-
-
-def _split_at_tags(
-    part: Part,
-    tags: Sequence[str],
-    remaining: Mapping[str, Iterator[Part]],
-) -> Iterator[Part]:
-    if not tags:
-        if part.value:
-            yield Part("text", part.value)
-        return
-    for piece in re.split(f"({'|'.join(tags)})", part.value):
-        if piece in tags:
-            yield next(remaining[piece[1:-1]])
-        elif piece:
-            yield Part("text", piece)
 
 
 class Places(NamedTuple):

@@ -307,7 +307,7 @@ class RowFormat:
     max_text: int = Limits.text_characters
     downloaded: bool = False  # media may not be paths that lead out of the dataset's folder
 
-    @property
+    @cached_property
     def drops_answers(self) -> bool:
         return self.prompt_only == "always"
 

@@ -19,8 +19,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mvp_engine.errors import UserError
@@ -122,7 +121,8 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     kinds = set[str]()
     if not row.media() and not nulls.isdisjoint(_MEDIA_COLUMNS):
         kinds.add("media")
-    if name != "prompt" and _lacks_prompt(columns, name, nulls.intersection(_PROMPTS)):
+    null_prompts = nulls.intersection(_PROMPTS)
+    if null_prompts and name != "prompt" and _lacks_prompt(columns, name, null_prompts):
         kinds.add("prompt")
     if format.optional.isdisjoint(_PROMPT_COLUMNS):
         _refuse_empty_prompt(row)
@@ -139,7 +139,7 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
 
 def _lacks_prompt(columns: Columns, name: str, nulls: set[str]) -> bool:
     """Whether the columns `nulls`, which have no value, would have been the prompt of the row."""
-    if not nulls or any(key in columns for key in _PROMPTS):
+    if any(key in columns for key in _PROMPTS):
         return False
     if (
         name == "preference"
@@ -201,18 +201,16 @@ def _unknown_format_detail(raw: Any, columns: Columns, name: str | None) -> str:
     return describe_columns(raw, {name: FORMATS[name]} if name else FORMATS)
 
 
+@dataclass(eq=False)
 class _Reader:
     """Reads the columns of one row."""
 
-    def __init__(self, format: RowFormat, columns: Columns) -> None:
-        self.format = format
-        self.columns = columns
+    format: RowFormat
+    columns: Columns
 
     def read(self, name: str) -> Row:
         readers: dict[str, Callable[[], Row]] = {
             "preference": self._preference,
-            "messages": partial(self._messages, "messages"),
-            "sharegpt": partial(self._messages, "conversations"),
             "prompt_completion": self._prompt_completion,
             "segments": self._segments,
             "texts": self._texts,
@@ -223,11 +221,11 @@ class _Reader:
             return self._prompt(FORMATS[name][0])
         if name in readers:
             return readers[name]()
+        if name in ("messages", "sharegpt"):
+            key = "messages" if name == "messages" else "conversations"
+            return self._conversation([], read_messages(self.columns[key], key))
         question, answer = FORMATS[name]
         return self._question_answer(question, answer)
-
-    def _messages(self, key: str) -> Row:
-        return self._conversation([], read_messages(self.columns[key], key))
 
     def _texts(self) -> Row:
         """Turns as the_cauldron and FineVision have them: each entry is a question and its answer."""
