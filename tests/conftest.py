@@ -38,7 +38,7 @@ LONGEST_FILES = [
     "kit/test_plan_advice.py",
     "kit/test_mllm.py",
     "test_docs.py",
-    "model_engine/test_omni_ranks.py",
+    "kit/speech/test_omni_ranks.py",
     "kit/actions/test_action_engine.py",
     "kit/test_auto.py",
     "recipes/test_qwen_audio.py",

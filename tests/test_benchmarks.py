@@ -17,7 +17,13 @@ from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
 from mvp_engine.kit.data.read import decoders
 
-HARDWARE = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
+
+def script(name):
+    """The module of a benchmark script."""
+    return import_file(ROOT / "benchmarks" / f"{name}.py")
+
+
+HARDWARE = script("hardware/table")
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
 
@@ -30,7 +36,7 @@ def test_hardware_cells_are_what_is_estimated(campaign_size):
 
 @pytest.fixture
 def bench(monkeypatch):
-    module = import_file(SCRIPT)
+    module = script("packed_attention")
     monkeypatch.setitem(sys.modules, "packed_attention", module)
     monkeypatch.setattr(module, "timed", lambda *_, **__: 2.0)
     return module
@@ -63,7 +69,7 @@ def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench, monkeypa
 def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_packs(
     monkeypatch, capsys
 ):
-    share = import_file(ROOT / "benchmarks" / "context_share.py")
+    share = script("context_share")
     monkeypatch.setattr(sys, "argv", "context_share.py --dry --context 4".split())
     share.main()
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
@@ -94,10 +100,15 @@ def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(be
 
 
 @pytest.fixture
-def compare(monkeypatch):
-    folder = ROOT / "benchmarks" / "sft"
-    monkeypatch.syspath_prepend(str(folder))
-    return import_file(folder / "compare.py")
+def sft(monkeypatch):
+    """sft(NAME): a module of the folder benchmarks/sft."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
+    return lambda name: script(f"sft/{name}")
+
+
+@pytest.fixture
+def compare(sft):
+    return sft("compare")
 
 
 def stored(name):
@@ -146,11 +157,8 @@ def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(compare, tmp_pa
 
 
 @pytest.mark.slow
-def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
-    data, trainer = (
-        import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
-    )
+def test_sft_rows_with_images_are_equal_packed_and_padded(sft):
+    data, trainer = sft("data"), sft("trainer")
     chosen = data.rows("images", 1)[:12]
     assert {len(row.grids) for row in chosen} == {0, 1, 2, 3, 4}
     packed, padded = (
@@ -167,7 +175,7 @@ def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch):
 @CAMPAIGN
 def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, monkeypatch, train):
     pytest.importorskip("sklearn")
-    engine = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
+    engine = script("sft/engine")
     data = sys.modules[engine.rows.__module__]
     monkeypatch.setitem(data.PER_STEP, "images", 6)
     keys = [
@@ -220,9 +228,8 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
     assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
 
 
-def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
-    curves = import_file(ROOT / "benchmarks" / "sft" / "curves.py")
+def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, sft):
+    curves = sft("curves")
     losses = {
         "ours": [4.0, 3.0, 2.0, 1.0],
         "ours, 4 packs": [4.0, 3.0, 2.0, 1.001],
@@ -248,18 +255,16 @@ def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, mon
 
 
 def test_trl_sequence_lengths_are_read_from_packed_labels():
-    side = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
+    side = script("sft/trl_side")
     labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])
     tokens = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])  # the last three are padding
     assert side.lengths(labels, tokens) == [3, 3, 1, 2]
     assert side.lengths(labels[:1], None) == [3, 3]
 
 
-def test_trl_token_counts_equal_what_it_trained_on(compare, tmp_path, monkeypatch):
+def test_trl_token_counts_equal_what_it_trained_on(compare, sft, tmp_path, monkeypatch):
     pytest.importorskip("trl")
-    data, trainer = (
-        import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer")
-    )
+    data, trainer = sft("data"), sft("trainer")
     make, made = trainer.trl_trainer, []
 
     def run_in_process(command, check):
@@ -287,7 +292,7 @@ def test_trl_token_counts_equal_what_it_trained_on(compare, tmp_path, monkeypatc
 
 def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):
     pytest.importorskip("datasets")
-    bench = import_file(ROOT / "benchmarks" / "loader.py")
+    bench = script("loader")
     ours, padded = bench.compare(tmp_path, 24, rounds=1, workers=0)
     assert ours["rounds"][0]["useful"] == padded["rounds"][0]["useful"] > 24 * 20
     assert ours["empty"] < padded["empty"]
@@ -296,7 +301,7 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):
 
 @CAMPAIGN
 def test_generation_benchmark_compares_equal_tokens(tmp_path):
-    bench = import_file(ROOT / "benchmarks" / "generation.py")
+    bench = script("generation")
     words = "--shape tiny --prompts 3 --new 4 --held 20 --packs 1 --steps 1".split()
     bench.main([*words, "--out", str(tmp_path / "out.json")])
     result = read_json(tmp_path / "out.json")
@@ -310,7 +315,7 @@ def test_generation_benchmark_compares_equal_tokens(tmp_path):
 
 
 def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_targets():
-    bench = import_file(ROOT / "benchmarks" / "generation.py")
+    bench = script("generation")
     result = read_json(ROOT / "benchmarks" / "results" / "generation.json")
     assert bench.table(result) in (ROOT / "docs" / "performance.md").read_text()
     seconds = {row["side"]: row["seconds"] for row in result["rows"]}
@@ -325,7 +330,7 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
 ):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(decoders, "open_image", decoders.open_image)  # the script replaces it
-    bench = import_file(ROOT / "benchmarks" / "measure_rows.py")
+    bench = script("measure_rows")
     bench.TRAINED_PACKS = campaign_size(1, 20)
     count = campaign_size(400, 50_000)
     delay = campaign_size(2, 50) / 1e3

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import CAMPAIGN, MAGIC, ROOT, TINY, mvp
-from run_files import printed_json
+from run_files import json_lines, printed_json
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import Run, list_runs
 
@@ -40,13 +39,8 @@ def test_config_show_output_trains_again(tmp_path, capsys):
 
 def test_saved_config_of_a_run_trains_with_equal_losses(two_runs):
     assert mvp(f"train {two_runs}/first/config.yaml project.run_id=third") == 0
-    first, third = (
-        list((two_runs / name / "metrics.jsonl").read_text().splitlines())
-        for name in ("first", "third")
-    )
-    assert [json.loads(line)["loss"] for line in first] == [
-        json.loads(line)["loss"] for line in third
-    ]
+    first, third = (json_lines(two_runs / name / "metrics.jsonl") for name in ("first", "third"))
+    assert [record["loss"] for record in first] == [record["loss"] for record in third]
 
 
 def test_config_schema_prints_json(capsys):
@@ -105,18 +99,7 @@ def test_runs_diff_prints_config_keys_and_metrics(two_runs, capsys):
 
 def test_runs_plot_writes_a_png(two_runs, capsys):
     out = two_runs / "both.png"
-    words = [
-        "runs",
-        "first",
-        "second",
-        "--plot",
-        "grad_norm",
-        "--out",
-        str(out),
-        "--dir",
-        str(two_runs),
-    ]
-    assert main(words) == 0
+    assert mvp(f"runs first second --plot grad_norm --out {out} --dir {two_runs}") == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert mvp(f"runs first --plot beauty --dir {two_runs}") == EXIT_USER_ERROR
     assert "no values of 'beauty' in these runs; they have:" in capsys.readouterr().err
@@ -125,13 +108,13 @@ def test_runs_plot_writes_a_png(two_runs, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["runs", "nobody"], "no run 'nobody' below"),
-        (["runs", "latest"], "no run 'latest' below"),
-        (["runs"], "no runs in"),
+        ("runs nobody", "no run 'nobody' below"),
+        ("runs latest", "no run 'latest' below"),
+        ("runs", "no runs in"),
     ],
 )
 def test_runs_without_a_match_print_a_message(tmp_path, capsys, words, expected):
-    main([*words, "--dir", str(tmp_path)])
+    mvp(f"{words} --dir {tmp_path}")
     output = capsys.readouterr()
     assert expected in output.out + output.err
 
@@ -210,5 +193,5 @@ def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mvp_engine.cli.call", interrupted)
-    assert main(["recipe"]) == 130
+    assert mvp("recipe") == 130
     assert capsys.readouterr().err == "mvp: interrupted\n"

@@ -12,7 +12,7 @@ import pytest
 from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
 
-from mvp_engine.cli import build_parser, main
+from mvp_engine.cli import build_parser
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
@@ -275,17 +275,8 @@ def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path, port):
 
 
 def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path, capsys):
-    words = [
-        "launch",
-        "slurm",
-        str(MAGIC),
-        "--nodes",
-        "2",
-        "--gpus",
-        "4",
-        "--sbatch=--partition=long gpu",
-    ]
-    assert main([*words, "optim.lr=1e-3", "optim.betas=[0.9, 0.95]"]) == 0
+    words = f"launch slurm {MAGIC} --nodes 2 --gpus 4 '--sbatch=--partition=long gpu' optim.lr=1e-3"
+    assert mvp(words, "optim.betas=[0.9, 0.95]") == 0
     text = capsys.readouterr().out
     for line in (
         "--nodes=2",

@@ -10,6 +10,7 @@ import torch
 from conftest import CAMPAIGN, user_error
 from families import VISION, parallel
 from run_files import json_lines
+from tiny_engines import ALONE
 from tiny_models import build_model, samples
 from torch._dynamo import eval_frame
 
@@ -37,14 +38,10 @@ NEW = 5
 
 def built(name, layout=None, settings=None):
     model = build_model(LanguageModel, name)
-    ones = (
-        samples(model, name)
-        if name in VISION
-        else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
-    )
-    engine = LanguageModelEngine(
-        model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings
-    )
+    ones = [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
+    if name in VISION:
+        ones = samples(model, name)
+    engine = LanguageModelEngine(model, layout or ALONE, settings)
     engine.initialize()
     return engine, ones
 
@@ -60,16 +57,9 @@ def expected(folder, name, ones, stop):
         given = {n: value[None] for n, value in one.token_fields.items() if n in takes}
         for kind, media in one.media.items():
             given |= {kind: media.values, **media.fields} if len(media.row_counts) else {}
-        given |= {
-            "input_ids": one.input_ids[None],
-            "attention_mask": torch.ones_like(one.input_ids)[None],
-        }
-        options = {
-            "do_sample": False,
-            "max_new_tokens": NEW,
-            "eos_token_id": stop,
-            "pad_token_id": 0,
-        }
+        ids = one.input_ids[None]
+        given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+        options = {"max_new_tokens": NEW, "eos_token_id": stop, "pad_token_id": 0}
         found.append(model.generate(**given, **options)[0, one.num_tokens :].tolist())
     return found
 
@@ -94,13 +84,8 @@ def on_ranks(name, sizes, stop):
     layout = Layout.of(world, parallel(**sizes))
     engine, ones = built(name, layout)
     mine = ones[: layout.data_rank] if layout.data_size > 1 else ones
-    found = generate(
-        engine,
-        PackedBatch.concat(mine) if mine else None,
-        max_new_tokens=NEW,
-        stop={stop},
-        budget=40,
-    )
+    prompts = PackedBatch.concat(mine) if mine else None
+    found = generate(engine, prompts, max_new_tokens=NEW, stop={stop}, budget=40)
     world.close()
     return found
 
@@ -159,11 +144,8 @@ def test_generate_answers_chat_row_completes_its_last_prompt():
         [ids, ids[:4]], [mask, mask[:4] & False], sequence_fields=fields
     )
     (prompt,) = split_prompts(batch)
-    assert (prompt.batch.input_ids.tolist(), prompt.expected, prompt.sequence) == (
-        ids[:8].tolist(),
-        [18, 19, 20],
-        0,
-    )
+    assert prompt.batch.input_ids.tolist() == ids[:8].tolist()
+    assert (prompt.expected, prompt.sequence) == ([18, 19, 20], 0)
     assert bool((prompt.batch.labels == IGNORE).all())
     assert not prompt.is_continuation
     (one,) = generate_answers(engine, [batch], Letters(), max_new_tokens=3)
@@ -223,9 +205,8 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeyp
 def test_complete_ends_where_the_caller_says():
     engine, ones = built("qwen3")
     (free,) = complete(engine, ones[0], Decoding(max_new_tokens=8))
-    (cut,) = complete(
-        engine, ones[0], Decoding(max_new_tokens=8, is_finished=lambda tokens: len(tokens) == 3)
-    )
+    three = Decoding(max_new_tokens=8, is_finished=lambda tokens: len(tokens) == 3)
+    (cut,) = complete(engine, ones[0], three)
     assert cut.tokens == free.tokens[:3]
     (stopped,) = complete(engine, ones[0], Decoding(max_new_tokens=8, stop={free.tokens[4]}))
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
@@ -238,25 +219,17 @@ def test_complete_top_k_and_top_p_draw_from_the_most_likely_tokens():
     ranked = probs.argsort(descending=True).tolist()
     decoding = Decoding(max_new_tokens=1, temperature=1.0, samples=400)
     in_p = int((probs.sort(descending=True).values.cumsum(-1) < 0.5).sum()) + 1
-    for changes, count in (
-        ({"top_k": 3}, 3),
-        ({"top_p": 0.5}, in_p),
-        ({"top_k": 1, "top_p": 0.5}, 1),
-    ):
+    cases = ({"top_k": 3}, 3), ({"top_p": 0.5}, in_p), ({"top_k": 1, "top_p": 0.5}, 1)
+    for changes, count in cases:
         drawn = complete(engine, ones[0], replace(decoding, **changes))
         assert {one.tokens[0] for one in drawn} <= {*ranked[:count]}
         assert len({one.tokens[0] for one in drawn}) > count / 2
         for one in drawn[:5]:
             assert one.log_probs[0] == pytest.approx(float(probs[one.tokens[0]].log()), abs=1e-4)
-    for wrong in (
-        {"top_p": 0.0},
-        {"samples": 0},
-        {"temperature": -1.0},
-        {"top_k": 0},
-        {"max_new_tokens": 0},
-    ):
-        with user_error(next(iter(wrong))):
-            replace(decoding, **wrong)
+    wrong = {"top_p": 0.0, "samples": 0, "temperature": -1.0, "top_k": 0, "max_new_tokens": 0}
+    for name, value in wrong.items():
+        with user_error(name):
+            replace(decoding, **{name: value})
 
 
 def test_complete_stop_string_ends_with_its_last_token():
@@ -264,9 +237,8 @@ def test_complete_stop_string_ends_with_its_last_token():
     decoding = Decoding(max_new_tokens=12, temperature=5.0)
     (free,) = complete(engine, ones[0], decoding)
     string = Letters().decode(free.tokens[2:5], True)
-    (cut,) = complete(
-        engine, ones[0], replace(decoding, is_finished=stop_at(Letters(), ["no", string]))
-    )
+    stops = replace(decoding, is_finished=stop_at(Letters(), ["no", string]))
+    (cut,) = complete(engine, ones[0], stops)
     assert cut.tokens == free.tokens[:5]
     assert (cut.is_finished, free.is_finished) == (True, False)
 
@@ -274,21 +246,14 @@ def test_complete_stop_string_ends_with_its_last_token():
 def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path):
     file = tmp_path / "answers.jsonl"
     for step, written in ((2, "no"), (4, "a\u2028b"), (2, "yes")):
-        write_answers(
-            file,
-            step,
-            ["chat", "text"],
-            with_verdicts([Answer(1, 7, "yes", written)], [written == "yes"]),
-        )
+        answers = with_verdicts([Answer(1, 7, "yes", written)], [written == "yes"])
+        write_answers(file, step, ["chat", "text"], answers)
     found = json_lines(file)
-    assert [(one["step"], one["written"], one["right"]) for one in found] == [
-        (4, "a\u2028b", False),
-        (2, "yes", True),
-    ]
+    kept = [(one["step"], one["written"], one["right"]) for one in found]
+    assert kept == [(4, "a\u2028b", False), (2, "yes", True)]
     assert found[0]["source"] == "text"
-    write_answers(
-        file, 2, ["chat"], [Answer(0, 7, "yes", "of course")]
-    )  # which no `score` has judged
+    unjudged = Answer(0, 7, "yes", "of course")  # by no `score`
+    write_answers(file, 2, ["chat"], [unjudged])
     assert [json.loads(line)["right"] for line in file.open()] == [False, None]
     with user_error(r"score: it returned 2 verdicts for 1 answer: return one for each"):
         with_verdicts([Answer(0, 7, "yes", "no")], [True, False])

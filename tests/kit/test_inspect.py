@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ from run_files import printed_json
 from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
-from mvp_engine.cli import main
 from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_page import show
 
@@ -49,8 +47,8 @@ def folder(tmp_path_factory):
     return made
 
 
-def inspect(capsys, *words):
-    assert mvp("data inspect", *words, "--json") == 0
+def inspect(capsys, words):
+    assert mvp(f"data inspect {words} --json") == 0
     facts = printed_json(capsys)
     assert sorted(facts) == sorted(KEYS)
     return facts
@@ -76,7 +74,7 @@ def printed(facts, width, colours=False):
 
 
 def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder, capsys):
-    facts = inspect(capsys, str(folder / "rows.jsonl"), "--limit", "2")
+    facts = inspect(capsys, f"{folder}/rows.jsonl --limit 2")
     assert facts["sources"][0] | {"name": ""} == {
         "name": "",
         "rows": 14,
@@ -102,8 +100,8 @@ def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder, 
 
 
 def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder, capsys):
-    words = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--tokens", "256"]
-    facts = inspect(capsys, *words)
+    words = f"{folder}/rows.jsonl --model {folder}/model --tokens 256"
+    facts = inspect(capsys, words)
     processor = qwen3_vl()
     row = facts["rows"][1]
     (one,) = row["sequences"]
@@ -131,7 +129,7 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder, capsys)
     assert "\x1b[1;32m1 pictures.<|im_end|>\x1b[0m" in coloured
     assert "«1 pictures.<|im_end|>»" in plain
     assert "\x1b" not in plain
-    decoded = inspect(capsys, *words, "--decode")
+    decoded = inspect(capsys, f"{words} --decode")
     assert (decoded["bad"]["by_reason"]["corrupt"], decoded["sources"][0]["good"]) == (1, 10)
 
 
@@ -139,7 +137,7 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path, capsys):
     good = chat("Hi", "Hello")
     image = {**chat("<image>?", "A cat"), "images": ["nowhere.png"]}
     write(tmp_path / "rows.jsonl", [good, {"x": 1}, {"x": 2}, "{broken", image])
-    text = printed(inspect(capsys, str(tmp_path / "rows.jsonl")), 300)
+    text = printed(inspect(capsys, f"{tmp_path}/rows.jsonl"), 300)
     reasons = "2 unknown_format, 1 bad_json, 1 missing_file"
     assert (
         text.splitlines()[0]
@@ -148,20 +146,20 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path, capsys):
     examples = text.partition("one example of each reason")[2].partition("Rows as they")[0]
     assert [examples.count(f"rows.jsonl:{line}: ") for line in (2, 3, 4, 5)] == [1, 0, 1, 1]
     write(tmp_path / "good.jsonl", [good, good])
-    text = printed(inspect(capsys, str(tmp_path / "good.jsonl")), 160)
+    text = printed(inspect(capsys, f"{tmp_path}/good.jsonl"), 160)
     assert text.startswith(f"{tmp_path}/good.jsonl: all 2 rows can be read")
 
 
 def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(folder, tmp_path, capsys):
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "long " * 99)])
-    words = ["data", "inspect", str(tmp_path / "rows.jsonl"), "--strict", "--json"]
-    assert main(words) == 0
+    words = f"data inspect {tmp_path}/rows.jsonl --strict --json"
+    assert mvp(words) == 0
     capsys.readouterr()
-    assert main([*words, "--model", str(folder / "model"), "--tokens", "64"]) == 2
+    assert mvp(f"{words} --model {folder}/model --tokens 64") == 2
     out = capsys.readouterr()
     assert json.loads(out.out)["overlong"]["rows"] == 1
     assert "--strict: 1 of 2 rows" in out.err
-    assert main([*words[:2], str(folder / "rows.jsonl"), "--strict"]) == 2
+    assert mvp(f"data inspect {folder}/rows.jsonl --strict") == 2
     assert "--strict: 2 of 14 rows" in capsys.readouterr().err
 
 
@@ -177,11 +175,11 @@ print({{"torch", "transformers"}} & set(sys.modules), file=sys.stderr)
 
 
 def test_inspect_row_is_found_by_index_and_by_place(folder, capsys):
-    words = [str(folder / "rows.jsonl"), "--model", str(folder / "model")]
+    words = f"{folder}/rows.jsonl --model {folder}/model"
     for row in ("5", "rows.jsonl:6"):
-        (shown,) = inspect(capsys, *words, "--row", row)["rows"]
+        (shown,) = inspect(capsys, f"{words} --row {row}")["rows"]
         assert (shown["row"], shown["bad"]["reason"], shown["sequences"]) == (5, "bad_json", [])
-    assert mvp("data inspect", *words, "--row", "99") == 2
+    assert mvp(f"data inspect {words} --row 99") == 2
     assert "the data has 14 rows" in capsys.readouterr().err
     assert mvp(f"data inspect {folder}/none.jsonl") == 2
 
@@ -217,15 +215,14 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path, capsys):
     write(tmp_path / "b.jsonl", [{"text": "hello"}])
     (tmp_path / "engine.py").write_text(RECIPE)
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path))
-    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    facts = inspect(capsys, f"{tmp_path}/train.yaml")
     assert [one["side"] for one in facts["rows"][0]["sequences"]] == [1, -1]
     assert facts["plan"]["packs_per_step"] == 2
     text = printed(facts, 80)
     assert "\x1b" not in text  # control characters of a row must not reach the terminal
     assert "«Yes\\x1b[2J" in text
-    facts = inspect(
-        capsys, str(tmp_path / "train.yaml"), "--split", "eval", "mllm.micro_batch_tokens=99"
-    )
+    words = "--split eval mllm.micro_batch_tokens=99"
+    facts = inspect(capsys, f"{tmp_path}/train.yaml {words}")
     assert facts["plan"]["micro_batch_tokens"] == 99
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))
     assert mvp(f"data inspect {tmp_path}/train.yaml") == 2
@@ -247,7 +244,7 @@ def test_inspect_stream_shows_its_first_rows(tmp_path, capsys, monkeypatch):
     (tmp_path / "engine.py").write_text(RECIPE)
     config = YAML.format(tmp_path).replace("a.jsonl}", "a.jsonl, stream: true}")
     (tmp_path / "train.yaml").write_text(config)
-    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    facts = inspect(capsys, f"{tmp_path}/train.yaml")
     about = {"name": "a", "rows": 6, "good": 4, "bad": 1, "overlong": 1}
     assert {key: facts["sources"][0][key] for key in about} == about
     assert (facts["bad"]["rows"][0]["where"], facts["bad"]["by_reason"]) == (
@@ -256,11 +253,11 @@ def test_inspect_stream_shows_its_first_rows(tmp_path, capsys, monkeypatch):
     )
     assert [row["where"] for row in facts["rows"]] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
     assert "only the first 6 rows" in " ".join(printed(facts, 80).split())
-    (row,) = inspect(capsys, str(tmp_path / "train.yaml"), "--row", "a.jsonl:4")["rows"]
+    (row,) = inspect(capsys, f"{tmp_path}/train.yaml --row a.jsonl:4")["rows"]
     assert row["bad"]["reason"] == "overlong"
 
 
-def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(tmp_path, capsys, monkeypatch):
+def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(tmp_path, capsys, logged):
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     write(tmp_path / "a.jsonl", [{"prompt": "Is it?", "reply": "Yes", "id": i} for i in range(30)])
     write(tmp_path / "b.jsonl", [{"text": "hello"}] * 10)
@@ -268,17 +265,11 @@ def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(tmp_path, caps
     sources = (
         "[{path: A, weight: 3, columns: {reply: completion, pic: image}}, {path: B, weight: 1}]"
     )
-    sources = sources.replace("A", str(tmp_path / "a.jsonl")).replace(
-        "B", str(tmp_path / "b.jsonl")
-    )
-    (tmp_path / "train.yaml").write_text(
-        YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {sources}\n"
-    )
-    warnings = []
-    monkeypatch.setattr(
-        logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args)
-    )
-    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    sources = sources.replace("A", f"{tmp_path}/a.jsonl").replace("B", f"{tmp_path}/b.jsonl")
+    config = YAML.partition("  pairs")[0].format(tmp_path) + "  sources: "
+    (tmp_path / "train.yaml").write_text(f"{config}{sources}\n")
+    warnings = logged()
+    facts = inspect(capsys, f"{tmp_path}/train.yaml")
     assert [source["share"] for source in facts["sources"]] == [0.75, 0.25]
     assert facts["sample"]["unused_columns"] == {"id": 30}
     text = printed(facts, 120)
@@ -286,9 +277,6 @@ def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(tmp_path, caps
     assert "id 30: no reader uses these columns" in text
     assert warnings == ["a: columns names pic, but the first rows have only id, prompt, reply"]
     streams = sources.replace("weight", "stream: true, weight")
-    (tmp_path / "train.yaml").write_text(
-        YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {streams}\n"
-    )
-    assert [
-        source["share"] for source in inspect(capsys, str(tmp_path / "train.yaml"))["sources"]
-    ] == [0.75, 0.25]
+    (tmp_path / "train.yaml").write_text(f"{config}{streams}\n")
+    facts = inspect(capsys, f"{tmp_path}/train.yaml")
+    assert [source["share"] for source in facts["sources"]] == [0.75, 0.25]

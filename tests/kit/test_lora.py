@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CAMPAIGN, ROOT, losses, user_error
+from conftest import CAMPAIGN, ROOT, losses, mvp, user_error
 from families import parallel
 from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, log_probs, pretrained, steps, weights
@@ -10,10 +10,8 @@ from test_api import constant
 from tiny_models import build_model
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.weights import pretrained as load_pretrained
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
@@ -56,11 +54,8 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base):
     assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
 
 
-def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base, monkeypatch):
-    lines = []
-    monkeypatch.setattr(
-        load_pretrained.LOGGER, "info", lambda line, *values: lines.append(line % values)
-    )
+def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base, logged):
+    lines = logged("info")
     engine_of(base, Lora(rank=4), train=False)
     assert not lines
     engine_of(base, Lora(rank=4), kind="value_model", train=False)
@@ -69,11 +64,9 @@ def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base, mo
 
 def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path):
     build_model(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
-    plain, adapted = (
-        engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4))
-    )
-    found = [log_probs(engine) for engine in (plain, adapted)]
-    assert torch.equal(*found)
+    loras = (None, Lora(rank=4))
+    engines = [engine_of(tmp_path / "qwen2", lora, train=False) for lora in loras]
+    assert torch.equal(*map(log_probs, engines))
 
 
 def train_in_bf16(folder, sizes):
@@ -91,18 +84,13 @@ def train_in_bf16(folder, sizes):
 def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "half"
-    )
-    in_fp32 = engine_of(tmp_path / "half", Lora(), train=False)
-    assert all(
-        param.dtype == torch.float32 for param in in_fp32.model.parameters()
-    )  # the precision is fp32
-    before = weights(engine_of(tmp_path / "half", Lora(rank=4), precision="bf16"))
-    for found in (
-        train_in_bf16(tmp_path / "half", {}),
-        *ranks2.run(train_in_bf16, tmp_path / "half", {"shard": 2}),
-    ):
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    in_fp32 = engine_of(half, Lora(), train=False).model  # the precision is fp32
+    assert {param.dtype for param in in_fp32.parameters()} == {torch.float32}
+    before = weights(engine_of(half, Lora(rank=4), precision="bf16"))
+    sharded = ranks2.run(train_in_bf16, half, {"shard": 2})
+    for found in (train_in_bf16(half, {}), *sharded):
         for name, value in found.items():
             assert value.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
             assert torch.equal(value, before[name]) == (".lora_" not in name), name
@@ -114,11 +102,8 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base, monkeypatch
 
     def watched(kinds, ctx, op, *args, **more):
         found = policy(kinds, ctx, op, *args, **more)
-        if (
-            found == CheckpointPolicy.MUST_SAVE
-            and not ctx.is_recompute
-            and op.overloadpacket.__name__ == "mm"
-        ):
+        is_saved = found == CheckpointPolicy.MUST_SAVE and not ctx.is_recompute
+        if is_saved and op.overloadpacket.__name__ == "mm":
             kept.append(args[0].shape[0] * args[1].shape[1])
         return found
 
@@ -183,14 +168,9 @@ def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path)
     assert train(*words, "resume=auto", config=LM, dir=tmp_path / "run") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert train(*words, "resume=auto", "workflow=evaluate", config=LM, dir=tmp_path / "run") == 0
-    for out, option in (
-        ("merged", []),
-        ("adapter", ["--adapter"]),
-    ):  # model.freeze wins over lora.train
-        assert (
-            main(["merge", str(list_runs(tmp_path / "run")[0].dir), str(tmp_path / out), *option])
-            == 0
-        )
+    run = list_runs(tmp_path / "run")[0].dir
+    for out in ("merged", "adapter --adapter"):  # model.freeze wins over lora.train
+        assert mvp(f"merge {run} {tmp_path}/{out}") == 0
 
 
 def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path):

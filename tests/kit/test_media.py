@@ -135,14 +135,8 @@ def test_row_encoder_batches_equal_the_processors_own_outputs(name):
         *([kind] for kind in media.kinds),
         *([kind] * 3 for kind in media.kinds if kind != "video"),
     ]
-    if name not in (
-        "smolvlm",
-        "qwen2_audio",
-        "llava",
-        "llava_next",
-        "gemma3",
-        "idefics3",
-    ):  # does not expand images next to videos
+    # The others do not expand images next to videos.
+    if name not in ("smolvlm", "qwen2_audio", "llava", "llava_next", "gemma3", "idefics3"):
         mixes.append(["video", *(["audio"] if "audio" in media.kinds else []), "image", "image"])
     batches = []
     for mix in mixes:
@@ -155,11 +149,8 @@ def test_row_encoder_batches_equal_the_processors_own_outputs(name):
         ]
         expected = processor_outputs(processor, text, one.infos, items)
         assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
-        types = {
-            key: expected.pop(key)[0]
-            for key in ("token_type_ids", "mm_token_type_ids")
-            if key in expected
-        }
+        names = {"token_type_ids", "mm_token_type_ids"} & expected.keys()
+        types = {name: expected.pop(name)[0] for name in names}
         assert got.token_fields.keys() == types.keys()
         assert all(torch.equal(got.token_fields[key], types[key]) for key in types)
         for kind, found in got.media.items():
@@ -255,33 +246,19 @@ def test_media_shrink_fits_the_token_budget_or_returns_none(name):
             continue
         assert small is not None
         assert 0 < media.cost(small).tokens <= whole * 2 // 3
-        blank = (
-            np.zeros((small.num_frames, 300, 400, 3), np.uint8)
-            if kind == "video"
-            else np.zeros((300, 400, 3), np.uint8)
-        )
+        frames = [small.num_frames] if kind == "video" else []
+        blank = np.zeros((*frames, 300, 400, 3), np.uint8)
         assert media.collate([small], [blank])[0] == [media.expansion(small)]
         assert media.shrink(info, 0) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_limits_survive_saving_and_loading_the_processor(name, tmp_path):
-    limits = Limits(
-        fps=1.0,
-        max_frames=4,
-        chunk_seconds=1,
-        min_pixels=64,
-        max_pixels=1000,
-        video_max_pixels=2048,
-    )
-    if name in (
-        "gemma3",
-        "llava",
-        "internvl",
-        "smolvlm",
-        "qwen2_5_omni",
-    ):  # one fixed size for all images, or for all frames
-        limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, max_pixels=1000)
+    sizes = {"max_pixels": 1000}
+    # The others have one fixed size for all images, or for all frames.
+    if name not in ("gemma3", "llava", "internvl", "smolvlm", "qwen2_5_omni"):
+        sizes |= {"min_pixels": 64, "video_max_pixels": 2048}
+    limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, **sizes)
     before = processor_of(name).to_dict()
     media = MediaHandler(processor_of(name), limits)
     assert processor_of(name).to_dict() == before

@@ -49,9 +49,8 @@ def test_gumbel_noise_depends_on_its_key_alone(monkeypatch):
         assert torch.equal(sample_tokens(logits, keys, 3), (logits + together).argmax(-1))
     assert torch.equal(gumbel_noise(keys, 3, 77), together[:, :77])
     others = [keys_of(8, [5, -1, 2**70], 2), keys_of(7, [6, -2, 2**70 + 1], 2)]
-    all_noise = torch.cat(
-        [together, gumbel_noise(keys, 4, 1001), *(gumbel_noise(one, 3, 1001) for one in others)]
-    )
+    more = [gumbel_noise(keys, 4, 1001), *(gumbel_noise(one, 3, 1001) for one in others)]
+    all_noise = torch.cat([together, *more])
     assert len(all_noise.unique()) > 0.999 * all_noise.numel()
 
 
@@ -71,9 +70,7 @@ def test_gumbel_noise_draws_follow_a_distribution_whatever_varies(varied):
     probs = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.015, 0.005])
     if varied == "position":
         few = keys_of(0, list(range(100)))
-        noises = torch.cat(
-            [gumbel_noise(few, position, len(probs)) for position in range(DRAWS // 100)]
-        )
+        noises = torch.cat([gumbel_noise(few, place, len(probs)) for place in range(DRAWS // 100)])
     else:
         keys = {
             "seed": lambda: [sequence_keys(seed, [0], 1)[0] for seed in range(DRAWS)],
@@ -117,13 +114,10 @@ def trainer_log_probs(
     temperature,
 ):
     token_type = engine.model.completion_token_type
-    batch = PackedBatch.concat(
-        [with_labels(prompts[one.prompt], one.tokens, token_type) for one in found]
-    )
-    log_probs = engine.infer_batch(batch, ["log_probs"], budget=200, temperature=temperature)[
-        "log_probs"
-    ]
-    chosen = log_probs[batch.labels != IGNORE]
+    rows = [with_labels(prompts[one.prompt], one.tokens, token_type) for one in found]
+    batch = PackedBatch.concat(rows)
+    outputs = engine.infer_batch(batch, ["log_probs"], budget=200, temperature=temperature)
+    chosen = outputs["log_probs"][batch.labels != IGNORE]
     return [part.tolist() for part in chosen.split([len(one.tokens) for one in found])]
 
 
@@ -213,13 +207,11 @@ def test_model_temperature_per_call_equals_plain_pytorch_and_leaves_the_next_cal
     logits[:, model.placeholders] = float("-inf")
     log_p = logits.log_softmax(-1)
     of_labels = log_p.gather(-1, batch.labels.clamp(min=0)[:, None])[:, 0]
-    is_trained = (batch.labels != IGNORE) & ~torch.isin(
-        batch.labels, torch.tensor(model.placeholders)
-    )
+    placeholders = torch.tensor(model.placeholders)
+    is_trained = (batch.labels != IGNORE) & ~torch.isin(batch.labels, placeholders)
     assert torch.allclose(found["log_probs"][is_trained], of_labels[is_trained], atol=1e-5)
-    assert torch.allclose(
-        found["entropy"], -log_p.exp().mul(log_p.clamp(min=-1e9)).sum(-1), atol=1e-5
-    )
+    entropy = -log_p.exp().mul(log_p.clamp(min=-1e9)).sum(-1)
+    assert torch.allclose(found["entropy"], entropy, atol=1e-5)
     assert torch.equal(model(batch, ["log_probs"])["log_probs"], before)
     with user_error("temperature=0"):
         model(batch, ["log_probs"], temperature=0)

@@ -7,7 +7,9 @@ from itertools import islice
 
 import pytest
 from conftest import ROOT, losses
+from run_files import json_lines
 from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
+from tiny_vlm import write
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.kit.data.pack.stream_loader import is_of_lane, move_lanes, start_lanes
@@ -94,9 +96,7 @@ def test_move_lanes_of_many_ranks_stay_bounded():
 @pytest.mark.slow
 def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, ranks2, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"{i} " + "word " * (i % 30)}) + "\n" for i in range(240))
-    )
+    write(rows, [{"text": f"{i} " + "word " * (i % 30)} for i in range(240)])
     words = [
         f"mllm.sources=[{{path: {rows}, stream: true}}]",
         "mllm.stream_window=2",
@@ -119,9 +119,7 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, r
     assert ranks2.launch(CONFIG, *words) == [0, 0]
     [run] = list_runs(tmp_path / "run")
     seen = Counter()
-    for note in (
-        json.loads(line) for f in run.dir.glob("seen-*") for line in f.read_text().splitlines()
-    ):
+    for note in (note for seen_by in run.dir.glob("seen-*") for note in json_lines(seen_by)):
         if note["step"] != 4 or note["rank"] == 0:  # with Ulysses both ranks have the rows
             seen.update(row for pack in note["rows"] for row in pack)
     assert seen == Counter(range(240))

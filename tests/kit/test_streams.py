@@ -32,12 +32,12 @@ def texts(rows=ROWS, seed=0):
     return [{"text": f"{i} " + "word " * int(rng.integers(1, 40))} for i in range(rows)]
 
 
+def stream_of(file, **settings):
+    return {"path": str(file), "stream": True, **settings}
+
+
 def kit(file, **settings):
-    given = {
-        "sources": [{"path": str(file), "stream": True}],
-        "stream_window": 4,
-        "stream_lanes": 2,
-    }
+    given = {"sources": [stream_of(file)], "stream_window": 4, "stream_lanes": 2}
     return made(file, tokenizer("zephyr"), **{**given, **settings})
 
 
@@ -59,9 +59,8 @@ def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(file
     assert sorted(samples([batch for batches in every for batch in batches])) == list(range(ROWS))
     assert all(batch.num_tokens <= 256 for batches in every for batch in batches)
     for loader, batches in zip(loaders, every, strict=True):
-        assert loader.fill_ratio == pytest.approx(
-            sum(b.num_tokens for b in batches) / 256 / len(batches)
-        )
+        tokens = sum(batch.num_tokens for batch in batches)
+        assert loader.fill_ratio == pytest.approx(tokens / 256 / len(batches))
 
 
 @pytest.mark.slow
@@ -75,16 +74,13 @@ def test_stream_loader_of_held_out_rows_gives_the_same_packs_on_any_ranks_and_ea
             loader = held.stream_loader("eval", rank=rank, world_size=world, **options)
             if limit is not None:
                 loader.limit_batches(limit)
-            first, again = (
-                sorted(batch.sequence_fields["sample"].tolist() for batch in loader)
-                for _ in range(2)
-            )
+            first, again = (sorted(samples([batch]) for batch in loader) for _ in range(2))
             assert first == again
             found += first
         return sorted(found)
 
     file = write(tmp_path / "held.jsonl", texts(120))
-    held = kit(file, sources=[{"path": str(file), "stream": True, "split": "eval"}], stream_lanes=4)
+    held = kit(file, sources=[stream_of(file, split="eval")], stream_lanes=4)
     alone = packs(1)
     assert len(alone) == limit or sorted(row for pack in alone for row in pack) == list(range(120))
     for world in (3, 4, 8):  # parts of the lanes, all of them, parts of their packs
@@ -159,18 +155,14 @@ def lengths_only(sizes, budget, window, lanes):
 
         def load(self, sides, root, fields):
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
-            return [
-                PackedBatch.from_sequences(
-                    [ids], sequence_fields={k: torch.tensor([v]) for k, v in fields.items()}
-                )
-            ]
+            fields = {name: torch.tensor([value]) for name, value in fields.items()}
+            return [PackedBatch.from_sequences([ids], sequence_fields=fields)]
 
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
-    encoder = Sized()
     mixture = StreamMixture([stream], [1.0])
-    dataset = StreamPackDataset(mixture, encoder, budget=budget, window=window, lanes=lanes)
+    dataset = StreamPackDataset(mixture, Sized(), budget=budget, window=window, lanes=lanes)
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
     return StreamLoader(dataset, BadRows(settings, 0))
 
@@ -179,12 +171,8 @@ def lengths_only(sizes, budget, window, lanes):
 @CAMPAIGN
 def test_stream_loader_realistic_lengths_fills_packs_to_99_percent():
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
-    sizes = (
-        np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096)
-        .astype(int)
-        .tolist()
-    )
-    loader = lengths_only(sizes, 8192, 64, 4)
+    sizes = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096)
+    loader = lengths_only(sizes.astype(int).tolist(), 8192, 64, 4)
     assert sorted(samples(list(loader))) == list(range(20_000))
     assert loader.fill_ratio >= 0.99
 
@@ -242,11 +230,8 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     expected = list(kit(plain, stream_lanes=1).stream_loader("train"))
 
     def same(path):
-        got = list(
-            kit(plain, stream_lanes=1, sources=[{"path": path, "stream": True}]).stream_loader(
-                "train"
-            )
-        )
+        streams = kit(plain, stream_lanes=1, sources=[stream_of(path)])
+        got = list(streams.stream_loader("train"))
         assert all(a.equals(b) for a, b in zip(expected, got, strict=True)), path
 
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
@@ -262,7 +247,7 @@ def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     same(str(tmp_path / "pipe"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes())))
     same("-")
-    pipes = kit(plain, sources=[{"path": "-", "stream": True}])
+    pipes = kit(plain, sources=[stream_of("-")])
     with user_error("a pipe can be read by one rank alone"):
         pipes.stream_loader("train", world_size=2)
     cut_off = (tmp_path / "b.jsonl.gz").read_bytes()[:-20]
@@ -281,7 +266,7 @@ def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(tmp_path
                 about = tarfile.TarInfo(member)
                 about.size = len(data)
                 tar.addfile(about, io.BytesIO(data))
-    settings = {"sources": [{"path": f"{tmp_path}/s.{suffix}", "stream": True}], "stream_lanes": 2}
+    settings = {"sources": [stream_of(tmp_path / f"s.{suffix}")], "stream_lanes": 2}
     loader = made(tmp_path / "x", qwen3_vl(), **settings).stream_loader("train", num_workers=2)
     batches = list(loader)
     assert sorted(samples(batches)) == list(range(8))
@@ -296,15 +281,13 @@ def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path):
     order = [which for which, _, _ in streams.rows()]
     assert (order.count(0), order.count(1)) == (60, 30)
     assert order[:40].count(1) == 30
-    sources = [{"path": str(path), "stream": True, "weight": w} for path, w in ((a, 1.0), (b, 3.0))]
-    mixed = kit(a, sources=sources)
-    found = np.concatenate(
-        [batch.sequence_fields["source"].numpy() for batch in mixed.stream_loader("train")]
-    )
+    mixed = kit(a, sources=[stream_of(a, weight=1.0), stream_of(b, weight=3.0)])
+    batches = mixed.stream_loader("train")
+    found = np.concatenate([batch.sequence_fields["source"].numpy() for batch in batches])
     assert np.bincount(found).tolist() == [60, 30]
     assert mixed.source_names() == ["a", "b"]
     with pytest.raises(ValueError, match="must be streams, or none"):
-        kit(a, sources=[{"path": str(a), "stream": True}, {"path": str(b)}])
+        kit(a, sources=[stream_of(a), {"path": str(b)}])
     with user_error("use stream_loader"):
         mixed.loader("train")
 

@@ -21,6 +21,16 @@ MOE = {
 }
 
 
+@pytest.fixture
+def start_two(ranks2):
+    """start_two(KEY=value, ...): a group on two ranks with this spec."""
+    return lambda **spec: WorkerGroup.start(spec_of(**spec), ranks=2, where=PoolLauncher(ranks2))
+
+
+def assert_near(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 def log_probs(group):
     return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
 
@@ -31,10 +41,9 @@ def log_probs(group):
     [({"tensor": 2}, TINY), ({"shard": 2, "expert": 2}, MOE)],
     ids=["tensor", "expert_parallel"],
 )
-def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(ranks2, layout, config):
-    actor_spec = spec_of(model={"config": config}, parallel=layout)
+def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(start_two, layout, config):
     with (
-        WorkerGroup.start(actor_spec, ranks=2, where=PoolLauncher(ranks2)) as actor,
+        start_two(model={"config": config}, parallel=layout) as actor,
         WorkerGroup.start(spec_of(model={"config": config}, optim=None, seed=9)) as other,
     ):
         actor.update(BATCH, TokenLoss(), budget=64)
@@ -45,29 +54,26 @@ def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(ranks2, la
         assert all(size <= 8000 or len(b) == 1 for size, b in zip(sizes, buckets, strict=True))
         other.load_weights(buckets)
         assert other.checksums() == actor.checksums()
-        torch.testing.assert_close(log_probs(other), log_probs(actor), atol=1e-5, rtol=0)
+        assert_near(log_probs(other), log_probs(actor))
         # And back, in another order, into the other layout.
         actor.update(BATCH, TokenLoss(), budget=64)
         actor.load_weights([bucket[::-1] for bucket in buckets[::-1]])
         assert actor.checksums() == other.checksums()
 
 
-def test_weights_with_lora_are_merged(ranks2):
-    lora = Lora(rank=4)
+def test_weights_with_lora_are_merged(start_two):
     with (
-        WorkerGroup.start(
-            spec_of(lora=lora, parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
-        ) as actor,
+        start_two(lora=Lora(rank=4), parallel={"shard": 2}) as actor,
         WorkerGroup.start(spec_of(optim=None)) as other,
     ):
         before = log_probs(actor)
         actor.update(BATCH, TokenLoss(), budget=64)
         other.load_weights(actor.weights())
         assert other.checksums() == actor.checksums()
-        torch.testing.assert_close(log_probs(other), log_probs(actor), atol=1e-5, rtol=0)
+        assert_near(log_probs(other), log_probs(actor))
         assert not torch.allclose(log_probs(other), before, atol=1e-3)
         base = actor.infer(BATCH, ["log_probs"], budget=64, adapters=False)["log_probs"]
-        torch.testing.assert_close(base, before, atol=1e-5, rtol=0)
+        assert_near(base, before)
         with user_error("a model with LoRA adapters cannot receive weights"):
             actor.load_weights(other.weights())
 
@@ -103,7 +109,7 @@ def test_weights_are_copies_that_a_later_update_does_not_change(on_device):
         assert all(torch.equal(value, before[name]) for name, value in bucket)
 
 
-def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path, ranks2):
+def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path, start_two):
     dropout = {**TINY, "attention_dropout": 0.0}
     spec = spec_of(model={"config": dropout}, lora=Lora(rank=4, dropout=0.5), total_steps=8)
     with WorkerGroup.start(spec) as group:
@@ -117,16 +123,14 @@ def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path, 
         weights = group.checksums(torch.float32)
         assert group.update(BATCH, TokenLoss(), budget=64, cuts=2) == after
         assert group.checksums(torch.float32) == expected
-    sharded = spec_of(model={"config": dropout}, lora=Lora(rank=4), parallel={"shard": 2})
-    with WorkerGroup.start(sharded, ranks=2, where=PoolLauncher(ranks2)) as group:
+    sharded = {"model": {"config": dropout}, "lora": Lora(rank=4), "parallel": {"shard": 2}}
+    with start_two(**sharded) as group:
         group.load(tmp_path / "actor")
         assert group.checksums(torch.float32) == weights
 
 
-def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2):
-    with WorkerGroup.start(
-        spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
-    ) as actor:
+def test_groups_with_pipeline_stages_send_and_receive_weights(start_two):
+    with start_two(parallel={"shard": 2}) as actor:
         stages = WorkerGroup.start(spec_of(parallel={"pipeline": 2}), name="reference", on=actor)
         actor.update(BATCH, TokenLoss(), budget=64)
         stages.load_weights(actor.weights())
@@ -137,14 +141,12 @@ def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2):
 
 
 @pytest.mark.slow
-def test_groups_share_processes_with_other_layouts(ranks2, tmp_path):
-    with WorkerGroup.start(
-        spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)
-    ) as actor:
+def test_groups_share_processes_with_other_layouts(start_two, tmp_path):
+    with start_two(parallel={"shard": 2}) as actor:
         critic_spec = spec_of(model={"type": "value_model"}, parallel={"ulysses": 2})
         critic = WorkerGroup.start(critic_spec, name="critic", on=actor)
         reference = WorkerGroup.start(spec_of(optim=None), name="reference", on=actor)
-        torch.testing.assert_close(log_probs(reference), log_probs(actor), atol=1e-5, rtol=0)
+        assert_near(log_probs(reference), log_probs(actor))
         critic.update(BATCH, ValueLossOne(), budget=64)
         actor.update(BATCH, TokenLoss(), budget=64)
         assert reference.checksums() != actor.checksums()
