@@ -1,7 +1,7 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit import DistilConfig, MLLMConfig
+from mvp_engine.kit import DistilConfig
 
 
 class Made(Section):
@@ -11,7 +11,3 @@ class Made(Section):
 
 class StudentConfig(DistilConfig):
     made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
-
-
-class TeacherConfig(MLLMConfig):
-    made: Made

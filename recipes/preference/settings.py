@@ -3,7 +3,7 @@
 from typing import Literal
 
 from mvp_engine.config import Section
-from mvp_engine.kit import MLLMConfig, PreferenceConfig
+from mvp_engine.kit import PreferenceConfig
 
 
 class Made(Section):
@@ -14,7 +14,3 @@ class Made(Section):
 
 class PairsConfig(PreferenceConfig):
     made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
-
-
-class ChatConfig(MLLMConfig):
-    made: Made
