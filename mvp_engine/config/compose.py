@@ -212,7 +212,8 @@ class Composed:
         engine_class, spec = find_engine(self.config.engine, self.files[-1])
         if engine_class.config_class is not type(self.config):
             raise UserError(
-                f"{spec}: the class has another config_class than its source says: set it in the class body"
+                f"{spec}: its config_class is {engine_class.config_class.__name__}, but the settings file next to it "
+                f"defines {type(self.config).__name__}: set config_class = {type(self.config).__name__}"
             )
         return engine_class
 

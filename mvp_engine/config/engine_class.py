@@ -1,16 +1,12 @@
 """Find the Engine subclass of a config: from a file path, a module name, a recipe, or the `engine.py` near the config.
 
 A recipe is a folder with an `engine.py`, and configs in it or below it. The import of an engine takes seconds, most of
-them for torch. So its config class is looked for in its source first: if this imports the class from a module, such
-as `from .settings import MyConfig`, only that module is imported.
+them for torch. So the config class of `engine.py` may lie in `settings.py` next to it, and that of `NAME.py` in
+`NAME_settings.py`: where such a file defines one config class, composing a config imports nothing else of a recipe.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -115,103 +111,31 @@ def _name(module: ModuleType) -> str:
     return module.__file__ or module.__name__
 
 
-# ---- The config class, from the source --------------------------------------------------------------
-
-
 def find_config_class(spec: str | None, config_file: Path) -> tuple[type[Config], str]:
     """The config class of an engine, and the absolute spec of the engine."""
     spec = _recipe_file(spec)
     location, _, name = spec.rpartition(":") if spec and ":" in spec else (spec or "", "", "")
-    try:
-        if location and not location.endswith(".py"):
-            source = _package_source(location)
-        else:
-            folder = config_file.parent
-            file = spec_file(location, folder) if location else nearest_engine(config_file)
-            location = str(file.resolve())
-            source = EngineSource(Path(location))
-        name = name or source.only_engine
-        if config_class := source.config_class(name):
-            return config_class, f"{location}:{name}"
-    except (LookupError, OSError, SyntaxError):
-        pass  # the import finds the class, or says what is wrong
+    if not location or location.endswith(".py"):
+        folder = config_file.parent
+        file = spec_file(location, folder) if location else nearest_engine(config_file).resolve()
+        if config_class := _settings_class(file):
+            return config_class, f"{file}:{name}" if name else str(file)
     engine_class, spec = find_engine(spec, config_file)
     return engine_class.config_class, spec
 
 
-@dataclass(frozen=True)
-class EngineSource:
-    """A file that defines or imports engines. Methods raise `LookupError` for what only its import shows."""
-
-    file: Path
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        text = self.file.read_text(encoding="utf-8")
-        if ".config_class =" in text:  # set outside of a class
-            raise LookupError(self.file)
-        return ast.parse(text)
-
-    @cached_property
-    def classes(self) -> dict[str, ast.ClassDef]:
-        return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-
-    @cached_property
-    def imports(self) -> dict[str, tuple[ast.ImportFrom, str]]:
-        """The imported names, each with its statement and its name there."""
-        statements = [node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)]
-        return {
-            alias.asname or alias.name: (node, alias.name)
-            for node in statements
-            for alias in node.names
-        }
-
-    @property
-    def only_engine(self) -> str:
-        """The one class with a base that is called ...Engine, or with such a class as its base."""
-        engines: list[str] = []
-        for node in self.classes.values():
-            bases = [ast.unparse(base) for base in node.bases]
-            if any(base.endswith("Engine") or base in engines for base in bases):
-                engines.append(node.name)
-        if len(engines) != 1:
-            raise LookupError(self.file)
-        return engines[0]
-
-    def config_class(self, name: str) -> type[Config] | None:
-        """The config class of an engine, or None for a class without one."""
-        if name in self.imports:
-            node, original = self.imports[name]
-            source = _package_source(node.module or "") if not node.level else self._sibling(node)
-            return source.config_class(original)
-        for statement in self.classes[name].body:
-            targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-            if [getattr(target, "id", None) for target in targets] == ["config_class"]:
-                return self._imported(ast.unparse(getattr(statement, "value", None) or statement))
-        for base in self.classes[name].bases:
-            if config_class := self.config_class(ast.unparse(base)):
-                return config_class
+def _settings_class(engine_file: Path) -> type[Config] | None:
+    """The one config class that the settings file of an engine defines, if there is one."""
+    stem = engine_file.stem
+    file = engine_file.with_name("settings.py" if stem == "engine" else f"{stem}_settings.py")
+    if not (engine_file.is_file() and file.is_file()):
         return None
-
-    def _imported(self, name: str) -> type[Config]:
-        node, original = self.imports[name]
-        sibling = self._sibling(node).file if node.level else None
-        module = import_file(sibling) if sibling else importlib.import_module(str(node.module))
-        config_class = getattr(module, original, None)
-        if not (isinstance(config_class, type) and issubclass(config_class, Config)):
-            raise LookupError(name)
-        return config_class
-
-    def _sibling(self, node: ast.ImportFrom) -> EngineSource:
-        if node.level > 1 or not node.module:
-            raise LookupError(node.module)
-        return EngineSource(self.file.parent / f"{node.module.replace('.', '/')}.py")
-
-
-def _package_source(module: str) -> EngineSource:
-    """The source of a module of the package: `importlib.util.find_spec` would import the packages around it."""
-    package, *names = module.split(".")
-    if package != "mvp_engine":
-        raise LookupError(module)
-    path = PACKAGE.joinpath(*names)
-    return EngineSource(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+    module = import_file(file)
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Config)
+        and value.__module__ == module.__name__
+    ]
+    return classes[0] if len(classes) == 1 else None

@@ -11,7 +11,6 @@ copy they point into the installed package.
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import json
 import keyword
@@ -26,7 +25,7 @@ from typing import Any
 import yaml
 
 from mvp_engine.config.compose import read_draft
-from mvp_engine.config.engine_class import PACKAGE, SHIPPED, EngineSource, shipped_folder
+from mvp_engine.config.engine_class import PACKAGE, SHIPPED, shipped_folder
 from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.files import atomic_path, atomic_symlink, remove
 
@@ -192,9 +191,10 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
     """Rename the recipe in all text files of `folder`; `final` is where the folder will be moved to."""
     files = [file for file in folder.rglob("*") if file.suffix in TEXT_FILES and file.is_file()]
     configs = [file for file in files if file.suffix == ".yaml"]
-    engine = None
-    with contextlib.suppress(LookupError, OSError):  # several engines, or none
-        engine = EngineSource(folder / "engine.py").only_engine
+    engine_file = folder / "engine.py"
+    source = engine_file.read_text(encoding="utf-8") if engine_file.is_file() else ""
+    engines = re.findall(r"^class (\w+)\(\w*Engine\w*\):", source, re.MULTILINE)
+    engine = engines[0] if len(engines) == 1 else None
     camel_case = "".join(word.title() for word in new.split("_") if word)
     run_names = {section_value(load_yaml(file), "project", "name") for file in configs} - {None}
     for file in files:

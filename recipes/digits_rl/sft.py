@@ -5,7 +5,7 @@ from typing import Any
 from mvp_engine.kit import MLLMEngine
 
 from .data import prepare
-from .settings import ChatConfig
+from .sft_settings import ChatConfig
 
 
 class ChatEngine(MLLMEngine):

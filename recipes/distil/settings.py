@@ -47,7 +47,3 @@ class StudentConfig(MLLMConfig):
         if self.loss.z_loss or self.loss.label_smoothing:
             raise ValueError("loss: distillation has terms of its own. Remove z_loss and label_smoothing")
         return self
-
-
-class TeacherConfig(MLLMConfig):
-    made: Made

@@ -5,7 +5,7 @@ from typing import Any
 from mvp_engine.kit import MLLMEngine
 
 from .data import prepare
-from .settings import TeacherConfig
+from .teacher_settings import TeacherConfig
 
 
 class TeacherEngine(MLLMEngine):

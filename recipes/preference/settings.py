@@ -102,7 +102,3 @@ class PairsConfig(MLLMConfig):
                 "Set preference.reference=copy"
             )
         return self
-
-
-class ChatConfig(MLLMConfig):
-    made: Made

@@ -1,7 +1,6 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit import MLLMConfig
 from mvp_engine.kit.rl import RLConfig
 
 
@@ -13,7 +12,3 @@ class Made(Section):
 
 class ReverseConfig(RLConfig):
     made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
-
-
-class ChatConfig(MLLMConfig):
-    made: Made

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.kit import Answer, MLLMConfig, MLLMDataKit, MLLMEngine, MLLMModelKit, check_rows, load_processor
+from mvp_engine.kit import Answer, MLLMDataKit, MLLMEngine, MLLMModelKit, check_rows, load_processor
 from mvp_engine.kit.row_checks import log_fill, refuse_preference_rows
+
+from .settings import SFTConfig
 
 
 class SFTEngine(MLLMEngine):
-    config_class = MLLMConfig
-    config: MLLMConfig
+    config_class = SFTConfig
+    config: SFTConfig
 
     # ---- Model -----------------------------------------------------------------------------------
 
