@@ -102,7 +102,7 @@ def test_cut_keeps_the_type_of_outputs():
 
 def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks():
     layout = dataclasses.replace(ALONE)
-    object.__setattr__(layout, "ulysses", 6)  # as seen by the scheduler alone
+    object.__setattr__(layout, "sequence_size", 6)  # as seen by the scheduler alone
     batch = packed(4, IMAGE)
     (scheduled,) = LockstepScheduler(layout).step([batch])
     dummies = scheduled.micro_batch.dummies

@@ -1,13 +1,13 @@
 """The model on packed batches: `PackedModel` and `LanguageModel`, attention, preflight, and layouts.
 
-Model engines call it through `HFAdapter`; kits subclass `PackedModel`.
+Model engines call it through a `ModelAdapter`; kits subclass `PackedModel`.
 """
 
 from __future__ import annotations
 
 # What files outside of this room import, by module. A table, not imports: a start loads the modules that it needs.
 DOOR = {
-    "adapter": "HFAdapter cast_frozen_base cast_frozen_weights",
+    "adapter": "HFAdapter ModelAdapter adapter_of cast_frozen_base cast_frozen_weights",
     "attention": (
         "NAME NoMask Overlay PACK_ARGUMENTS UnsupportedAttention Window boundaries "
         "check_options config_tree context_spec eager_attention names_in_forward "
