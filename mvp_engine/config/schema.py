@@ -141,12 +141,8 @@ class Model(Section):
         Literal["auto"] | ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     )
     compile: str | dict[Part, str | None] | None
-    compile_cache: str | None = None
-    compile_dynamic: bool = True
-    fp8: bool | dict[Part, bool]
-    fp8_weight_gradients: bool = False
+    fp8: bool | Literal["all"] | dict[Part, bool | Literal["all"]]
     quantize: dict[Part, Literal["nf4"]]
-    sequence_parallel: bool | None
     offload: Literal["none", "optimizer", "all"]
 
 

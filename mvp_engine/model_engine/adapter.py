@@ -93,10 +93,6 @@ class ModelAdapter:
 
     def replace_layers(self, layout: Layout, settings: Any) -> None:
         """Give layers another forward; their parameters are cut by matrices already, and not yet sharded."""
-        if settings.sequence_parallel is not None:
-            raise UserError(
-                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
-            )
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         """Load pretrained weights into the model; returns the names of the tensors that have their values now."""

@@ -105,10 +105,7 @@ class HFAdapter:
         return [params[name] for name in names if name in params]
 
     def replace_layers(self, layout: Layout, settings: Any) -> None:
-        if settings.sequence_parallel is not None:
-            raise UserError(
-                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
-            )
+        """The layers keep their forwards."""
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:

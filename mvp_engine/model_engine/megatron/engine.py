@@ -26,8 +26,7 @@ class MegatronAdapter(HFAdapter):
     compiles_by_default = False
 
     def replace_layers(self, layout: Layout, settings: Settings) -> None:
-        sequence = settings.sequence_parallel is not False
-        self._layers = use_megatron_layers(self.model, layout, sequence)
+        self._layers = use_megatron_layers(self.model, layout)
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
         super().cut_stage(link, skeleton)
