@@ -83,9 +83,9 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys)
 def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path, capsys):
     words = [
         "optim.lr=50",
-        "optim.warmup_steps=0",
+        "optim.warmup=0",
         "loop.total_steps=20",
-        "guard.max_consecutive_skips=4",
+        "guard.max_skips=4",
     ]
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
     words += [

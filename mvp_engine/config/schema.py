@@ -106,23 +106,15 @@ class Optim(Section):
     weight_decay: NonNegative
     lr_by_part: dict[str, NonNegative]
     schedule: Literal["cosine", "linear", "constant", "wsd"]
-    warmup_steps: int = Field(ge=0)
-    warmup_ratio: Fraction | None
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
     decay_ratio: Fraction
     min_lr_ratio: Fraction
     ema: float | None = Field(default=None, gt=0, lt=1)
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Optim:
-        if self.warmup_ratio is not None and self.warmup_steps:
-            raise ValueError("give warmup_steps or warmup_ratio, not both")
-        return self
-
 
 class Guard(Section):
     spike_sigmas: Positive | None
-    max_consecutive_skips: Count
-    max_total_skips: Count | None
+    max_skips: Count
     hang_seconds: Positive | None
 
 

@@ -165,8 +165,7 @@ class MLLMEngine(Engine):
         return self.optim.build_optimizer(model)
 
     def prepare_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     def prepare_dataloader(self, split: str) -> Any:
         return self.data.engine_loader(self, split)

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,7 @@ def explain_key(name: str, *schemas: type[Config]) -> str:
 
 def reference_page(*schemas: type[Config]) -> str:
     """All keys as a Markdown page, one table per section."""
-    keys = config_keys(*schemas)
+    keys = _without_repeated_sections(config_keys(*schemas))
     lines = [
         "# Config keys",
         "",
@@ -267,6 +267,25 @@ def reference_page(*schemas: type[Config]) -> str:
             own = [key for key in keys if _parent(key.name) == section.name]
             lines += _table([key for key in own if not key.is_section])
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _without_repeated_sections(keys: list[ConfigKey]) -> list[ConfigKey]:
+    """The keys with one row for a section that has the keys of a section of the top level with the same name."""
+    shown: list[ConfigKey] = []
+    repeated: set[str] = set()
+    for key in keys:
+        top = key.name.rpartition(".")[2]
+        inner = {
+            one.name.removeprefix(f"{key.name}.") for one in keys if _parent(one.name) == key.name
+        }
+        known = {one.name.removeprefix(f"{top}.") for one in keys}
+        if key.is_section and top != key.name and inner and inner <= known:
+            repeated.add(key.name)
+            text = f"{key.description} The keys are those of `{top}`."
+            shown.append(replace(key, default="{}", description=text, is_section=False))
+        elif _parent(key.name) not in repeated:
+            shown.append(key)
+    return shown
 
 
 def _parent(name: str) -> str:

@@ -117,9 +117,9 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
 ):
     words = [
         "optim.lr=50",
-        "optim.warmup_steps=0",
+        "optim.warmup=0",
         "checkpoint.interval=1",
-        "guard.max_consecutive_skips=3",
+        "guard.max_skips=3",
     ]
     assert main(["train", config, *words, "loop.epochs=3"]) == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]

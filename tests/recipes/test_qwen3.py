@@ -237,8 +237,8 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
     words += [
         "log.interval=1",
         "loop.eval_batches=1",
-        "optim.warmup_steps=0",
-        "optim.warmup_ratio=null",
+        "optim.warmup=0",
+        "optim.warmup=null",
         "optim.lr=1e-3",
     ]
     if name == "pretrain_gpu8":

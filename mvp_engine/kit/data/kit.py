@@ -38,7 +38,7 @@ LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 HELD_OUT_FILE = "held_out.jsonl"
-# `max_bad_fraction` of a stream counts at least this many rows: of the first few a fraction means little.
+# A share in `max_bad_rows` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
 
 
@@ -67,8 +67,6 @@ class MLLMDataKit(MeasuredSources):
             fields=settings.fields,
             row_part=settings.row_part(model_config, self.cache),
         )
-        if settings.media_dtype == "bfloat16":
-            self.row_encoder.dtype = torch.bfloat16
         self.processor = self.row_encoder.media.processor
 
     # ---- Loaders --------------------------------------------------------------------------------
@@ -195,10 +193,9 @@ class MLLMDataKit(MeasuredSources):
         All ranks must call it."""
         config = engine.config
         packs = self._engine_packs(engine)
-        if self.settings.media_dtype == "auto":
-            # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
-            bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
-            self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
+        # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
+        bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
+        self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
             "global_batch_size": packs,
             "rank": engine.layout.data_rank,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
@@ -204,12 +204,8 @@ class MLLMData(Section):
     """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the chat template."""
-    max_bad_fraction: Fraction = 0.01
-    """The run stops when more than this share of the rows is bad."""
-    max_bad_rows: int | None = Field(default=None, ge=0)
-    """The run stops when more than this number of rows is bad; null: no limit."""
-    media_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype of media values on the way to the device; auto: that of loop.precision."""
+    max_bad_rows: Annotated[int, Field(ge=0)] | Fraction = 0.01
+    """The run stops when more rows than this are bad; a number with a decimal point is a share of all rows."""
     stream_window: Count = 64
     """Packs that are filled together from a stream."""
     stream_lanes: Count = 4

@@ -56,7 +56,7 @@ class RLPlanner(Planner):
             )
         reference = config.groups.reference
         is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)
-        here = reference is None or reference.on == "actor"
+        here = reference is None or reference.shares_actor
         return replace(super().settings(config), reference_copy=is_copy and here)
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class RLPlanner(Planner):
         """With a critic on the same ranks; the KV cache in place of activations, where it is larger."""
         memory = dict(memory)
         critic = config.groups.critic
-        if ALGORITHMS[config.rl.algorithm].has_critic and critic.on == "actor":
+        if ALGORITHMS[config.rl.algorithm].has_critic and critic.shares_actor:
             memory["critic"] = sum(memory[name] for name in STATIC)
         if config.rollout.backend != "packed":
             return memory
@@ -150,7 +150,7 @@ class RLPlanner(Planner):
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
         more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
-        if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.on == "actor":
+        if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.shares_actor:
             more["critic"] = forward + update + optimizer
         if config.rollout.backend == "packed" and config.groups.rollout is None:
             more["generation"] = self._generation_seconds(config, gpus)

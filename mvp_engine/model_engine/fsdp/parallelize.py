@@ -152,7 +152,9 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
     return parts
 
 
-def _check_quantize(settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool | str]) -> None:
+def _check_quantize(
+    settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool | str]
+) -> None:
     if layout.tensor_mesh is not None:
         raise UserError(
             "model.quantize does not support parallel.tensor > 1: set parallel.shard instead"

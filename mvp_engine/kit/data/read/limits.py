@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
+CLIP_PIXELS = (
+    2**28
+)  # of all decoded frames of a video in memory; above this, frames are scaled down
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -49,8 +53,6 @@ class Limits:
     """The longest audio."""
     text_characters: int = 4_000_000
     """The most characters of text of a row, before it is tokenized: about a million tokens."""
-    clip_pixels: int = 2**28
-    """Pixels of all decoded frames of a video in memory; above this, frames are scaled down."""
     timeout: float = 30.0
     """Seconds to probe one item, and to decode it. Workers that stay at the same rows for twenty times as long, and for
     at least 600 s, stop the run."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.kit.data.read import decode_audio, decode_image, decode_video
-from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.limits import CLIP_PIXELS, Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo, number_option, pixel_options
 from mvp_engine.kit.data.read.media_source import describe
 from mvp_engine.kit.data.read.row_types import BadRow, Part
@@ -81,7 +81,7 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
     num_frames = _num_sampled_frames(part, limits, video.length, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):
         # Frames of a file are decoded smaller if all of them would not fit in memory.
-        scale = min(1.0, math.sqrt(limits.clip_pixels / (num_frames * width * height)))
+        scale = min(1.0, math.sqrt(CLIP_PIXELS / (num_frames * width * height)))
         width = max(1, int(width * scale))
         height = max(1, int(height * scale))
     return MediaInfo(
