@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,11 +87,12 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
-    other_trainers = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
     leaf = _leaf(key)
-    if leaf in other_trainers:
-        return f"Here it is {other_trainers[leaf]}"
     known = all_keys(schema)
+    if leaf in other_trainers()["hints"]:
+        return f"Here it is {other_trainers()['hints'][leaf]}"
+    if leaf in other_trainers()["same"]:
+        return f"Here it is {same_key(leaf, known) or _keys_of(leaf)[0]}"
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [one for one in known if _leaf(one) == leaf]
@@ -101,6 +104,23 @@ def suggest_key(key: str, schema: type[Config]) -> str:
     parent = key.rpartition(".")[0]
     siblings = [one for one in known if one.rpartition(".")[0] == parent]
     return f"Known keys{f' under {parent}' if parent else ''}: {', '.join(siblings)}"
+
+
+@cache
+def other_trainers() -> dict[str, dict[str, Any]]:
+    """Names of keys in other trainers: `same` by our key, `hints` by what to do instead."""
+    names: dict[str, dict[str, Any]] = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
+    return names
+
+
+def same_key(name: str, known: Collection[str]) -> str | None:
+    """Our key with the meaning of another trainer's `name`, one of those that the config knows."""
+    return next((key for key in _keys_of(name) if key in known), None)
+
+
+def _keys_of(name: str) -> list[str]:
+    keys = other_trainers()["same"].get(name, [])
+    return [keys] if isinstance(keys, str) else keys
 
 
 def _leaf(key: str) -> str:

@@ -91,12 +91,14 @@ class Loop(Section):
     eval_batches: Count | None
 
 
+def _if_auto(default: int) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value == "auto" else value)
+
+
 class Data(Section):
-    micro_batch_size: Count
+    micro_batch_size: Annotated[Count, _if_auto(32)]
     global_batch_size: Count | None
-    num_workers: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = (
-        Field(ge=0)
-    )
+    num_workers: Annotated[int, Field(ge=0), _if_auto(0)]
 
 
 class Optim(Section):

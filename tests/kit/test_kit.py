@@ -367,7 +367,9 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     with pytest.raises(UserError, match="Do all nodes see the same files"):
         kit.engine_loader(engine)
     data.micro_batch_size = 2
-    with pytest.raises(UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"):
+    with pytest.raises(
+        UserError, match=r"a micro-batch is one pack: leave out data.micro_batch_size"
+    ):
         kit.engine_loader(engine)
 
 

@@ -28,7 +28,7 @@ mllm:
   sources:
     images: {path: images.jsonl}
     held: {path: held.jsonl, split: eval}
-data: {micro_batch_size: 1, global_batch_size: 1, num_workers: 0}
+data: {global_batch_size: 1, num_workers: 0}
 loop: {total_steps: 1, eval_interval: 1}
 checkpoint: {best_metric: null}
 log: {backends: [jsonl]}

@@ -66,7 +66,7 @@ mllm:
   micro_batch_tokens: 160
   sources:
     images: {path: images.jsonl}
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+data: {global_batch_size: 2, num_workers: 0}
 loop: {epochs: 1}
 checkpoint: {interval: 2}
 log: {backends: [jsonl, file]}

@@ -262,7 +262,7 @@ class MLLMDataKit(MeasuredSources):
     def _engine_packs(self, engine: Any) -> int:
         data = engine.config.data
         if data.micro_batch_size != 1:
-            raise UserError("a micro-batch is one pack: set data.micro_batch_size=1")
+            raise UserError("a micro-batch is one pack: leave out data.micro_batch_size")
         packs = self.settings.global_batch_packs(data.global_batch_size)
         if packs is not None and packs != engine.global_batch_size:
             raise UserError(
