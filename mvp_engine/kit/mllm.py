@@ -210,7 +210,7 @@ class MLLMEngine(Engine):
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
         num_tokens = sum(map(self.num_positions, ctx.micro_batches))
-        capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
+        capacity = self.config.mllm.tokens_per_pack * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
@@ -273,7 +273,7 @@ class MLLMEngine(Engine):
                 max_new_tokens=settings.max_new_tokens,
                 prompt_tokens=settings.prompt_tokens,
                 stop=self.data.eos_token_ids,
-                budget=self.config.mllm.pack_tokens,
+                budget=self.config.mllm.tokens_per_pack,
                 keep=completions,
             )
         self.after_generation(ctx, completions)

@@ -140,7 +140,7 @@ def compile_blocks(engine: Any) -> None:
         return
     random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    _forward_backward(engine, repeated(engine.data.sample(), engine.config.mllm.pack_tokens))
+    _forward_backward(engine, repeated(engine.data.sample(), engine.config.mllm.tokens_per_pack))
     for buffer, before in buffers:
         buffer.copy_(before)
     set_rng_state(random_state)

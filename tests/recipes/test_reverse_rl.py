@@ -262,11 +262,14 @@ def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
     assert (groups.world.size, groups.world.device.type) == (8, "cuda")  # as the log names them
 
 
-@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
+@pytest.mark.parametrize("name", ["gpu1", "gpu8", "vllm_gpu1"])
 def test_rl_gpu_configs_compose(name):
     config = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
     assert config.rl.algorithm == "grpo"
     assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
+    assert (config.rollout.backend, len(config.rollout.urls)) == (
+        ("vllm", 1) if name == "vllm_gpu1" else ("packed", 0)
+    )
 
 
 def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):

@@ -114,7 +114,9 @@ class ActionEngine(MLLMEngine):
             shape = (spec.chunk, spec.action_dim)
             drawn = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
             noise = torch.cat([one.noise for one in drawn])
-        chunks = sample_actions(self.model_engine, batch, noise, None, self.config.mllm.pack_tokens)
+        chunks = sample_actions(
+            self.model_engine, batch, noise, None, self.config.mllm.tokens_per_pack
+        )
         states = np.stack([one.state for one in observations])
         return self.data.normalization.unnormalize_actions(chunks, states)
 

@@ -55,11 +55,11 @@ class MLLMDataKit(MeasuredSources):
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
         super().__init__(settings, num_workers)
-        row_tokens = settings.row_tokens or settings.pack_tokens
+        row_tokens = settings.row_tokens or settings.tokens_per_pack
         self.row_encoder = self.encoder_class(
             processor,
             settings.limits,
-            max_tokens=min(row_tokens, settings.pack_tokens),
+            max_tokens=min(row_tokens, settings.tokens_per_pack),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -95,7 +95,7 @@ class MLLMDataKit(MeasuredSources):
             self.row_formats(split),
             costs,
             self.row_encoder,
-            budget=self.settings.pack_tokens,
+            budget=self.settings.tokens_per_pack,
             packs_per_step=packs,
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
@@ -169,7 +169,7 @@ class MLLMDataKit(MeasuredSources):
         dataset = StreamPackDataset(
             StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
-            budget=self.settings.pack_tokens,
+            budget=self.settings.tokens_per_pack,
             window=self.settings.stream_window,
             lanes=lanes,
             rank=rank,

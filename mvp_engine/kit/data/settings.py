@@ -310,7 +310,7 @@ class MLLMData(Section):
         return max(MIN_STALL_SECONDS, 10 * self.limits.timeout)
 
     @property
-    def pack_tokens(self) -> int:
+    def tokens_per_pack(self) -> int:
         """`micro_batch_tokens` as a number, after the engine has chosen it."""
         if self.micro_batch_tokens == "auto":
             raise UserError(
@@ -337,7 +337,7 @@ class MLLMData(Section):
             raise UserError(
                 "mllm.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
             )
-        return self.global_batch_tokens // self.pack_tokens
+        return self.global_batch_tokens // self.tokens_per_pack
 
 
 def _check_split(split: str, sources: list[DataSource]) -> None:

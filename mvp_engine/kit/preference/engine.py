@@ -116,7 +116,7 @@ class PreferenceEngine(MLLMEngine):
         """KTO: the mean log-ratio of mismatched answers over all rows of the step, at least 0."""
         if self.config.preference.loss != "kto":
             return 0.0
-        budget = self.config.mllm.pack_tokens
+        budget = self.config.mllm.tokens_per_pack
         parts, rows = mismatched_batches(ctx.micro_batches, self.layout, budget)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self.model_engine.eval_mode():

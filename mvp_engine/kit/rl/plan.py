@@ -75,18 +75,18 @@ class RLPlanner(Planner):
         return float(config.rl.prompts * config.rl.group * length)
 
     def packs_per_step(self, config: Any, gpus: int) -> int:
-        return math.ceil(self._tokens_per_step(config) / self.data(config).pack_tokens)
+        return math.ceil(self._tokens_per_step(config) / self.data(config).tokens_per_pack)
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
         data = self.data(config)
-        key = (data.pack_tokens, 0)
+        key = (data.tokens_per_pack, 0)
         if key not in self._packs:
             if self.is_assumed:
                 rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
                 data = data.model_copy(update=rows)
                 facts = facts_of(self.model(config), config)
                 share = self.question.media_share
-                packs = assumed_packs(facts, data, data.pack_tokens, share)
+                packs = assumed_packs(facts, data, data.tokens_per_pack, share)
             else:
                 packs = _rollout_packs(self.data_kit(config), config)
             self._packs[key] = packs
@@ -160,7 +160,7 @@ class RLPlanner(Planner):
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
         ranks = max(1, gpus // self.settings(config).text_ranks)
         prompts = math.ceil(config.rl.prompts / ranks)
-        budget = self.data(config).pack_tokens
+        budget = self.data(config).tokens_per_pack
         at_a_time = min(prompts, max(1, int(budget // self.prompt_tokens.mean())))
         return at_a_time, math.ceil(prompts / at_a_time)
 
@@ -197,7 +197,7 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     longest = dataset[int(tokens[samples].argmax())]
     new = config.rollout.max_new_tokens
     group = config.rl.group
-    budget = config.mllm.pack_tokens
+    budget = config.mllm.tokens_per_pack
     packs = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
         packs.largest = [*packs.largest, _pack([longest], new, group, budget)]

@@ -328,4 +328,4 @@ class RLConfig(MLLMConfig):
     @property
     def budget(self) -> int:
         """The most tokens of a forward."""
-        return self.mllm.pack_tokens
+        return self.mllm.tokens_per_pack
