@@ -81,7 +81,7 @@ SFT = "qwen3/configs/sft_gpu1.yaml"
 # What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
 FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full", "optim.state_dtype=bfloat16"]
 LONG = ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"]
-FP8 = ["model.fp8=true", "model.fp8_weight_gradients=true"]
+FP8 = ["model.fp8=all"]
 VLM = "qwen3_vl/configs/instruct_gpu1.yaml"
 WORKS = {
     "text_0.6b": Work(SFT, "qwen3_0_6b", "tiny", "chats", peers=True),

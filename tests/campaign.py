@@ -120,7 +120,7 @@ def reinforcement_learning(folder):
     base = Recipe(
         "",
         configs / "sft.yaml",
-        [*LOGS, "made.rows=40", "optim.warmup_steps=0", "resume=null"],
+        [*LOGS, "made.rows=40", "optim.warmup=0", "resume=null"],
         [],
         16,
     )

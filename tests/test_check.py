@@ -142,7 +142,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsy
 
 
 def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, capsys):
-    words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
+    words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
     for number, problem in enumerate(found["problems"], start=1):
@@ -195,7 +195,7 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
         r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
     )
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
-    found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
+    found = checked(capsys, DIGITS, *words, "mllm.max_bad_rows=0.1")
     bad, columns, unused = [
         text for text in found["warnings"] if "wait for data" not in text
     ]  # on a busy machine

@@ -65,7 +65,7 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
 
 
 def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path, capsys):
-    words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=2"]
+    words = ["tiny.fault=nan_forever", "guard.max_skips=2"]
     assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
     assert mvp(f"runs latest --dir {tmp_path}") == 0
     printed = capsys.readouterr().out

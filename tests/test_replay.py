@@ -76,9 +76,7 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path, capsys):
-    words = (
-        "optim.lr=50 optim.warmup_steps=0 loop.total_steps=20 guard.max_consecutive_skips=4".split()
-    )
+    words = "optim.lr=50 optim.warmup=0 loop.total_steps=20 guard.max_skips=4".split()
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
     words += "model.width=32 loop.eval_interval=null checkpoint.best_metric=null checkpoint.interval=1".split()
     assert train(*words, config=MAGIC, dir=tmp_path) == EXIT_USER_ERROR

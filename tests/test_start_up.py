@@ -68,14 +68,12 @@ def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(
         ("cpu", "inductor", False),
     ],
 )
-def test_compile_workers_start_for_inductor_on_a_gpu(
-    device, setting, started, monkeypatch, tmp_path
-):
+def test_compile_workers_start_for_inductor_on_a_gpu(device, setting, started, monkeypatch):
     from torch._inductor.async_compile import AsyncCompile
 
     calls = []
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: calls.append("started"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    model = SimpleNamespace(compile=setting, compile_cache=str(tmp_path))
+    model = SimpleNamespace(compile=setting)
     start_compile_workers(torch.device(device), model)
     assert bool(calls) == started

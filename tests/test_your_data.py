@@ -77,16 +77,14 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder, capsys):
     assert "rows cannot be trained on: 1 missing_file, 1 wrong_type" in _printed(capsys)
     (config,) = blocks("yaml")
     file = folder / "shapes" / "train.yaml"
-    file.write_text(config.replace("warmup_steps", "warm_up_steps"))
+    file.write_text(config.replace("warmup:", "warm_up:"))
     assert run(check, *SMALL) == EXIT_USER_ERROR
-    expected = (
-        r"train.yaml:\d+: unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'"
-    )
+    expected = r"train.yaml:\d+: unknown key 'optim.warm_up'. Did you mean 'optim.warmup'"
     assert re.search(expected, _printed(capsys))
     file.write_text(config)
     assert run(check, *SMALL) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
     assert "missing_file train.jsonl:8: " in _printed(capsys)
-    allowed = [*SMALL, "mllm.max_bad_fraction=0.1", "optim.lr=1e-4"]
+    allowed = [*SMALL, "mllm.max_bad_rows=0.1", "optim.lr=1e-4"]
     assert run(check, *allowed) == 0
     assert "ready to train" in _printed(capsys)
     assert not (folder / "outputs").exists()

@@ -50,7 +50,7 @@ from mvp_engine.log.peaks import device_peak
 HERE = Path(__file__).parent
 FP8 = "model.fp8=true"
 OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": [FP8], "ours, JPEG files": ["sft.source=files"]}
-OURS["ours, fp8 all"] = [FP8, "model.fp8_weight_gradients=true"]
+OURS["ours, fp8 all"] = ["model.fp8=all"]
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
 TRL = {"TRL + Liger": "bfd", "TRL + Liger, wrapped": "wrapped"}  # how it packs
 INTERVAL = 5

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -108,11 +110,12 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
-    other_trainers = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
     leaf = _leaf(key)
-    if leaf in other_trainers:
-        return f"Here it is {other_trainers[leaf]}"
     known = all_keys(schema)
+    if leaf in other_trainers()["hints"]:
+        return f"Here it is {other_trainers()['hints'][leaf]}"
+    if leaf in other_trainers()["same"]:
+        return f"Here it is {same_key(leaf, known) or _keys_of(leaf)[0]}"
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [one for one in known if _leaf(one) == leaf]
@@ -124,6 +127,23 @@ def suggest_key(key: str, schema: type[Config]) -> str:
     parent = key.rpartition(".")[0]
     siblings = [one for one in known if one.rpartition(".")[0] == parent]
     return f"Known keys{f' under {parent}' if parent else ''}: {', '.join(siblings)}"
+
+
+@cache
+def other_trainers() -> dict[str, dict[str, Any]]:
+    """Names of keys in other trainers: `same` by our key, `hints` by what to do instead."""
+    names: dict[str, dict[str, Any]] = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
+    return names
+
+
+def same_key(name: str, known: Collection[str]) -> str | None:
+    """Our key with the meaning of another trainer's `name`, one of those that the config knows."""
+    return next((key for key in _keys_of(name) if key in known), None)
+
+
+def _keys_of(name: str) -> list[str]:
+    keys = other_trainers()["same"].get(name, [])
+    return [keys] if isinstance(keys, str) else keys
 
 
 def _leaf(key: str) -> str:
@@ -287,6 +307,8 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     words = [_parse_override(word) for word in overrides]
     inheritance = Inheritance(file, {word.key_or_group: word.value() for word in words})
     inheritance.read(file)
+    overrides = _with_our_names(inheritance.trees, list(overrides), words, file)
+    words = [_parse_override(word) for word in overrides]
     values = copy.deepcopy(_default_values())
     for source, tree in inheritance.trees.items():
         for name in reversed(source.prefix.split(".")[:-1]):
@@ -307,6 +329,72 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
         raise UserError(f"{short_path(file)} does not compose: {_in_one_line(error)}") from None
     files = [ConfigFile(DEFAULTS, ""), *inheritance.trees]
     return Draft(files, list(overrides), {str(key): values[key] for key in values}, missing)
+
+
+def _with_our_names(
+    trees: dict[ConfigFile, dict[str, Any]], overrides: list[str], words: list[Override], file: Path
+) -> list[str]:
+    """Rename keys of other trainers with the same meaning as ours, in `trees`; returns the overrides, renamed too."""
+    foreign = other_trainers()["same"].keys()
+    tops = {name for source, tree in trees.items() if not source.prefix for name in tree}
+    if not foreign & (tops | {word.key_or_group for word in words}):
+        return overrides
+    specs = [tree["engine"] for tree in trees.values() if "engine" in tree]
+    specs += [word.value() for word in words if word.key_or_group == "engine"]
+    schema = find_config_class(specs[-1] if specs else None, file)[0]
+    known = all_keys(schema)
+    names = {name: same_key(name, known) for name in foreign if name not in schema.model_fields}
+    ours = {name: key for name, key in names.items() if key is not None}
+    for source, tree in trees.items():
+        for name in [name for name in tree if name in ours and not source.prefix]:
+            place = short_path(source.path)
+            _set_once(tree, ours[name], _converted(name, tree.pop(name)), name, place)
+    given = {word.key_or_group for word in words}
+    return [
+        _renamed_word(text, word, ours, given) for text, word in zip(overrides, words, strict=True)
+    ]
+
+
+def _set_once(tree: dict[Any, Any], key: str, value: Any, name: str, place: str) -> None:
+    """Set a dotted key in the tree of a file, which has it as `name`."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        if not isinstance(tree.get(section), dict):
+            tree[section] = {}
+        tree = tree[section]
+    if leaf in tree:
+        raise UserError(f"{place}: {name} and {key} are the same key: remove one")
+    tree[leaf] = value
+    _note(f"{place}: {name} sets {key}")
+
+
+def _renamed_word(text: str, word: Override, ours: dict[str, str], given: set[str]) -> str:
+    """A word of the command line with our name; `given`: the keys of all words."""
+    name = word.key_or_group
+    if name not in ours or word.is_delete():
+        return text
+    key = ours[name]
+    if key in given:
+        raise UserError(f"command line: {name} and {key} are the same key: remove one")
+    _note(f"command line: {name} sets {key}")
+    value = _converted(name, word.value())
+    return text.replace(name, key, 1) if value is word.value() else f"{key}={value}"
+
+
+def _converted(name: str, value: Any) -> Any:
+    """A value as our key has it: a ratio is no whole number, a number of epochs is one."""
+    if name.endswith("_ratio") and type(value) is int:
+        return float(value)
+    if name.endswith("_epochs") and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+@cache
+def _note(text: str) -> None:
+    """Print a line once, on one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mvp: {text}", file=sys.stderr)
 
 
 @cache

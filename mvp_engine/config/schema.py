@@ -98,12 +98,14 @@ class Loop(Section):
     eval_batches: Count | None
 
 
+def _if_auto(default: int) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value == "auto" else value)
+
+
 class Data(Section):
-    micro_batch_size: Count
+    micro_batch_size: Annotated[Count, _if_auto(32)]
     global_batch_size: Count | None
-    num_workers: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = (
-        Field(ge=0)
-    )
+    num_workers: Annotated[int, Field(ge=0), _if_auto(0)]
 
 
 class Optim(Section):
@@ -113,23 +115,15 @@ class Optim(Section):
     weight_decay: NonNegative
     lr_by_part: dict[str, NonNegative]
     schedule: Literal["cosine", "linear", "constant", "wsd"]
-    warmup_steps: int = Field(ge=0)
-    warmup_ratio: Fraction | None
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
     decay_ratio: Fraction
     min_lr_ratio: Fraction
     ema: float | None = Field(default=None, gt=0, lt=1)
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Optim:
-        if self.warmup_ratio is not None and self.warmup_steps:
-            raise ValueError("give warmup_steps or warmup_ratio, not both")
-        return self
-
 
 class Guard(Section):
     spike_sigmas: Positive | None
-    max_consecutive_skips: Count
-    max_total_skips: Count | None
+    max_skips: Count
     hang_seconds: Positive | None
 
 
@@ -148,12 +142,8 @@ class Model(Section):
         Literal["auto"] | ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     )
     compile: str | dict[Part, str | None] | None
-    compile_cache: str | None = None
-    compile_dynamic: bool = True
-    fp8: bool | dict[Part, bool]
-    fp8_weight_gradients: bool = False
+    fp8: bool | Literal["all"] | dict[Part, bool | Literal["all"]]
     quantize: dict[Part, Literal["nf4"]]
-    sequence_parallel: bool | None
     offload: Literal["none", "optimizer", "all"]
 
 

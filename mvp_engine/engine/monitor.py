@@ -107,13 +107,9 @@ class SkipGuard:
             text = f"step {step} skipped on all ranks: {status.reason}{where}. Skipped so far: {self.total} "
             text += f"({self.consecutive} in a row). Find the row with: {self.replay_command}"
             LOGGER.warning(text)
-        config = self.config
-        if self.consecutive >= config.max_consecutive_skips:
-            limit = f"guard.max_consecutive_skips={config.max_consecutive_skips}"
-        elif self.total >= (config.max_total_skips or math.inf):
-            limit = f"guard.max_total_skips={config.max_total_skips}"
-        else:
+        if self.consecutive < self.config.max_skips:
             return
+        limit = f"guard.max_skips={self.config.max_skips}"
         raise UserError(
             f"stopped at step {step}: skipped {count(self.consecutive, 'step')} in a row and {self.total} in all"
             f" ({limit}); the last because {status.reason}. {self._advice(engine)}"

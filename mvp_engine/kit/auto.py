@@ -154,7 +154,7 @@ def global_batch(config: Any, kit: MLLMDataKit) -> Choice:
         tokens = max(tokens, longest)
         values[f"{section}.row_tokens"] = longest
     else:
-        tokens = max(1, tokens // data.pack_tokens) * data.pack_tokens
+        tokens = max(1, tokens // data.tokens_per_pack) * data.tokens_per_pack
     values[f"{section}.global_batch_tokens"] = tokens
     steps = -(-total // tokens)
     return Choice(

@@ -256,7 +256,7 @@ class EvalGenerationKit:
                 max_new_tokens=self.settings.max_new_tokens,
                 prompt_tokens=self.settings.prompt_tokens,
                 stop=engine.data.eos_token_ids,
-                budget=engine.config.mllm.pack_tokens,
+                budget=engine.config.mllm.tokens_per_pack,
                 keep=completions,
             )
         engine.after_generation(ctx, completions)

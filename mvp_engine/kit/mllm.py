@@ -104,8 +104,7 @@ class MLLMEngine(Engine):
         return self.optim.build_optimizer(model)
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     def before_train(self) -> None:
         model_kit.export_link(self.config.export)
@@ -122,7 +121,7 @@ class MLLMEngine(Engine):
             self, ctx, model.check
         )  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
-        row_checks.log_fill(ctx, self.config.mllm.pack_tokens, self.num_positions)
+        row_checks.log_fill(ctx, self.config.mllm.tokens_per_pack, self.num_positions)
 
     def num_positions(self, batch: PackedBatch) -> int:
         """What a micro-batch holds of the budget of a pack."""

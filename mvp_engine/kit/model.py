@@ -101,9 +101,6 @@ class MLLMModelKit:
 # blocks of a model on a few rows, while the costs of all rows are measured.
 
 LOGGER = logging.getLogger("mvp_engine")
-# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
-# enough where its sizes are marked (`model.compile_dynamic`).
-SHARES = (1.0, 0.9)
 
 
 def prepare_kernels(device: torch.device, model: Model) -> None:
@@ -121,7 +118,7 @@ def start_compile_workers(device: torch.device, model: Model) -> None:
     backends = setting.values() if isinstance(setting, dict) else [setting]
     if device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
         return
-    use_cache(model.compile_cache)  # the processes inherit its environment variable
+    use_cache()  # the processes inherit its environment variable
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.use_process_pool()
@@ -142,23 +139,20 @@ def prepare_attention(device: torch.device) -> None:
 
 
 def compile_blocks(engine: Any) -> None:
-    """Run forward and backward on packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
+    """Run forward and backward on a pack of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
 
-    It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
+    One pack is enough, since the sizes that differ between packs are marked. It does nothing when all rows are measured
+    already: then the first steps compile. All ranks must call it: they run the same rows.
     """
     model: Any = engine.model
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     if not is_compiled or engine.layout.pipeline > 1 or engine.data.is_stream():
         return
+    if not engine.world.any(engine.data.is_measuring)[0]:
+        return
     random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    sample: PackedBatch | None = None
-    for share in SHARES[:1] if engine.config.model.compile_dynamic else SHARES:
-        if not engine.world.any(engine.data.is_measuring)[0]:
-            break
-        sample = sample or engine.data.sample()
-        tokens = int(share * engine.config.mllm.pack_tokens)
-        _forward_backward(engine, repeated(sample, tokens))
+    _forward_backward(engine, repeated(engine.data.sample(), engine.config.mllm.tokens_per_pack))
     for buffer, before in buffers:
         buffer.copy_(before)
     set_rng_state(random_state)

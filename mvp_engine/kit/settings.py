@@ -59,11 +59,13 @@ class MLLMConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_workers(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _defaults_of_the_data_kit(cls, values: dict[str, Any]) -> dict[str, Any]:
         data = values.get("data")
-        if isinstance(data, dict) and data.get("num_workers") == "auto":
-            return {**values, "data": {**data, "num_workers": default_num_workers()}}
-        return values
+        if not isinstance(data, dict):
+            return values
+        kit = {"micro_batch_size": 1, "num_workers": default_num_workers()}
+        chosen = {name: default for name, default in kit.items() if data.get(name) == "auto"}
+        return {**values, "data": {**data, **chosen}}
 
     @model_validator(mode="after")
     def _check_sections(self) -> MLLMConfig:

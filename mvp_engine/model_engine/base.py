@@ -157,12 +157,8 @@ class Settings:
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names
     activation_checkpointing: str | Mapping[Any, str] = "none"  # a mode; or modes by part
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
-    compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
-    compile_dynamic: bool = True  # the first graph of a block is for packs of any size
-    fp8: bool | Mapping[Any, bool] = False  # linear layers and experts in FP8; or by part
-    fp8_weight_gradients: bool = False  # of linear layers in FP8, in FP8 as well
+    fp8: Any = False  # linear layers and experts in FP8; all: weight gradients too; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
-    sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
     trainable_only: bool | None = None  # checkpoints without frozen weights; None: only with LoRA
     experts: Experts = field(default_factory=Experts)  # how experts are balanced
@@ -180,17 +176,13 @@ class Settings:
             )
         self._check("activation_checkpointing", modes, CHECKPOINTING_MODES)
         fp8 = self.fp8.values() if isinstance(self.fp8, Mapping) else [self.fp8]
-        if self.fp8_weight_gradients and not any(fp8):
-            raise UserError(
-                "model.fp8_weight_gradients is for the layers of model.fp8, which is off: set model.fp8=true, or "
-                "remove model.fp8_weight_gradients"
-            )
+        self._check("fp8", fp8, (False, True, "all"))
 
     @staticmethod
-    def _check(key: str, values: Iterable[Any], known: tuple[str, ...]) -> None:
+    def _check(key: str, values: Iterable[Any], known: tuple[Any, ...]) -> None:
         wrong = [value for value in values if value not in known]
         if wrong:
-            raise UserError(f"Settings: {key}={wrong[0]!r} is none of {', '.join(known)}")
+            raise UserError(f"Settings: {key}={wrong[0]!r} is none of {', '.join(map(str, known))}")
 
     @classmethod
     def from_config(cls, config: Config, precision: str, **more: Any) -> Self:

@@ -114,8 +114,8 @@ def _check_without_total_steps(config: Optim) -> None:
     key = None
     if config.schedule != "constant":
         key = f"optim.schedule={config.schedule}"
-    elif config.warmup_ratio is not None:
-        key = "optim.warmup_ratio"
+    elif isinstance(config.warmup, float):
+        key = f"optim.warmup={config.warmup}"
     if key is not None:
         raise UserError(
             f"{key} needs the number of steps, and the loader has no length: "
@@ -125,9 +125,8 @@ def _check_without_total_steps(config: Optim) -> None:
 
 def lr_factor(step: int, config: Optim, total_steps: int) -> float:
     """The factor of `optim.lr` at a step, counted from 0."""
-    warmup = config.warmup_steps
-    if config.warmup_ratio is not None:
-        warmup = math.ceil(config.warmup_ratio * total_steps)
+    is_share = isinstance(config.warmup, float)
+    warmup = math.ceil(config.warmup * total_steps) if is_share else config.warmup
     if step < warmup:
         return (step + 1) / warmup
     decay_start = warmup

@@ -6,7 +6,7 @@ Scaling is row-wise: each row of a matrix has a scale that maps its largest valu
 float8 one, so an outlier costs precision in one token or one output, not in all. Scales are powers of two, so that what
 is quantized by rows can be transposed, then with one scale. Outputs and gradients of inputs are
 FP8 GEMMs. Gradients of weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs of transposed operands
-(`model.fp8_weight_gradients`). Weights and optimizer states stay float32.
+(`model.fp8=all`). Weights and optimizer states stay float32.
 """
 
 from __future__ import annotations

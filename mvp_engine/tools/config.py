@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ def explain_key(name: str, *schemas: type[Config]) -> str:
 
 def reference_page(*schemas: type[Config]) -> str:
     """All keys as a Markdown page, one table per section."""
-    keys = config_keys(*schemas)
+    keys = _without_repeated_sections(config_keys(*schemas))
     lines = [
         "# Config keys",
         "",
@@ -303,6 +303,25 @@ def _recipes_table(known: list[ConfigKey]) -> list[str]:
             keys = ", ".join(f"`{name}`" for name in own)
             lines.append(f"| [{recipe}](../recipes/{recipe}/README.md) | {keys} |")
     return lines
+
+
+def _without_repeated_sections(keys: list[ConfigKey]) -> list[ConfigKey]:
+    """The keys with one row for a section that has the keys of a section of the top level with the same name."""
+    shown: list[ConfigKey] = []
+    repeated: set[str] = set()
+    for key in keys:
+        top = key.name.rpartition(".")[2]
+        inner = {
+            one.name.removeprefix(f"{key.name}.") for one in keys if _parent(one.name) == key.name
+        }
+        known = {one.name.removeprefix(f"{top}.") for one in keys}
+        if key.is_section and top != key.name and inner and inner <= known:
+            repeated.add(key.name)
+            text = f"{key.description} The keys are those of `{top}`."
+            shown.append(replace(key, default="{}", description=text, is_section=False))
+        elif _parent(key.name) not in repeated:
+            shown.append(key)
+    return shown
 
 
 def _parent(name: str) -> str:

@@ -437,7 +437,7 @@ def check_fp8() -> Finding:
     if wrong:
         what, key = {
             "relative_error": ("values", "model.fp8"),
-            "weight_gradient_error": ("weight gradients", "model.fp8_weight_gradients"),
+            "weight_gradient_error": ("weight gradients", "model.fp8=all"),
             "experts_error": ("values of stacked experts", "model.fp8"),
         }[wrong]
         text = f"wrong {what}: relative error {errors[wrong]:.1e}"
@@ -445,7 +445,7 @@ def check_fp8() -> Finding:
     experts = (
         ", also of stacked experts" if has_experts else "; stacked experts stay in bf16 on this GPU"
     )
-    text = f"supported: model.fp8=true, model.fp8_weight_gradients=true{experts}"
+    text = f"supported: model.fp8=true, model.fp8=all{experts}"
     return ok("FP8", text, **errors)
 
 

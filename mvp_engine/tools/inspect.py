@@ -253,7 +253,7 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
         {
             "sources": [{"path": path}],
             "micro_batch_tokens": pack_tokens,
-            "max_bad_fraction": 1.0,
+            "max_bad_rows": 1.0,
             "pairs": True,
         }
     )

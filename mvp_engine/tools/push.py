@@ -152,7 +152,7 @@ def _license(base: str | None) -> str | None:
 
 # The config keys of the table, in its order. Keys that a run does not have are left out.
 SHOWN_KEYS = [
-    "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup_steps", "optim.warmup_ratio",
+    "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup",
     "optim.weight_decay", "loop.epochs", "loop.total_steps", "loop.precision", "data.global_batch_size",
     "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
     "lora.targets", "model.freeze", "seed",

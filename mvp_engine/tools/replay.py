@@ -44,7 +44,7 @@ OVERRIDES += [
     "checkpoint.best_metric=null",
     "checkpoint.patience=null",
 ]
-OVERRIDES += ["guard.max_consecutive_skips=1000000000", "guard.max_total_skips=null"]
+OVERRIDES += ["guard.max_skips=1000000000"]
 
 
 def replay_step(run: Run, step: int | None) -> dict[str, Any]:

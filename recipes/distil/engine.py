@@ -51,8 +51,7 @@ class StudentEngine(MLLMEngine):
         return self.optim.build_optimizer(model)  # of the section `optim`, by default AdamW
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
 

@@ -60,8 +60,7 @@ class PairsEngine(MLLMEngine):
         return self.optim.build_optimizer(model)  # of the section `optim`, by default AdamW
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
 
@@ -77,7 +76,7 @@ class PairsEngine(MLLMEngine):
             self.nll_scale = kit.pairs_per_token(ctx.micro_batches, self.layout)
         if settings.loss == "kto":
             # From prompts with answers of other rows: the policy should find them as likely as its reference does.
-            self.kl = kit.mismatched_kl(self, self.reference, ctx.micro_batches, self.config.mllm.pack_tokens)
+            self.kl = kit.mismatched_kl(self, self.reference, ctx.micro_batches, self.config.mllm.tokens_per_pack)
             ctx.log("kl", self.kl)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:

@@ -43,8 +43,7 @@ class Qwen3Engine(MLLMEngine):
         return self.optim.build_optimizer(model)  # Muon for matrices of blocks with optim.kind=muon, else AdamW
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
 

@@ -52,8 +52,7 @@ class VLEngine(MLLMEngine):
         )  # one group of parameters for each part with a learning rate of its own
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
 

@@ -57,8 +57,7 @@ class SFTEngine(MLLMEngine):
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
         """A warm-up, then `optim.schedule` over all steps."""
-        tokens = self.config.mllm.pack_tokens * self.global_batch_size
-        return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
+        return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
 
@@ -67,7 +66,7 @@ class SFTEngine(MLLMEngine):
         model: Any = self.model
         check_rows(self, ctx, model.check)
         self.mfu.count(ctx)
-        log_fill(ctx, self.config.mllm.pack_tokens, self.num_positions)
+        log_fill(ctx, self.config.mllm.tokens_per_pack, self.num_positions)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over the tokens with a label, and their number. Change the loss here.

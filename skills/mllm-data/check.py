@@ -100,7 +100,7 @@ def problems(make: Make = with_kit) -> list[str]:
             "cache": str(folder / "cache"),
             "micro_batch_tokens": BUDGET,
             "global_batch_tokens": 4 * BUDGET,
-            "max_bad_fraction": 0.1,
+            "max_bad_rows": 0.1,
         }
 
         def loader(rank: int, world_size: int) -> Any:

@@ -26,7 +26,7 @@ MAX_GAP = 0.05
 OVERRIDES = ["log.backends=[jsonl]", "log.interval=1", "loop.total_steps=1", "loop.epochs=null", "loop.precision=fp32"]
 OVERRIDES += ["device=cpu", "resume=null", "workflow=train", "checkpoint.interval=null", "checkpoint.best_metric=null"]
 OVERRIDES += ["loop.eval_interval=null", "export=null", "rl.updates=1", "rl.behind=0", "rl.critic_warmup=0"]
-OVERRIDES += ["optim.warmup_steps=0", "optim.lr=1e-4", "optim.schedule=constant", "optim.weight_decay=0"]
+OVERRIDES += ["optim.warmup=0", "optim.lr=1e-4", "optim.schedule=constant", "optim.weight_decay=0"]
 OVERRIDES += ["model.compile=null"]
 
 

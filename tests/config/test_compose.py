@@ -125,11 +125,8 @@ def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
 
 def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
-    base.write_text(base.read_text().replace("warmup_steps", "warmup_stepz"))
-    assert (
-        f"{base}:11: unknown key 'optim.warmup_stepz'. Did you mean 'optim.warmup_steps'?"
-        in error(recipe)
-    )
+    base.write_text(base.read_text().replace("warmup:", "warmupz:"))
+    assert f"{base}:11: unknown key 'optim.warmupz'. Did you mean 'optim.warmup'?" in error(recipe)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def config(tmp_path_factory):
             "sources": sources,
             "micro_batch_tokens": 48,
             "cache": str(folder / "costs"),
-            "max_bad_fraction": 0.5,
+            "max_bad_rows": 0.5,
         },
         # Workers of the tests' fork server would outlive a rank that is killed.
         "data": {"micro_batch_size": 1, "global_batch_size": 4, "num_workers": 0},

@@ -47,13 +47,11 @@ def test_non_finite_steps_stay_out_of_means_and_of_the_schedule(train, tmp_path)
 
 
 def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tmp_path, capsys):
-    code = train(
-        "tiny.fault=nan_forever guard.max_consecutive_skips=4 checkpoint.interval=2", dir=tmp_path
-    )
+    code = train("tiny.fault=nan_forever guard.max_skips=4 checkpoint.interval=2", dir=tmp_path)
     assert code == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "stopped at step 6: skipped 4 steps in a row" in text
-    assert "guard.max_consecutive_skips=4" in text
+    assert "guard.max_skips=4" in text
     assert f"mvp check {newest(tmp_path).dir}" in text
     assert "Traceback" not in text
     assert newest(tmp_path).status() == "failed"
@@ -61,15 +59,10 @@ def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tm
 
 
 def test_guard_state_is_restored_on_resume(train, tmp_path):
-    words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=6", "checkpoint.interval=2"]
+    words = ["tiny.fault=nan_forever", "guard.max_skips=6", "checkpoint.interval=2"]
     assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0  # 4 skips
     assert train(*words, "resume=auto", "loop.total_steps=12", dir=tmp_path) == EXIT_USER_ERROR
     assert skipped(tmp_path)[-1]["step"] == 8
-
-
-def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path, capsys):
-    assert train("tiny.fault=nan_once guard.max_total_skips=1", dir=tmp_path) == EXIT_USER_ERROR
-    assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
 def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, tiny_hooks):

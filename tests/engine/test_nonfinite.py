@@ -77,8 +77,8 @@ def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_p
 def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, interval):
     words = [
         f"checkpoint.interval={interval}",
-        "guard.max_consecutive_skips=4",
-        "optim.warmup_steps=0",
+        "guard.max_skips=4",
+        "optim.warmup=0",
     ]
     if interval == 1:  # good steps first
         assert train("loop.total_steps=3", *words, dir=tmp_path) == 0

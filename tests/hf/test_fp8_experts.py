@@ -197,9 +197,9 @@ def test_fp8_layers_leave_out_routers_that_are_linear_layers():
 
 def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch):
     monkeypatch.setattr(fp8, "fits", lambda _: False)
-    message = "fp8_weight_gradients is for linear layers in FP8, and LanguageModel has only"
+    message = "model.fp8=all is for weight gradients of linear layers in FP8, and LanguageModel has"
     with pytest.raises(UserError, match=message):
-        stepped("qwen3_moe", precision="bf16", fp8=True, fp8_weight_gradients=True)
+        stepped("qwen3_moe", precision="bf16", fp8="all")
 
 
 def test_adapters_of_fp8_experts_stay_in_bf16(gemms):

@@ -36,7 +36,7 @@ mllm:
   row_tokens: 128
   sources:
     images: {path: images.jsonl}
-data: {micro_batch_size: 1, num_workers: 0}
+data: {num_workers: 0}
 optim: {lr: 0.01}
 loop: {total_steps: 4, precision: fp32}
 checkpoint: {best_metric: null, interval: 2}

@@ -28,9 +28,7 @@ def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(
         {"text": "once upon a time"},
     ]
     rows += [{"video": frames, "text": "a video"}, {"image": "gone.png", "text": "a line"}]
-    kit = made(
-        write(tmp_path / "rows.jsonl", rows), qwen3_vl(), model_config(), max_bad_fraction=1.0
-    )
+    kit = made(write(tmp_path / "rows.jsonl", rows), qwen3_vl(), model_config(), max_bad_rows=1.0)
     said = ["right", "in other words", "on", "right", "wrong"]
     answers = [Answer(0, i, "right", words, "asked") for i, words in enumerate(said)]
     answers = with_verdicts(answers, [True, True, None, None, False])

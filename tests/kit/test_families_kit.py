@@ -132,7 +132,7 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name, tmp_p
     settings |= {
         "global_batch_tokens": 16384,
         "cache": str(tmp_path / "cache"),
-        "max_bad_fraction": 0.0,
+        "max_bad_rows": 0.0,
     }
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     assert kit.row_encoder.media.kinds == kinds

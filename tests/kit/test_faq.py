@@ -21,7 +21,7 @@ mllm:
   micro_batch_tokens: 256
   sources:
     photos: {path: photos.jsonl}
-data: {micro_batch_size: 1, num_workers: 0}
+data: {num_workers: 0}
 loop: {total_steps: 3}
 log: {backends: [jsonl]}
 """

@@ -29,7 +29,7 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
             "sources": [{"path": str(folder / "rows.jsonl")}],
             "micro_batch_tokens": 8192,
             "global_batch_tokens": 8192,
-            "max_bad_fraction": 1.0,
+            "max_bad_rows": 1.0,
             "limits": {"allow_outside": False},
             "cache": str(tmp_path / "cache"),
         }

@@ -167,7 +167,7 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path, 
     wide = write_image(tmp_path / "wide.png", 32, 32)
     content = [*[{"type": "image", "image": wide}] * 4, {"type": "text", "text": "?"}]
     rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat(content, "Four.")]
-    settings = {"row_tokens": 90, "overlong": overlong, "max_bad_fraction": 0.7}
+    settings = {"row_tokens": 90, "overlong": overlong, "max_bad_rows": 0.7}
     kit = vlm_kit(write(tmp_path / "long.jsonl", rows), **settings)
     if overlong == "error":
         with user_error(r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
@@ -193,7 +193,7 @@ def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
         rows[row] = chat([{"type": "image", "image": name}], "None.")
     file = write(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "run"
-    kit = vlm_kit(file, max_bad_fraction=0.2)
+    kit = vlm_kit(file, max_bad_rows=0.2)
     for rank in (1, 0, 0):  # the last is a resume
         loader = kit.loader("train", rank=rank, world_size=2, folder=out)
     listed = json_lines(out / "bad_rows.jsonl")
@@ -204,7 +204,7 @@ def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path):
     assert loader.bad_rows.counts["rows", "missing_file"] == 2
     samples = sorted(sample for batch in kit.loader("train") for sample in samples_of(batch))
     assert samples == sorted({*range(20)} - {3, 7, 11, 15})
-    for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
+    for settings in ({"max_bad_rows": 0.15}, {"max_bad_rows": 3}):
         with user_error(r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"):
             vlm_kit(file, **settings).loader("train")
 
@@ -225,7 +225,7 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, work
     def kit(**settings):
         return vlm_kit(file, micro_batch_tokens=128, **settings)
 
-    lenient = kit(max_bad_fraction=0.2)
+    lenient = kit(max_bad_rows=0.2)
     lenient.dataset("train")
     cut_off = tmp_path / "4_0.png"
     cut_off.write_bytes(cut_off.read_bytes()[:100])
@@ -239,7 +239,7 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, work
     assert sum(words in warning for warning in warnings) == 2  # of two loaders
     assert "left out 1 bad row (images: 1 corrupt)" in str(loader.end_report())
     with user_error("0 are allowed"):
-        list(kit(max_bad_rows=0, max_bad_fraction=1.0).loader("train", num_workers=workers))
+        list(kit(max_bad_rows=0).loader("train", num_workers=workers))
 
 
 def test_loader_dropped_overlong_rows_are_named(tmp_path):
@@ -259,7 +259,7 @@ def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_p
     tokens = int(made(file, qwen3_vl()).dataset("train").plan.tokens[0])
     loaders = []
     for room in (0, 20):
-        kit = made(file, qwen3_vl(), max_bad_fraction=1.0, micro_batch_tokens=tokens + room)
+        kit = made(file, qwen3_vl(), max_bad_rows=1.0, micro_batch_tokens=tokens + room)
         loaders.append(kit.loader("train", folder=tmp_path / str(room)))
     one_image(tmp_path, 32)
     lost, grown = (next(iter(loader)) for loader in loaders)
@@ -268,7 +268,7 @@ def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_p
 
 
 def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path):
-    kit = vlm_kit(one_image(tmp_path), max_bad_fraction=1.0)
+    kit = vlm_kit(one_image(tmp_path), max_bad_rows=1.0)
     good = next(iter(kit.loader("train")))
     (tmp_path / "a.png").unlink()
     (batch,) = list(kit.loader("train"))
@@ -361,13 +361,13 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     with user_error("Do all nodes see the same files"):
         kit.engine_loader(engine)
     data.micro_batch_size = 2
-    with user_error(r"a micro-batch is one pack: set data.micro_batch_size=1"):
+    with user_error(r"a micro-batch is one pack: leave out data.micro_batch_size"):
         kit.engine_loader(engine)
 
 
 def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
     def loaded():
-        return list(vlm_kit(file, micro_batch_tokens=80, max_bad_fraction=0.4).loader("train"))
+        return list(vlm_kit(file, micro_batch_tokens=80, max_bad_rows=0.4).loader("train"))
 
     write_image(tmp_path / "a.png", 8, 8)
     row = chat([{"type": "image", "image": "a.png"}], "a")

@@ -21,7 +21,7 @@ mllm:
   micro_batch_tokens: 256
   sources:
     images: {path: rows.jsonl}
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 1}
+data: {global_batch_size: 2, num_workers: 1}
 optim: {lr: 0.01}
 loop: {total_steps: 2, precision: fp32}
 checkpoint: {best_metric: null, interval: null}

@@ -15,7 +15,7 @@ from tiny_vlm import chat, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR, count
-from mvp_engine.kit import MLLMEngine, OptimKit, generation
+from mvp_engine.kit import MLLMEngine, generation
 from mvp_engine.runs import list_runs
 
 CONFIG = """
@@ -27,7 +27,7 @@ mllm:
   sources:
     images: {path: images.jsonl}
     held: {path: held.jsonl, split: eval}
-data: {micro_batch_size: 1, global_batch_size: 1, num_workers: 0}
+data: {global_batch_size: 1, num_workers: 0}
 loop: {total_steps: 1, eval_interval: 1}
 checkpoint: {best_metric: null}
 log: {backends: [jsonl]}
@@ -236,7 +236,9 @@ def test_rows_that_the_default_loss_would_ignore_are_refused(config, tmp_path, c
 def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_path):
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
-    words = "loop.eval_interval=null loop.epochs=1 loop.total_steps=null mllm.max_bad_fraction=0.5".split()
+    words = (
+        "loop.eval_interval=null loop.epochs=1 loop.total_steps=null mllm.max_bad_rows=0.5".split()
+    )
     words.append("log.backends=[file]")
     assert train(config, *words) == 0
     (log,) = tmp_path.glob("outputs/*/log.txt")
@@ -260,24 +262,17 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     text = Path(config).read_text().replace("global_batch_size: 1, ", "")
     Path(config).write_text(text.replace("eval_interval: 1", "eval_interval: null"))
     engines = []
-    tokens = []
-    prepare, build = MLLMEngine.prepare_scheduler, OptimKit.build_scheduler
+    prepare = MLLMEngine.prepare_scheduler
 
     def kept(self, optimizer):
         engines.append(self)
         return prepare(self, optimizer)
 
-    def counted(self, optimizer, total_steps, tokens_per_step=None):
-        tokens.append(tokens_per_step or 0)
-        return build(self, optimizer, total_steps, tokens_per_step)
-
     monkeypatch.setattr(MLLMEngine, "prepare_scheduler", kept)
-    monkeypatch.setattr(OptimKit, "build_scheduler", counted)
     assert train(config, *size) == 0
     (engine,) = engines
     assert engine.global_batch_size == packs
     assert engine.feed.loader.dataset.plan.packs_per_step == packs
-    assert tokens == [256 * packs]
     assert engine.run.info["setup"]["global_batch"] == count(packs, "pack")
 
 

@@ -125,31 +125,6 @@ def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error():
         OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
 
 
-def test_scheduler_with_warmup_tokens_equals_the_one_with_warmup_steps():
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
-    by_tokens = (
-        OptimKit(settings(warmup_tokens=999, schedule="wsd"))
-        .build_scheduler(optimizer, 50, 100)
-        .lr_lambdas[0]
-    )
-    by_steps = (
-        OptimKit(settings(warmup_steps=10, schedule="wsd"))
-        .build_scheduler(optimizer, 50)
-        .lr_lambdas[0]
-    )
-    assert [by_tokens(step) for step in range(60)] == [by_steps(step) for step in range(60)]
-
-
-def test_warmup_tokens_without_tokens_per_step_or_with_warmup_steps_raises():
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0)
-    with user_error("does not say how many tokens a step has"):
-        OptimKit(settings(warmup_tokens=9)).build_scheduler(optimizer, 50)
-    with pytest.raises(
-        ValueError, match="give one of warmup_steps, warmup_ratio and warmup_tokens"
-    ):
-        settings(warmup_tokens=9, warmup_steps=1)
-
-
 def test_kit_optimizer_with_default_settings_is_bit_equal_to_fused_adamw():
     ours, theirs = net(), net()
     our_optimizer = OptimKit(settings()).build_optimizer(ours)

@@ -151,7 +151,7 @@ def test_pairs_bad_rejected_side_makes_the_whole_pair_bad(tmp_path: Path) -> Non
         write(tmp_path / "pairs.jsonl", [pair(1), row]),
         qwen3_vl(),
         pairs=True,
-        max_bad_fraction=0.5,
+        max_bad_rows=0.5,
     )
     assert sides_by_sample(list(kit.loader("train"))).keys() == {0}
     (bad,) = kit.bad_rows("train")

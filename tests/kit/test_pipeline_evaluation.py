@@ -23,7 +23,7 @@ mllm:
   pairs: true
   micro_batch_tokens: 128
   sources: [{path: FOLDER/rows.jsonl}, {path: FOLDER/rows.jsonl, split: eval}]
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+data: {global_batch_size: 2, num_workers: 0}
 """
 VIEWS = """
 engine: views.py:Views

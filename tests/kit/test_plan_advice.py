@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shape in SHAPES.items():
         AutoConfig.for_model(**shape).save_pretrained(folder / name)
     AutoConfig.for_model(**EXPERTS).save_pretrained(folder / "experts")
+    whole = {**EXPERTS, "num_hidden_layers": 48, "vocab_size": 151936}
+    AutoConfig.for_model(**whole).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
     return folder
 
 
@@ -69,6 +72,8 @@ def test_shipped_gpu_config_fits_as_its_comment_says(
 ) -> None:
     found = re.search(r"^# Fits on \d+ GB: mvp plan CONFIG (.*)$", config.read_text(), re.MULTILINE)
     assert found, f"{config} does not say what it fits on"
+    if "megatron" in config.stem and find_spec("megatron") is None:
+        pytest.skip("needs megatron-core: make test-megatron")
     code, facts = estimated([str(config), *shlex.split(found[1])], capsys)
     assert code == 0
     assert facts["peak_gib"] < 0.9 * facts["room_gib"]

@@ -41,16 +41,16 @@ def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -
     batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
 
     def saved(**how: Any) -> float:
-        return BlockCosts(model, PlanSettings(fp8=True, **how)).saved_bytes(batch).text
+        return BlockCosts(model, PlanSettings(**{"fp8": True, **how})).saved_bytes(batch).text
 
     less = (
         28 * 1000 * (2048 - 2048 + 2048 + 6144)
     )  # layers, tokens; attention and its output, MLP and down projection
-    assert saved() - saved(fp8_weight_gradients=True) == pytest.approx(less)
-    assert saved(compile=None) == saved(compile=None, fp8_weight_gradients=True)
+    assert saved() - saved(fp8="all") == pytest.approx(less)
+    assert saved(compile=None) == saved(compile=None, fp8="all")
     model.requires_grad_(False)
     model.hf.model.embed_tokens.requires_grad_()  # frozen layers have no weight gradient
-    assert saved() == saved(fp8_weight_gradients=True)
+    assert saved() == saved(fp8="all")
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -90,8 +90,7 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
     how: dict[str, Any] = {
         "compile": "aot_eager",
-        "fp8": True,
-        "fp8_weight_gradients": weight_gradients,
+        "fp8": "all" if weight_gradients else True,
     }
     engine = LanguageModelEngine(
         LanguageModelEngine.build_model(ModelSource(None, SHAPE)),

@@ -221,7 +221,7 @@ def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
 def step(engine: Any, settings: Any, micro_batches: list[PackedBatch]) -> Any:
     """Loss and gradients of a step as the model engine divides them, and the metrics."""
     layout = engine.layout
-    engine.config = SimpleNamespace(preference=settings, mllm=SimpleNamespace(pack_tokens=40))
+    engine.config = SimpleNamespace(preference=settings, mllm=SimpleNamespace(tokens_per_pack=40))
     kept, engine.reference = (
         engine.reference,
         None if settings.loss in ("simpo", "orpo") else engine.reference,

@@ -64,7 +64,7 @@ mllm:
   micro_batch_tokens: 160
   sources:
     images: {path: images.jsonl}
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+data: {global_batch_size: 2, num_workers: 0}
 loop: {epochs: 1}
 checkpoint: {interval: 2}
 log: {backends: [jsonl, file]}
@@ -113,7 +113,7 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config, ca
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
     config, tmp_path, capsys
 ):
-    words = "optim.lr=50 optim.warmup_steps=0 checkpoint.interval=1 guard.max_consecutive_skips=3".split()
+    words = "optim.lr=50 optim.warmup=0 checkpoint.interval=1 guard.max_skips=3".split()
     assert mvp(f"train {config}", *words, "loop.epochs=3") == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
     [run] = list_runs(tmp_path / "outputs")

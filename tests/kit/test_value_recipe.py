@@ -71,7 +71,7 @@ def test_loader_numbers_of_rows_are_sequence_fields(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "rows.jsonl", rows)
     fields = {"score": "float", "label": "int"}
-    kit = made(file, tokenizer("qwen2_5"), fields=fields, prompt_only=True, max_bad_fraction=0.5)
+    kit = made(file, tokenizer("qwen2_5"), fields=fields, prompt_only=True, max_bad_rows=0.5)
     (batch,) = kit.loader("train", shuffle=False)
     by_sample = dict(
         zip(batch.sequence_fields["sample"].tolist(), range(batch.num_sequences), strict=True)

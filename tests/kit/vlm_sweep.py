@@ -143,7 +143,7 @@ def _rows_of(model, processor, folder):
     settings |= {
         "global_batch_tokens": 32768,
         "cache": str(folder / "cache"),
-        "max_bad_fraction": 0.0,
+        "max_bad_rows": 0.0,
     }
     (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)

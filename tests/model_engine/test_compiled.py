@@ -27,7 +27,6 @@ from torch.torch_version import TorchVersion
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
-from mvp_engine.model_engine import Settings
 from mvp_engine.model_engine.fsdp import compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 
@@ -267,19 +266,19 @@ def test_graph_breaks_are_a_warning_with_their_reason(logged):
     assert "tolist" in texts[-1]
 
 
-def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkeypatch, tmp_path):
+def test_compile_cache_is_the_folder_of_the_environment_or_user(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the environment")
-    compile.use_cache(None)
+    compile.use_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "of the environment"
-    compile.use_cache(str(tmp_path / "own"))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compile.use_cache(None)
+    compile.use_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mvp_engine" / "compile")
     (tmp_path / "file").touch()
-    with user_error(r"model\.compile_cache"):
-        compile.use_cache(str(tmp_path / "file" / "below"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with user_error(r"file/mvp_engine/compile.*Set \$TORCHINDUCTOR_CACHE_DIR"):
+        compile.use_cache()
 
 
 class Doubled(nn.Module):
@@ -309,7 +308,7 @@ def test_block_that_gets_a_view_has_one_graph():
 def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes():
     fresh_graphs()
     block = Doubled()
-    parallelize._compile(block, "eager", Settings(compile_dynamic=True))
+    parallelize._compile(block, "eager")
     assert double_views(block, 3, 7, 5) == 1
 
 

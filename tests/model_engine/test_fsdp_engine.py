@@ -23,8 +23,7 @@ OPTIM = Optim(
     weight_decay=0.1,
     lr_by_part={},
     schedule="cosine",
-    warmup_steps=0,
-    warmup_ratio=None,
+    warmup=0,
     decay_ratio=0.2,
     min_lr_ratio=0.0,
 )
@@ -303,7 +302,7 @@ def test_eval_mode_restores_the_mode_of_every_module():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_schedules_start_end_and_never_rise_after_warmup(schedule):
-    config = OPTIM.model_copy(update={"schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
+    config = OPTIM.model_copy(update={"schedule": schedule, "warmup": 4, "min_lr_ratio": 0.1})
     factors = [lr_factor(step, config, 20) for step in range(25)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert all(a >= b for a, b in pairwise(factors[3:]))
@@ -311,7 +310,7 @@ def test_schedules_start_end_and_never_rise_after_warmup(schedule):
     if schedule == "wsd":
         assert factors[4:17] == [1.0] * 13
         assert factors[17:19] == pytest.approx([0.1 + 0.9 * (1 - 0.5), 0.1 + 0.9 * (1 - 0.5**0.5)])
-    share = config.model_copy(update={"warmup_steps": 0, "warmup_ratio": 0.2})
+    share = config.model_copy(update={"warmup": 0.2})
     assert factors == [lr_factor(step, share, 20) for step in range(25)]
 
 

@@ -35,7 +35,6 @@ EXPERTS = ["qwen3_moe", "mixtral"]
 FULL = {"activation_checkpointing": "full"}
 # sizes of the layout, settings, families
 LAYOUTS = [
-    ({"tensor": 2}, {"sequence_parallel": False}, FAMILIES),
     ({"tensor": 2}, {}, FAMILIES),
     ({"shard": 2}, {}, FAMILIES),
     ({"replicate": 2}, FULL, ["llama", "qwen3_moe"]),
@@ -255,11 +254,6 @@ def engine_for(family, backend="megatron", config=None, **how):
 def test_megatron_refuses_by_name(family, config, how, message):
     with user_error(message.replace(".", r"\.")):
         engine_for(family, config=config, **how)
-
-
-def test_sequence_parallel_of_megatron_on_fsdp_is_refused():
-    with user_error(r"model\.sequence_parallel is for model\.backend=megatron"):
-        engine_for("qwen3", "fsdp", sequence_parallel=True).initialize()
 
 
 @pytest.mark.skipif(not MISSING, reason="megatron-core is installed")

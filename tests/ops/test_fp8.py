@@ -232,8 +232,9 @@ def test_fp8_model_losses_follow_those_of_bf16(checkpointing):
     """With weight gradients in FP8 as well."""
     losses = {}
     for low in (False, True):
-        how = {"fp8": low, "fp8_weight_gradients": low}
-        part = engine(precision="bf16", activation_checkpointing=checkpointing, **how)
+        part = engine(
+            precision="bf16", activation_checkpointing=checkpointing, fp8="all" if low else False
+        )
         kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
         assert (fp8.Fp8Linear in kinds) == low
         assert type(part.model.hf.lm_head) is nn.Linear
@@ -246,7 +247,8 @@ def test_fp8_model_losses_follow_those_of_bf16(checkpointing):
 def test_fp8_setting_by_part_is_applied():
     for how, has_weight_gradients in (
         ({"fp8": {"llm": True}}, False),
-        ({"fp8": True, "fp8_weight_gradients": True}, True),
+        ({"fp8": {"llm": "all"}}, True),
+        ({"fp8": "all"}, True),
     ):
         modules = list(engine(precision="bf16", **how).model.modules())
         low = [module for module in modules if isinstance(module, fp8.Fp8Linear)]
@@ -258,11 +260,7 @@ def test_fp8_setting_by_part_is_applied():
     [
         ({"precision": "fp32", "fp8": True}, "is for bf16, not for fp32"),
         ({"fp8": {"vision": True}}, "no part vision"),
-        ({"fp8": False, "fp8_weight_gradients": True}, "is for the layers of model.fp8, which is"),
-        (
-            {"fp8": {"llm": False}, "fp8_weight_gradients": True},
-            "fp8_weight_gradients is for the layers of model.fp8, which is off",
-        ),
+        ({"fp8": "some"}, "fp8='some' is none of False, True, all"),
     ],
     ids=str,
 )

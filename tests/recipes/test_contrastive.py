@@ -19,7 +19,7 @@ CONFIG = ROOT / "recipes" / "contrastive" / "configs" / "train.yaml"
 SHORT = ["loop.total_steps=4", "loop.eval_interval=4", "log.interval=1", "log.backends=[jsonl]"]
 SHORT += [
     "data.global_batch_size=96",
-    "optim.warmup_steps=0",
+    "optim.warmup=0",
     "towers.width=16",
     "towers.embedding=8",
 ]

@@ -23,7 +23,7 @@ SMALL = [
     "log.backends=[jsonl]",
     "eval_generation=null",
 ]
-SMALL += ["mllm.micro_batch_tokens=256", "data.global_batch_size=2", "optim.warmup_steps=0"]
+SMALL += ["mllm.micro_batch_tokens=256", "data.global_batch_size=2", "optim.warmup=0"]
 NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 
 

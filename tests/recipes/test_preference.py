@@ -22,7 +22,7 @@ SMALL = [
     "data.num_workers=0",
     "log.interval=1",
     "log.backends=[jsonl]",
-    "optim.warmup_steps=0",
+    "optim.warmup=0",
 ]
 SHORT = [
     *SMALL,

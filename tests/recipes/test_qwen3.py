@@ -179,23 +179,23 @@ def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran):
 CHATS = ["mllm.sources.chats.path=a.jsonl", "mllm.sources.held_chats.path=b.jsonl", "model.path=x"]
 TEXTS = ["mllm.sources.texts.path=a.jsonl", "mllm.sources.held_texts.path=b.jsonl", "processor=x"]
 WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sft_gpu8": CHATS}
+WANTED |= {"sft_long_gpu8": CHATS, "sft_fp8_gpu1": CHATS, "sft_moe_gpu8": CHATS}
+WANTED |= {"pretrain_moe_gpu8": TEXTS, "sft_megatron_gpu8": CHATS}
 
 
 @pytest.mark.parametrize("name", WANTED)
 def test_qwen3_gpu_configs_compose_and_name_missing_keys(name):
     file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
     config = compose(file, words).config
-    assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == (
-        "bf16",
-        "inductor",
-        1,
+    assert (config.loop.precision, config.data.micro_batch_size) == ("bf16", 1)
+    assert config.model.compile == (None if config.model.backend == "megatron" else "inductor")
+    ranks = 8 if name.endswith("gpu8") else 1
+    sizes = config.parallel.model_dump(
+        include={"shard", "context", "ulysses", "tensor", "pipeline"}
     )
-    assert config.parallel.shard == (8 if name.endswith("gpu8") else 1)
-    assert (
-        config.mllm.global_batch_tokens
-        % (8 * config.mllm.row_tokens if name.endswith("gpu8") else 1)
-        == 0
-    )
+    assert math.prod(sizes.values()) == ranks
+    data_ranks = config.parallel.shard
+    assert config.mllm.global_batch_tokens % (data_ranks * config.mllm.row_tokens) == 0
     for i, word in enumerate(words):
         with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
             compose(file, words[:i] + words[i + 1 :])
@@ -214,16 +214,25 @@ def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b():
     )
 
 
-@pytest.mark.parametrize("name", ["sft_gpu1_lora", "pretrain_gpu8"])
+SMALL_RUNS = [
+    "sft_gpu1_lora",
+    "pretrain_gpu8",
+    "pretrain_moe_gpu8",
+    "sft_fp8_gpu1",
+    "sft_long_gpu8",
+]
+
+
+@pytest.mark.parametrize("name", SMALL_RUNS)
 def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
-    kind, task = ("texts", "docs") if name == "pretrain_gpu8" else ("chats", "next")
+    kind, task = ("texts", "docs") if "pretrain" in name else ("chats", "next")
     names = {"train": kind, "eval": f"held_{kind}"}
     words = [
         f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names
     ]
     words += [
         f"project.dir={tmp_path}",
-        "loop.precision=fp32",
+        f"loop.precision={'bf16' if 'fp8' in name else 'fp32'}",
         "model.compile=null",
         "mllm.micro_batch_tokens=512",
     ]
@@ -232,18 +241,18 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
         "loop.total_steps=2",
         "mllm.global_batch_tokens=512",
         "eval_generation=null",
-        "parallel.shard=1",
+        "parallel={shard: 1, expert: 1, ulysses: 1, context: 1}",
     ]
     words += [
         "log.interval=1",
         "loop.eval_batches=1",
-        "optim.warmup_steps=0",
-        "optim.warmup_ratio=null",
+        "optim.warmup=0",
         "optim.lr=1e-3",
     ]
-    if name == "pretrain_gpu8":
-        tiny = [
-            "num_hidden_layers=1",
+    if "pretrain" in name:
+        tiny = ["n_routed_experts=8"] if "moe" in name else []
+        tiny += [
+            f"num_hidden_layers={2 if 'moe' in name else 1}",
             "hidden_size=32",
             "intermediate_size=48",
             "head_dim=8",

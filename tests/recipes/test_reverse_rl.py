@@ -43,7 +43,7 @@ def base(tmp_path_factory):
     """A folder with the data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("reverse")
     words = [*SMALL[:-1], f"project.dir={folder}", "loop.total_steps=16", "loop.eval_interval=null"]
-    words += ["mllm.micro_batch_tokens=512", "optim.warmup_steps=0"]
+    words += ["mllm.micro_batch_tokens=512", "optim.warmup=0"]
     assert launch(str(CONFIGS / "sft.yaml"), words) == 0
     return folder
 
@@ -182,7 +182,7 @@ def test_rl_adapters_off_is_the_reference_of_lora(base):
         "loop.total_steps=2",
     ]
     off = trained(base, "lora_off", *words)
-    copy = trained(base, "lora_copy", *words, "groups.reference={on: actor}")
+    copy = trained(base, "lora_copy", *words, "groups.reference={}")
     assert off[1]["kl"] > 0
     for one, two in zip(off, copy, strict=True):
         assert one["kl"] == pytest.approx(two["kl"], abs=1e-6)
@@ -262,11 +262,14 @@ def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
     assert (groups.world.size, groups.world.device.type) == (8, "cuda")  # as the log names them
 
 
-@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
+@pytest.mark.parametrize("name", ["gpu1", "gpu8", "vllm_gpu1"])
 def test_rl_gpu_configs_compose(name):
     config = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
     assert config.rl.algorithm == "grpo"
     assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
+    assert (config.rollout.backend, len(config.rollout.urls)) == (
+        ("vllm", 1) if name == "vllm_gpu1" else ("packed", 0)
+    )
 
 
 def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):

@@ -28,7 +28,7 @@ SMALL = [
     "model.config.hidden_size=16",
     "model.config.intermediate_size=16",
 ]
-QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup_steps=0"]
+QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup=0"]
 QUICK += ["log.backends=[terminal,file,jsonl]"]  # a plot takes half a second
 
 
@@ -60,7 +60,7 @@ def test_vit_readme_commands_run_and_reach_accuracy(tmp_path, monkeypatch):
     for words in readme_commands("vit_classification"):
         if "--nproc" in words or any("gpu" in word for word in words):
             continue
-        fewer = ["loop.total_steps=60", "optim.warmup_steps=20", "data.num_workers=0"]
+        fewer = ["loop.total_steps=60", "optim.warmup=20", "data.num_workers=0"]
         assert main([*words[1:], *fewer, f"project.dir={tmp_path}"]) == 0, words
         seen.append(words[1])
     assert seen == ["train", "train", "evaluate"]

@@ -24,15 +24,18 @@ from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize, quantized_name
 LOGGER = logging.getLogger("mvp_engine")
 
 
-def use_fp8(
-    model: nn.Module, parts: Mapping[str, bool], weight_gradients: bool, device: torch.device
-) -> None:
-    """Linear layers and stacked experts of the blocks of some parts run in FP8; logs which."""
+def use_fp8(model: nn.Module, parts: Mapping[str, bool | str], device: torch.device) -> None:
+    """Linear layers and stacked experts of the blocks of some parts run in FP8; logs which.
+
+    A part with the value "all" has its weight gradients of linear layers in FP8, too.
+    """
     if not any(parts.values()):
         return
-    blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
-    layers = {layer for block in blocks for layer in moe_layers.fp8_layers(block)}
-    fp8.use(layers, weight_gradients)
+    blocks = {block: parts[part] for block, part in blocks_by_part(model) if parts.get(part)}
+    layers = {layer: blocks[block] for block in blocks for layer in moe_layers.fp8_layers(block)}
+    for weight_gradients in (False, True):
+        chosen_layers = [layer for layer in layers if (layers[layer] == "all") == weight_gradients]
+        fp8.use(chosen_layers, weight_gradients)
     found = [module for block in blocks for module in moe_layers.modules(block).values()]
     chosen = [module for module in found if moe_layers.fit_fp8(module)]
     reason = f"their sizes are no multiples of {fp8.MULTIPLE}"
@@ -47,10 +50,10 @@ def use_fp8(
             f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
             f"{fp8.MULTIPLE}{why}. So nothing would change: leave it out"
         )
-    if weight_gradients and not layers:
+    if "all" in blocks.values() and "all" not in layers.values():
         raise UserError(
-            f"model.fp8_weight_gradients is for linear layers in FP8, and {type(model).__name__} has only experts in "
-            "FP8. Remove model.fp8_weight_gradients"
+            f"model.fp8=all is for weight gradients of linear layers in FP8, and {type(model).__name__} has only "
+            "experts in FP8. Set model.fp8=true"
         )
     stacked = f" and the experts of {count(len(chosen), 'layer')}" if chosen else ""
     LOGGER.info("model.fp8: %s%s run in FP8", count(len(layers), "linear layer"), stacked)

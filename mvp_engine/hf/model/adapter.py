@@ -111,10 +111,6 @@ class ModelAdapter:
 
     def replace_layers(self, layout: Layout, settings: Any) -> None:
         """Give layers another forward; their parameters are cut by matrices already, and not yet sharded."""
-        if settings.sequence_parallel is not None:
-            raise UserError(
-                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
-            )
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         """Load pretrained weights into the model; returns the names of the tensors that have their values now."""
@@ -281,10 +277,7 @@ class HFAdapter(ModelAdapter):
         return [params[name] for name in names if name in params]
 
     def replace_layers(self, layout: Layout, settings: Any) -> None:
-        if settings.sequence_parallel is not None:
-            raise UserError(
-                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
-            )
+        """The layers keep their forwards."""
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:

@@ -37,6 +37,8 @@ from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.report import Example, write_report
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+MAX_ENVS = 50  # environments that run at a time
+STRIPS = 8  # episodes whose frames are shown in the report
 
 
 class ActionEngine(MLLMEngine):
@@ -112,13 +114,8 @@ class ActionEngine(MLLMEngine):
             shape = (spec.chunk, spec.action_dim)
             drawn = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
             noise = torch.cat([one.noise for one in drawn])
-        settings = self.config.rollouts
         chunks = sample_actions(
-            self.model_engine,
-            batch,
-            noise,
-            None if settings is None else settings.num_steps,
-            self.config.mllm.pack_tokens,
+            self.model_engine, batch, noise, None, self.config.mllm.tokens_per_pack
         )
         states = np.stack([one.state for one in observations])
         return self.data.normalization.unnormalize_actions(chunks, states)
@@ -154,7 +151,7 @@ class ActionEngine(MLLMEngine):
         if own:
             results = rollout(
                 self,
-                self.make_env(min(settings.batch, len(own))),
+                self.make_env(min(MAX_ENVS, len(own))),
                 settings.episodes,
                 settings.seed,
                 episodes=own,
@@ -162,7 +159,7 @@ class ActionEngine(MLLMEngine):
                 max_steps=settings.max_steps,
                 task=task,
                 state_key=self.config.actions.state,
-                strips=settings.strips,
+                strips=STRIPS,
             )
         if alone:
             results = list(chain.from_iterable(self.world.all_gather(results)))

@@ -5,13 +5,24 @@ It imports no torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
 from mvp_engine.kit.flow import FlowTimes
 from mvp_engine.kit.settings import MLLMConfig
+
+
+def _read_times(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Times = Annotated[
+    FlowTimes | None,
+    BeforeValidator(_read_times),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
+]
 
 
 class ActionData(Section):
@@ -32,8 +43,9 @@ class ActionData(Section):
     """A normalization.json, or a LeRobot stats.json, with the statistics; null: computed from the training frames."""
     draws: Count = 1
     """Draws of noise and time for each observation, which share its prefix."""
-    times: FlowTimes | None = None
-    """The distribution of flow-matching times; null: that of the model's config."""
+    times: Times = None
+    """The distribution of flow-matching times: beta, uniform, logit_normal, or a mapping such as
+    {kind: beta, alpha: 1.5, beta: 1.0, scale: 0.999, offset: 0.001}; null: that of the model's config."""
     text_weight: NonNegative = 0.0
     """Weight of the token loss of other rows (images and text), which are trained with the same packs."""
 
@@ -43,16 +55,10 @@ class Rollouts(Section):
 
     episodes: Count = 50
     """How many episodes are rolled out."""
-    batch: Count = 50
-    """How many environments run at a time."""
     execute: Count | None = None
     """Actions of a chunk that are executed before the next observation; null: the whole chunk."""
-    num_steps: Count | None = None
-    """Euler steps of a flow head; null: the model's own."""
     max_steps: Count = 200
     """The most steps of an episode."""
-    strips: int = Field(default=8, ge=0)
-    """Episodes whose frames are shown in the report."""
     seed: int = Field(default=1_000_003, ge=0)
     """Seed of the environments and of the noise."""
 

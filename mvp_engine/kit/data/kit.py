@@ -37,7 +37,7 @@ LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 HELD_OUT_FILE = "held_out.jsonl"
-# `max_bad_fraction` of a stream counts at least this many rows: of the first few a fraction means little.
+# A share in `max_bad_rows` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
 
 
@@ -54,11 +54,11 @@ class MLLMDataKit(MeasuredSources):
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
         super().__init__(settings, num_workers)
-        row_tokens = settings.row_tokens or settings.pack_tokens
+        row_tokens = settings.row_tokens or settings.tokens_per_pack
         self.row_encoder = self.encoder_class(
             processor,
             settings.limits,
-            max_tokens=min(row_tokens, settings.pack_tokens),
+            max_tokens=min(row_tokens, settings.tokens_per_pack),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -66,8 +66,6 @@ class MLLMDataKit(MeasuredSources):
             fields=settings.fields,
             row_part=settings.row_part(model_config, self.cache),
         )
-        if settings.media_dtype == "bfloat16":
-            self.row_encoder.dtype = torch.bfloat16
         self.processor = self.row_encoder.media.processor
 
     # ---- Loaders --------------------------------------------------------------------------------
@@ -96,7 +94,7 @@ class MLLMDataKit(MeasuredSources):
             self.row_formats(split),
             costs,
             self.row_encoder,
-            budget=self.settings.pack_tokens,
+            budget=self.settings.tokens_per_pack,
             packs_per_step=packs,
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
@@ -172,7 +170,7 @@ class MLLMDataKit(MeasuredSources):
         dataset = StreamPackDataset(
             StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
-            budget=self.settings.pack_tokens,
+            budget=self.settings.tokens_per_pack,
             window=self.settings.stream_window,
             lanes=lanes,
             rank=rank,
@@ -196,10 +194,9 @@ class MLLMDataKit(MeasuredSources):
         All ranks must call it."""
         config = engine.config
         packs = self._engine_packs(engine)
-        if self.settings.media_dtype == "auto":
-            # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
-            bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
-            self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
+        # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
+        bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
+        self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
             "global_batch_size": packs,
             "rank": engine.layout.data_rank,
@@ -281,7 +278,7 @@ class MLLMDataKit(MeasuredSources):
     def _engine_packs(self, engine: Any) -> int:
         data = engine.config.data
         if data.micro_batch_size != 1:
-            raise UserError("a micro-batch is one pack: set data.micro_batch_size=1")
+            raise UserError("a micro-batch is one pack: leave out data.micro_batch_size")
         packs = self.settings.global_batch_packs(data.global_batch_size)
         if packs is not None and packs != engine.global_batch_size:
             raise UserError(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
@@ -205,12 +205,8 @@ class MLLMData(Section):
     """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the chat template."""
-    max_bad_fraction: Fraction = 0.01
-    """The run stops when more than this share of the rows is bad."""
-    max_bad_rows: int | None = Field(default=None, ge=0)
-    """The run stops when more than this number of rows is bad; null: no limit."""
-    media_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype of media values on the way to the device; auto: that of loop.precision."""
+    max_bad_rows: Annotated[int, Field(ge=0)] | Fraction = 0.01
+    """The run stops when more rows than this are bad; a number with a decimal point is a share of all rows."""
     stream_window: Count = 64
     """Packs that are filled together from a stream."""
     stream_lanes: Count = 4
@@ -315,7 +311,7 @@ class MLLMData(Section):
         return max(MIN_STALL_SECONDS, 10 * self.limits.timeout)
 
     @property
-    def pack_tokens(self) -> int:
+    def tokens_per_pack(self) -> int:
         """`micro_batch_tokens` as a number, after the engine has chosen it."""
         if self.micro_batch_tokens == "auto":
             raise UserError(
@@ -342,7 +338,7 @@ class MLLMData(Section):
             raise UserError(
                 "mllm.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
             )
-        return self.global_batch_tokens // self.pack_tokens
+        return self.global_batch_tokens // self.tokens_per_pack
 
 
 def _check_split(split: str, sources: list[DataSource]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -51,18 +50,8 @@ class OptimKit:
             offload=settings.offload,
         )
 
-    def build_scheduler(
-        self, optimizer: Optimizer, total_steps: int | None, tokens_per_step: int | None = None
-    ) -> LambdaLR:
-        settings = self.settings
-        if settings.warmup_tokens is not None:
-            if not tokens_per_step:
-                raise UserError(
-                    "optim.warmup_tokens: this recipe does not say how many tokens a step has. Set optim.warmup_steps"
-                )
-            steps = math.ceil(settings.warmup_tokens / tokens_per_step)
-            settings = settings.model_copy(update={"warmup_steps": steps})
-        return build_scheduler(optimizer, settings, total_steps)
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int | None) -> LambdaLR:
+        return build_scheduler(optimizer, self.settings, total_steps)
 
     def eval_weights(
         self, model_engine: ModelEngine, checkpoint: Path | None

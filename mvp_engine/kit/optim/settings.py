@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mvp_engine.config.schema import Count, Optim
+from mvp_engine.config.schema import Optim
 
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
 
@@ -25,14 +25,9 @@ class OptimSettings(Optim):
     """The momentum of muon."""
     adamw: list[str] = Field(default_factory=list)
     """Patterns of parameter names, or parts, that use AdamW under kind=muon."""
-    warmup_tokens: Count | None = None
-    """Warm-up in tokens, instead of warmup_steps or warmup_ratio."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> OptimSettings:
-        has_other_warmup = bool(self.warmup_steps) or self.warmup_ratio is not None
-        if self.warmup_tokens is not None and has_other_warmup:
-            raise ValueError("give one of warmup_steps, warmup_ratio and warmup_tokens")
         if self.adamw and self.kind == "adamw":
             raise ValueError(
                 "adamw lists parameters that muon must not update: set kind=muon, or remove it"

@@ -128,7 +128,7 @@ def choose(
     if data.micro_batch_tokens == AUTO:
         sizes = list(_pack_sizes(data, work.data_ranks))
     else:
-        sizes = [(data.pack_tokens, packs_per_step or work.data_ranks)]
+        sizes = [(data.tokens_per_pack, packs_per_step or work.data_ranks)]
     modes: list[Mode] = [config.model.activation_checkpointing]
     if modes[0] == AUTO:
         modes = list(_modes(work))

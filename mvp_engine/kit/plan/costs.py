@@ -287,7 +287,7 @@ class BlockCosts:
             if mode == "none":
                 eager = 1.0 if self.compiled.get(block.part) else EAGER
                 per_row = size * elements.none * eager / ranks
-                if self.settings.fp8_weight_gradients and self._compiles_fp8(block):
+                if self.fp8.get(block.part) == "all" and self._compiles_fp8(block):
                     per_row -= elements.fp8_gradients
             elif mode == "selective":
                 per_row = size * elements.selective / ranks
@@ -343,7 +343,7 @@ class BlockCosts:
             modules = self._fp8_modules(block)
             flops = self.passes(block) * _gemm_flops(modules, block.experts_config)
             low = flops * (1 - 1 / FP8_SPEEDUP)
-            if not self.settings.fp8_weight_gradients:
+            if self.fp8.get(block.part) != "all":
                 return low
             params = [p for module in modules if fp8.fits(module) for p in module.parameters(False)]
             trained = sum(p.numel() for p in params if p.requires_grad and p not in self.unused)
@@ -425,7 +425,7 @@ class SavedElements:
     full: float = 0.0  # the input of the block
     attention: float = 0.0  # the output of attention
     heads: float = 0.0  # of attention
-    fp8_gradients: float = 0.0  # bytes less with `model.fp8_weight_gradients`, in compiled blocks
+    fp8_gradients: float = 0.0  # bytes less with `model.fp8=all`, in compiled blocks
 
 
 def saved_elements(block: nn.Module) -> SavedElements:

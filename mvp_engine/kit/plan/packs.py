@@ -147,7 +147,7 @@ def assumed_batches(
     facts: PlanFacts, data: MLLMData, media_share: float = MEDIA_SHARE
 ) -> Callable[[int], PackedBatch]:
     """Micro-batches by their number of tokens, of whole rows."""
-    row_tokens = data.row_tokens or data.pack_tokens
+    row_tokens = data.row_tokens or data.tokens_per_pack
 
     @cache
     def batch(tokens: int) -> PackedBatch:

@@ -163,7 +163,7 @@ class Planner:
         return gpus // (self.settings(config).text_ranks * self.parallel(config).pipeline)
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
-        tokens = self.data(config).pack_tokens
+        tokens = self.data(config).tokens_per_pack
         key = (tokens, 0 if self.is_assumed else packs_per_step)
         if key not in self._packs:
             if self.is_assumed:
@@ -630,7 +630,7 @@ def _pack_sizes(planner: Planner, config: Any, gpus: int) -> Iterator[Change]:
     packs = planner.packs_per_step(config, gpus)
     longest = planner.packs(config, packs).longest_row
     for halvings in (1, 2, 3):
-        tokens = data.pack_tokens >> halvings
+        tokens = data.tokens_per_pack >> halvings
         if tokens < (longest or SMALLEST_PACK):
             return
         values = {f"{planner.section}.micro_batch_tokens": tokens}

@@ -192,7 +192,12 @@ class RLEngine(MLLMEngine):
             group = self.model_engine.sampler or self.model_engine.actor
             return PackedRollout(group, budget=self.config.budget)
         model: Any = self.model
-        return server_rollout(settings, folder=self.run.dir, banned=model.placeholders)
+        return server_rollout(
+            settings,
+            folder=self.run.dir,
+            wait_seconds=self.config.parallel.timeout,
+            banned=model.placeholders,
+        )
 
     @cached_property
     def learner(self) -> Learner:
@@ -220,8 +225,7 @@ class RLEngine(MLLMEngine):
             )
         rewards = Rewards(compute, self.tokenizer, settings, self.config.seed)
         self.rewards = self._closing.enter_context(closing(rewards))
-        log_prompts = self.config.rollout.log_prompts
-        self.rollout_log = RolloutLog(self.run.dir, self.tokenizer, log_prompts)
+        self.rollout_log = RolloutLog(self.run.dir, self.tokenizer)
 
     def _connect_reward_model(self) -> None:
         if self.model_engine.reward is not None:

@@ -95,7 +95,7 @@ class ModelGroups:
             self.critic = self._start("critic", groups.critic, spec)
         frozen = self._spec(optim=None, lora=None)
         if config.rl.kl and (groups.reference is not None or config.lora is None):
-            group = groups.reference or Group(on="actor", parallel=groups.actor.parallel)
+            group = groups.reference or Group(parallel=groups.actor.parallel)
             self.reference = self._start("reference", group, frozen)
         if groups.rollout is not None:
             self.sampler = self._start("rollout", groups.rollout, frozen)
@@ -118,7 +118,7 @@ class ModelGroups:
     def _start(self, name: str, group: Group, spec: WorkerSpec) -> WorkerGroup:
         where = self.config.workers.where
         parallel = group.parallel.with_timeout(self.config.parallel.timeout)
-        shares = name != "actor" and (group.on is not None or where == "local")
+        shares = name != "actor" and (group.shares_actor or where == "local")
         started = WorkerGroup.start(
             dataclasses.replace(spec, parallel=parallel),
             name=name,
@@ -132,7 +132,7 @@ class ModelGroups:
     def samples_apart(self) -> bool:
         """Does a group with processes of its own generate, so that the actor can train meanwhile?"""
         group = self.config.groups.rollout
-        return group is not None and group.on is None and self.config.workers.where != "local"
+        return group is not None and not group.shares_actor and self.config.workers.where != "local"
 
     def close(self) -> None:
         self._started.close()

@@ -56,7 +56,7 @@ class RLPlanner(Planner):
             )
         reference = config.groups.reference
         is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)
-        here = reference is None or reference.on == "actor"
+        here = reference is None or reference.shares_actor
         return replace(super().settings(config), reference_copy=is_copy and here)
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
@@ -75,18 +75,18 @@ class RLPlanner(Planner):
         return float(config.rl.prompts * config.rl.group * length)
 
     def packs_per_step(self, config: Any, gpus: int) -> int:
-        return math.ceil(self._tokens_per_step(config) / self.data(config).pack_tokens)
+        return math.ceil(self._tokens_per_step(config) / self.data(config).tokens_per_pack)
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
         data = self.data(config)
-        key = (data.pack_tokens, 0)
+        key = (data.tokens_per_pack, 0)
         if key not in self._packs:
             if self.is_assumed:
                 rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
                 data = data.model_copy(update=rows)
                 facts = facts_of(self.model(config), config)
                 share = self.question.media_share
-                packs = assumed_packs(facts, data, data.pack_tokens, share)
+                packs = assumed_packs(facts, data, data.tokens_per_pack, share)
             else:
                 packs = _rollout_packs(self.data_kit(config), config)
             self._packs[key] = packs
@@ -134,7 +134,7 @@ class RLPlanner(Planner):
         """With a critic on the same ranks; the KV cache in place of activations, where it is larger."""
         memory = dict(memory)
         critic = config.groups.critic
-        if ALGORITHMS[config.rl.algorithm].has_critic and critic.on == "actor":
+        if ALGORITHMS[config.rl.algorithm].has_critic and critic.shares_actor:
             memory["critic"] = sum(memory[name] for name in STATIC)
         if config.rollout.backend != "packed":
             return memory
@@ -150,7 +150,7 @@ class RLPlanner(Planner):
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
         more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
-        if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.on == "actor":
+        if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.shares_actor:
             more["critic"] = forward + update + optimizer
         if config.rollout.backend == "packed" and config.groups.rollout is None:
             more["generation"] = self._generation_seconds(config, gpus)
@@ -160,7 +160,7 @@ class RLPlanner(Planner):
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
         ranks = max(1, gpus // self.settings(config).text_ranks)
         prompts = math.ceil(config.rl.prompts / ranks)
-        budget = self.data(config).pack_tokens
+        budget = self.data(config).tokens_per_pack
         at_a_time = min(prompts, max(1, int(budget // self.prompt_tokens.mean())))
         return at_a_time, math.ceil(prompts / at_a_time)
 
@@ -197,7 +197,7 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     longest = dataset[int(tokens[samples].argmax())]
     new = config.rollout.max_new_tokens
     group = config.rl.group
-    budget = config.mllm.pack_tokens
+    budget = config.mllm.tokens_per_pack
     packs = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
         packs.largest = [*packs.largest, _pack([longest], new, group, budget)]

@@ -52,11 +52,11 @@ class Prompt:
 
 def prompt_settings(data: MLLMData, max_new_tokens: int) -> MLLMData:
     """The settings of a data kit for prompts: no answers, and room for a completion in each micro-batch."""
-    room = data.pack_tokens - max_new_tokens
+    room = data.tokens_per_pack - max_new_tokens
     if room < 1:
         raise UserError(
             f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in mllm.micro_batch_tokens="
-            f"{data.pack_tokens}: raise mllm.micro_batch_tokens"
+            f"{data.tokens_per_pack}: raise mllm.micro_batch_tokens"
         )
     row_tokens = min(data.row_tokens or room, room)
     return data.model_copy(

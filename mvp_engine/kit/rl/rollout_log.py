@@ -23,6 +23,7 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.report.page import media_item
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+TRAIN_PROMPTS = 4  # prompts of each step that are written
 EVAL_PROMPTS = 24  # held-out prompts of each evaluation that are written
 MAX_CHARACTERS = 300  # of a column
 Record = dict[str, Any]
@@ -31,7 +32,7 @@ Record = dict[str, Any]
 class RolloutLog:
     """Appends the completions of the first `prompts` prompts of each step, and of more in each evaluation."""
 
-    def __init__(self, folder: Path, tokenizer: Any, prompts: int) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, prompts: int = TRAIN_PROMPTS) -> None:
         self.file = folder / ROLLOUTS_FILE
         self.tokenizer = tokenizer
         self.prompts = prompts
@@ -58,7 +59,7 @@ class RolloutLog:
     ) -> None:
         """Append one record for each prompt, with all of its samples."""
         records: dict[int, Record] = {}
-        most = max(self.prompts, EVAL_PROMPTS) if split == "eval" and self.prompts else self.prompts
+        most = max(self.prompts, EVAL_PROMPTS) if split == "eval" else self.prompts
         for sample, reward in zip(samples, rewards, strict=True):
             if sample.prompt >= most:
                 continue

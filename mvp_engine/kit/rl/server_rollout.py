@@ -281,22 +281,29 @@ def request_seed(seed: int, prompt: Prompt) -> int:
 
 
 def server_rollout(
-    settings: RolloutSettings, *, folder: str | Path, banned: Collection[int] = ()
+    settings: RolloutSettings,
+    *,
+    folder: str | Path,
+    wait_seconds: float,
+    banned: Collection[int] = (),
 ) -> ServerRollout:
-    """The rollout of `rollout.backend` vllm or openai. `folder`: of the run, for files that hold weights."""
+    """The rollout of `rollout.backend` vllm or openai. `folder`: of the run, for files that hold weights.
+
+    `wait_seconds`: how long to wait where no server answers.
+    """
     from mvp_engine.kit.rl.vllm_rollout import VLLMRollout
 
     options: dict[str, Any] = {
         "banned": banned,
-        "wait_seconds": settings.server_wait,
+        "wait_seconds": wait_seconds,
         "api_key": os.environ.get(API_KEY),
     }
     if settings.backend == "openai":
         return OpenAIRollout(settings.urls, **options)
     run = Path(folder)
-    shared = settings.sync_folder
-    where = run / "rollout_weights" if shared is None else Path(shared) / run.name
-    return VLLMRollout(settings.urls, sync=settings.sync, folder=where, **options)
+    sync, _, shared = settings.sync.partition(":")
+    where = Path(shared) / run.name if shared else run / "rollout_weights"
+    return VLLMRollout(settings.urls, sync=sync, folder=where, **options)
 
 
 # Rollouts by any OpenAI-compatible server that takes prompts as token ids and returns token ids with log-probs.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import (
     CHECKPOINTING_MODES,
@@ -135,15 +134,10 @@ class RolloutSettings(Section):
     every step measures it."""
     urls: list[str] = Field(default_factory=list)
     """Servers, such as http://localhost:8000; of vllm and openai."""
-    sync: Literal["file", "ipc", "nccl", "none"] = "file"
-    """How weights reach vLLM servers: files that both sides see, CUDA IPC on the same GPUs, or NCCL to other GPUs.
-    none: of openai, whose servers take no weights."""
-    sync_folder: str | None = None
-    """Where sync=file writes weights, such as a folder in shared memory; null: in the run folder."""
-    server_wait: Positive = 60.0
-    """Seconds to wait for a server where none answers, before the run ends with an error."""
-    log_prompts: Annotated[int, Field(ge=0)] = 4
-    """Prompts of each step whose completions are written to rollouts.jsonl and shown in the report; 0: none."""
+    sync: Annotated[str, Field(pattern="^(file|file:.+|ipc|nccl|none)$")] = "file"
+    """How weights reach vLLM servers: files that both sides see (file: in the run folder; file:/dev/shm/weights: in
+    another one), CUDA IPC on the same GPUs (ipc), or NCCL to other GPUs (nccl). none: of openai, whose servers take no
+    weights."""
 
     @model_validator(mode="after")
     def _weights_reach_the_sampler(self) -> RolloutSettings:
@@ -204,22 +198,19 @@ class Group(Section):
     """The processes and the layout of one model."""
 
     ranks: Count | None = None
-    """Processes; null: 1, or those of the group that `on` names."""
+    """Processes of its own; null: those of the actor, and of the actor: 1."""
     parallel: GroupParallel = GroupParallel()
     """How they share the model."""
-    on: Literal["actor"] | None = None
-    """The group whose processes this one uses too, with a layout of its own; null: processes of its own."""
 
-    @model_validator(mode="after")
-    def _own_ranks(self) -> Group:
-        if self.on is not None and self.ranks is not None:
-            raise ValueError(f"on: {self.on} has the ranks of that group: leave out ranks")
-        return self
+    @property
+    def shares_actor(self) -> bool:
+        """Whether this group, which is not the actor, uses the actor's processes."""
+        return self.ranks is None
 
     def check_layout(self, name: str, actor_ranks: int) -> None:
         """Raise if the sizes of `parallel` do not multiply to the ranks of this group."""
-        owner = "actor" if self.on is not None else name
-        ranks = actor_ranks if self.on is not None else self.ranks or 1
+        owner = "actor" if self.shares_actor else name
+        ranks = actor_ranks if self.ranks is None else self.ranks
         sizes = self.parallel.model_dump(exclude={"replicate", "expert", "reshard"})
         replicas = self.parallel.replicate
         each = math.prod(sizes.values()) * max(1, replicas)
@@ -236,22 +227,14 @@ class Group(Section):
 class Groups(Section):
     actor: Group = Group()
     """The policy that is trained."""
-    critic: Group = Group(on="actor")
+    critic: Group = Group()
     """The value model of ppo."""
     reference: Group | None = None
-    """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else on the actor's processes."""
-    reward: Group = Group(on="actor")
+    """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else as {}."""
+    reward: Group = Group()
     """The reward model of reward.model."""
     rollout: Group | None = None
     """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
-
-    @field_validator("critic", "reference", "reward", mode="before")
-    @classmethod
-    def _on_the_actor(cls, group: Any) -> Any:
-        """A group that is given a layout alone stays where it is by default."""
-        if isinstance(group, Mapping) and not {"ranks", "on"} & set(group):
-            return {**group, "on": "actor"}
-        return group
 
 
 class RLConfig(MLLMConfig):
@@ -273,8 +256,6 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _groups_fit(self) -> RLConfig:
         actor = self.groups.actor
-        if actor.on is not None:
-            raise ValueError("groups.actor has processes of its own: leave out on")
         if self.workers.where == "local":
             for name, group in self.groups:
                 if group is not None and (group.ranks or 1) > 1:
@@ -347,4 +328,4 @@ class RLConfig(MLLMConfig):
     @property
     def budget(self) -> int:
         """The most tokens of a forward."""
-        return self.mllm.pack_tokens
+        return self.mllm.tokens_per_pack

@@ -89,24 +89,23 @@ def copy_views(module: nn.Module) -> None:
     module._compiled_call_impl = call
 
 
-def use_cache(folder: str | None) -> None:
-    """Keep what Inductor compiles in `folder`, by default in the user's cache: later starts and other ranks read it.
+def use_cache() -> None:
+    """Keep what Inductor compiles in the user's cache folder: later starts and other ranks read it.
 
-    A folder that the environment names stays.
+    A folder that $TORCHINDUCTOR_CACHE_DIR names stays.
     """
-    if folder is None:
-        if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-            return
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = f"{cache}/mvp_engine/compile"
-    path = Path(folder).expanduser().absolute()
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(f"{cache}/mvp_engine/compile").expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise UserError(
-            f"model.compile_cache: {path} cannot be written to: {error.strerror}. Set it to another folder"
+            f"model.compile: {path}, the folder of compiled graphs, cannot be written to: {error.strerror}. Set "
+            "$TORCHINDUCTOR_CACHE_DIR to another folder"
         ) from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
 

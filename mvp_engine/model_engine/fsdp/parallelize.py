@@ -295,7 +295,7 @@ def parallelize_model(
     if any(backends.values()):
         allow_graphs()
     if "inductor" in backends.values():
-        use_cache(settings.compile_cache)
+        use_cache()
     fp8_parts = _fp8_parts(model, layout, settings)
     freeze(model, settings.freeze)
     adapter.before_parallelize(dtype)
@@ -319,7 +319,7 @@ def parallelize_model(
     if settings.experts.is_used:  # before the cut: it counts the layers of all stages
         adapter.balance_experts(settings.experts, world.device)
     # Before the cut: it tests all stages alike.
-    use_fp8(model, fp8_parts, settings.fp8_weight_gradients, world.device)
+    use_fp8(model, fp8_parts, world.device)
     if layout.pipeline > 1:
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
@@ -352,28 +352,25 @@ def _change_blocks(
         if mode != "none":
             checkpoint_block(block, mode, backend)
         if backend:
-            _compile(block, backend, settings, host_inputs if mode == "offload" else None)
+            _compile(block, backend, host_inputs if mode == "offload" else None)
         elif mode == "offload":
             block.forward = host_inputs.offloading(block.forward)
     for norm, part in norms_by_part(model):  # uncompiled, it reads and writes its tokens ten times
         if backend := backends.get(part):
-            _compile(norm, backend, settings)
+            _compile(norm, backend)
 
 
-def _compile(
-    module: nn.Module, backend: str, settings: Settings, host_inputs: HostInputs | None = None
-) -> None:
+def _compile(module: nn.Module, backend: str, host_inputs: HostInputs | None = None) -> None:
     module.compile(**compile_arguments(backend))
     if host_inputs is not None:  # around the graph, which saves the block's input
         module._compiled_call_impl = host_inputs.offloading(module._compiled_call_impl)  # type: ignore[arg-type]
-    if settings.compile_dynamic:
-        mark_sizes(module)
+    mark_sizes(module)
     copy_views(module)  # last, so that it is called first: sizes are marked on what the block gets
 
 
-def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
-    """Which parts run their linear layers and experts in FP8."""
-    parts: Mapping[str, bool] = by_part(model, settings.fp8, "model.fp8")
+def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool | str]:
+    """Which parts run their linear layers and experts in FP8; "all": weight gradients too."""
+    parts: Mapping[str, bool | str] = by_part(model, settings.fp8, "model.fp8")
     if any(parts.values()):
         if settings.precision != "bf16":
             raise UserError(
@@ -387,7 +384,9 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
     return parts
 
 
-def _check_quantize(settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool]) -> None:
+def _check_quantize(
+    settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool | str]
+) -> None:
     if layout.tensor_mesh is not None:
         raise UserError(
             "model.quantize does not support parallel.tensor > 1: set parallel.shard instead"

@@ -143,31 +143,28 @@ class GatheredLinear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> list[LayerForward]:
+def use_megatron_layers(model: PackedModel, layout: Layout) -> list[LayerForward]:
     """Replace the forward of each decoder layer; returns the new ones.
 
-    `sequence`: cut tokens over tensor-parallel ranks in between.
+    Tensor-parallel ranks cut tokens among themselves in between: Megatron's sequence parallel.
     """
     modules = import_megatron()
     decoder: Any = model.decoder()
     layers = list(decoder.layers)
     group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
-    sequence = sequence and group is not None
     first: Any = layers[0].self_attn
     with warnings.catch_warnings():  # of defaults that are not used here
         warnings.simplefilter("ignore")
-        megatron_config = modules.transformer_config(
-            model.hf.config, first, layout.tensor, sequence
-        )
+        megatron_config = modules.transformer_config(model.hf.config, first, layout.tensor)
         cores = [
             modules.build_layer(megatron_config, i + 1, group, hasattr(layer.mlp, "experts"))
             for i, layer in enumerate(layers)
         ]
     for index, layer in enumerate(layers):
-        table = WeightTable(layer, first.head_dim, group, sequence)
+        table = WeightTable(layer, first.head_dim, group)
         table.check(cores[index])
         layer.forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
-        layer.forward.sequence_group = group if sequence else None
+        layer.forward.sequence_group = group
     forwards = [layer.forward for layer in layers]
     mark_ends(forwards)
     return forwards
@@ -337,19 +334,20 @@ class Row(NamedTuple):
     megatron: str
     join: JoinWeights
     hf: tuple[str, ...]
-    # Tensor-parallel ranks have parts of the gradient: "heads" always, "tokens" with Megatron's sequence parallel.
-    partial: str = ""
+    partial: bool = (
+        False  # tensor-parallel ranks have parts of the gradient, of their heads or tokens
+    )
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ROWS = (
-    Row("input_layernorm.weight", same, ("input_layernorm.weight",), "tokens"),
+    Row("input_layernorm.weight", same, ("input_layernorm.weight",), True),
     Row("self_attention.linear_qkv.weight", by_kv_head, tuple(f"{name}.weight" for name in _QKV)),
     Row("self_attention.linear_qkv.bias", by_kv_head, tuple(f"{name}.bias" for name in _QKV)),
-    Row("self_attention.q_layernorm.weight", same, ("self_attn.q_norm.weight",), "heads"),
-    Row("self_attention.k_layernorm.weight", same, ("self_attn.k_norm.weight",), "heads"),
+    Row("self_attention.q_layernorm.weight", same, ("self_attn.q_norm.weight",), True),
+    Row("self_attention.k_layernorm.weight", same, ("self_attn.k_norm.weight",), True),
     Row("self_attention.linear_proj.weight", same, ("self_attn.o_proj.weight",)),
-    Row("pre_mlp_layernorm.weight", same, ("post_attention_layernorm.weight",), "tokens"),
+    Row("pre_mlp_layernorm.weight", same, ("post_attention_layernorm.weight",), True),
     Row(
         "mlp.linear_fc1.weight",
         one_after_the_other,
@@ -374,10 +372,8 @@ class _Entry(NamedTuple):
 class WeightTable:
     """The rows of the table that one decoder layer has."""
 
-    def __init__(
-        self, layer: nn.Module, head_dim: int, group: dist.ProcessGroup | None, sequence: bool
-    ) -> None:
-        """`group`: the tensor-parallel ranks, if there are several; `sequence`: tokens are cut over them."""
+    def __init__(self, layer: nn.Module, head_dim: int, group: dist.ProcessGroup | None) -> None:
+        """`group`: the tensor-parallel ranks, if there are several."""
         self.head_dim = head_dim
         self.group = group
         self.entries: list[_Entry] = []
@@ -388,8 +384,7 @@ class WeightTable:
                 self.entries.append(_Entry(row, places))
                 known -= set(row.hf)
         self.left = sorted(known)
-        kinds = {"heads", "tokens"} if sequence else {"heads"}
-        rows = [row for row, _ in self.entries if group is not None and row.partial in kinds]
+        rows = [row for row, _ in self.entries if group is not None and row.partial]
         self.partial = [row.megatron for row in rows]  # whose gradients are summed
 
     def check(self, megatron_layer: nn.Module) -> None:
@@ -424,8 +419,7 @@ class MegatronAdapter(HFAdapter):
     compiles_by_default = False
 
     def replace_layers(self, layout: Layout, settings: Settings) -> None:
-        sequence = settings.sequence_parallel is not False
-        self._layers = use_megatron_layers(self.model, layout, sequence)
+        self._layers = use_megatron_layers(self.model, layout)
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
         super().cut_stage(link, skeleton)

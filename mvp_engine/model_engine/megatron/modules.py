@@ -16,10 +16,6 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -66,11 +62,8 @@ class ColumnLinear(ColumnParallelLinear):
         bias = None if self.skip_bias_add else self.bias
         if get_pg_size(self.tp_group) == 1:
             out = F.linear(x, self.weight, bias)
-        elif self.sequence_parallel:
-            out = GatheredLinear.apply(x, self.weight, bias, self.tp_group)
         else:
-            copied = copy_to_tensor_model_parallel_region(x, group=self.tp_group)
-            out = F.linear(copied, self.weight, bias)
+            out = GatheredLinear.apply(x, self.weight, bias, self.tp_group)
         return out, self.bias if self.skip_bias_add else None
 
 
@@ -81,9 +74,7 @@ class RowLinear(RowParallelLinear):
         out = F.linear(x, self.weight)
         if get_pg_size(self.tp_group) == 1:
             return out, None
-        if self.sequence_parallel:
-            return ReduceScatter.apply(out, self.tp_group), None
-        return reduce_from_tensor_model_parallel_region(out, group=self.tp_group), None
+        return ReduceScatter.apply(out, self.tp_group), None
 
 
 class CoreAttention(nn.Module):
@@ -113,9 +104,7 @@ class Experts(nn.Module):
         return self.run(x), None
 
 
-def transformer_config(
-    config: Any, attention: Any, tensor: int, sequence: bool
-) -> TransformerConfig:
+def transformer_config(config: Any, attention: Any, tensor: int) -> TransformerConfig:
     """Megatron's config for that of a Hugging Face model, and one of its attention modules."""
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
@@ -134,7 +123,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tensor,
-        sequence_parallel=sequence,
+        sequence_parallel=tensor > 1,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

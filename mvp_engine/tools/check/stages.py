@@ -337,7 +337,7 @@ def short_config(config: Config) -> Config:
     """The config without anything that takes long, writes files, or reports to a tracker."""
     sections: dict[str, dict[str, Any]] = {
         "loop": {"eval_interval": None, "eval_batches": 1},
-        "guard": {"max_consecutive_skips": STEPS + 1, "max_total_skips": None},
+        "guard": {"max_skips": STEPS + 1},
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None, "patience": None},
     }

@@ -42,7 +42,7 @@ def write_questions(folder: Path) -> Path:
 def make_kit(tmp_path: Path, processor: Any, config: Any, **actions: Any) -> ActionDataKit:
     root = write_folder(tmp_path / "robot", "v3.0", None)
     sources = {"robot": {"path": str(root)}, "questions": {"path": str(write_questions(tmp_path))}}
-    settings = {"micro_batch_tokens": 2048, "global_batch_tokens": 2048, "max_bad_fraction": 1.0}
+    settings = {"micro_batch_tokens": 2048, "global_batch_tokens": 2048, "max_bad_rows": 1.0}
     data = MLLMData.model_validate(
         {"sources": sources, "cache": str(tmp_path / "cache"), **settings}
     )

@@ -67,7 +67,7 @@ def make_kit(
         sources=[{"path": str(root), "name": "robot", "hold_out": hold_out}],  # type: ignore[list-item]
         micro_batch_tokens=64,
         global_batch_tokens=64,
-        max_bad_fraction=1.0,
+        max_bad_rows=1.0,
         cache=str(root.parent / "cache"),
     )
     return ActionDataKit(data, ActionData(**actions), tokenizer, model_config=model_config())

@@ -141,7 +141,7 @@ def test_prompt_loader_images_are_expanded_in_the_batch_and_files_for_servers(
 
 def test_prompt_loader_media_that_break_are_left_out_of_their_step(tmp_path: Path) -> None:
     rows = with_images(tmp_path, 3)
-    kit = kit_of(tmp_path, rows, qwen3_vl(), model_config(), max_bad_fraction=0.5)
+    kit = kit_of(tmp_path, rows, qwen3_vl(), model_config(), max_bad_rows=0.5)
     loader = prompt_loader(kit, prompts=2, shuffle=False, folder=tmp_path)
     (tmp_path / "1_0.png").write_bytes(b"broken")
     assert [[prompt.sample for prompt in step] for step in loader] == [[0], [2]]

@@ -79,7 +79,7 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
     config = write_recipe(tmp_path, LENGTH)
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write(json.dumps({"prompt": "long " * 300, "answer": "long"}) + "\n")
-    words = ["rl.prompts=1", "loop.total_steps=8", "rollout.log_prompts=1"]
+    words = ["rl.prompts=1", "loop.total_steps=8"]
     words += [
         f"workers.where={where}",
         "groups.actor={ranks: 2, parallel: {shard: 2}}",

@@ -112,7 +112,7 @@ def test_training_without_its_server_ends_with_url_and_fix(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fakes[0].kill()
-    code = train("rollout.server_wait=0.1", config=config(tmp_path, [fakes[0].url]))
+    code = train("parallel.timeout=0.1", config=config(tmp_path, [fakes[0].url]))
     assert code == EXIT_USER_ERROR
     err = capfd.readouterr().err
     assert f"no server for 0.1 s:\n  {fakes[0].url}: " in err

@@ -151,17 +151,17 @@ def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
 def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) -> None:
     urls = ["http://one:8000", "http://two:8000"]
     rollout = server_rollout(
-        RolloutSettings(backend="vllm", urls=urls, server_wait=5), folder=tmp_path, banned=[7, 3]
+        RolloutSettings(backend="vllm", urls=urls), folder=tmp_path, wait_seconds=5, banned=[7, 3]
     )
     assert isinstance(rollout, VLLMRollout)
     assert [server.url for server in rollout.servers] == urls
     assert (rollout.banned, rollout.wait_seconds) == ([3, 7], 5)
     assert rollout.transfer.folder == tmp_path / "rollout_weights"  # type: ignore[attr-defined]
-    shared = RolloutSettings(backend="vllm", urls=urls, sync_folder="/shared")
-    found = server_rollout(shared, folder=tmp_path)
+    shared = RolloutSettings(backend="vllm", urls=urls, sync="file:/shared")
+    found = server_rollout(shared, folder=tmp_path, wait_seconds=5)
     assert found.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
     fixed = RolloutSettings(backend="openai", urls=urls, sync="none")
-    assert isinstance(server_rollout(fixed, folder=tmp_path), OpenAIRollout)
+    assert isinstance(server_rollout(fixed, folder=tmp_path, wait_seconds=5), OpenAIRollout)
 
 
 def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused() -> None:

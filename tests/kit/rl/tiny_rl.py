@@ -27,7 +27,7 @@ mllm:
   micro_batch_tokens: 256
   cache: {folder}/cache
   sources: [{{path: {folder}/rows.jsonl}}, {{path: {folder}/rows.jsonl, name: held_out, split: eval}}]
-data: {{micro_batch_size: 1, num_workers: 0}}
+data: {{num_workers: 0}}
 rl: {{prompts: 4, group: 2}}
 rollout: {{max_new_tokens: 4}}
 reward: {{workers: 1, max_errors: 0.5}}

@@ -123,7 +123,7 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     options = {
         "cache": str(tmp_path / "cache"),
         "speech": {"codec": None, "books": BOOKS},
-        "max_bad_fraction": 1.0,
+        "max_bad_rows": 1.0,
     }
     data = SpeechMLLMData(sources=sources, micro_batch_tokens=64, **options)
     kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)

@@ -107,7 +107,7 @@ def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech) -> MLLMDataKi
             "sources": [{"path": str(file)}],
             "micro_batch_tokens": 200,
             "global_batch_tokens": 200,
-            "max_bad_fraction": 1.0,
+            "max_bad_rows": 1.0,
             "cache": str(folder / "cache"),
             "speech": {"codec": str(folder / "codec"), "books": BOOKS, **speech},
         }

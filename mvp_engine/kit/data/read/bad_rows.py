@@ -72,10 +72,10 @@ class BadRows:
     @property
     def max_allowed(self) -> int:
         """How many bad rows the settings allow."""
-        share = int(self.settings.max_bad_fraction * max(self.rows, self.min_rows))
-        if self.settings.max_bad_rows is None:
-            return share
-        return min(self.settings.max_bad_rows, share)
+        limit = self.settings.max_bad_rows
+        if isinstance(limit, float):
+            return int(limit * max(self.rows, self.min_rows))
+        return limit
 
     def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
         """Count records that are new, append them to the file, and raise if they are too many."""
@@ -126,7 +126,7 @@ class BadRows:
         return (
             f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "
             f"allowed ({self}). Such as {'; '.join(examples)}. "
-            "Fix them, or raise mllm.max_bad_fraction, mllm.max_bad_rows"
+            "Fix them, or raise mllm.max_bad_rows"
         )
 
     def __str__(self) -> str:

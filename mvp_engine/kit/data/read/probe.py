@@ -27,7 +27,7 @@ from mvp_engine.kit.data.read.decoders import (
     run_with_timeout,
 )
 from mvp_engine.kit.data.read.media_source import describe, file_of, open_media
-from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
+from mvp_engine.kit.data.read.row_types import CLIP_PIXELS, BadRow, Limits, Part
 
 # One entry of a cache file: never change it, take another file name instead.
 SIZE_RECORD = np.dtype(
@@ -166,7 +166,7 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
     num_frames = _num_sampled_frames(part, limits, video.length, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):
         # Frames of a file are decoded smaller if all of them would not fit in memory.
-        scale = min(1.0, math.sqrt(limits.clip_pixels / (num_frames * width * height)))
+        scale = min(1.0, math.sqrt(CLIP_PIXELS / (num_frames * width * height)))
         width = max(1, int(width * scale))
         height = max(1, int(height * scale))
     return MediaInfo(

@@ -18,6 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict
 
+# Of all decoded frames of a video in memory: above this, frames are scaled down.
+CLIP_PIXELS = 2**28
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -58,8 +61,6 @@ class Limits:
     """The longest audio."""
     text_characters: int = 4_000_000
     """The most characters of text of a row, before it is tokenized: about a million tokens."""
-    clip_pixels: int = 2**28
-    """Pixels of all decoded frames of a video in memory; above this, frames are scaled down."""
     timeout: float = 30.0
     """Seconds to probe one item, and to decode it. Workers that stay at the same rows for twenty times as long, and for
     at least 600 s, stop the run."""
