@@ -39,7 +39,7 @@ def bare(config: Any, rows: torch.Tensor, order: list[int], model: torch.nn.Modu
     rest = [p for p in model.parameters() if not any(p is q for q in decay)]
     groups = [{"params": decay, "weight_decay": config.optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, config.optim.lr, tuple(config.optim.betas), config.optim.eps, fused=True)
-    total = config.loop.total_steps
+    total = config.train.max_steps
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(s, config.optim, total))
     answer, size = config.task.digits, config.data.global_batch_size
     model.train()
@@ -50,7 +50,7 @@ def bare(config: Any, rows: torch.Tensor, order: list[int], model: torch.nn.Modu
         loss = F.cross_entropy(logits, batch[:, -answer:].flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.loop.clip_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
         optimizer.step()
         scheduler.step()
         if step % config.log.interval == 0:
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args, words = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="overhead-"))
-    words = [f"loop.total_steps={args.steps}", "loop.eval_interval=null", "checkpoint.interval=null", *words]
-    composed = compose(CONFIG, [*words, f"project.dir={folder}"])
+    words = [f"train.max_steps={args.steps}", "eval.steps=null", "checkpoint.interval=null", *words]
+    composed = compose(CONFIG, [*words, f"output_dir={folder}"])
     world = World.join(composed.config.device)
     engine_class = timed(composed.engine_class)
     times: dict[str, list[float]] = {"bare": [], "engine": []}

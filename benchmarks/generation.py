@@ -130,8 +130,8 @@ def share_equal(found: Tokens, expected: Tokens) -> float:
 def evaluation_share(engine: LanguageModelEngine, vocabulary: int, held: int, steps: int, packs: int) -> dict[str, Any]:
     """Seconds of a training step and of the generation in an evaluation, with the recipe's settings."""
     settings = yaml.safe_load(SETTINGS.read_text())
-    tokens = settings["mllm"]["row_tokens"]  # of a pack, which `auto` may make larger
-    generation = settings["eval_generation"]
+    tokens = settings["data"]["max_length"]  # of a pack, which `auto` may make larger
+    generation = settings["eval.generation"]
     interval = settings["loop"]["eval_interval"]
     rows = torch.randint(1, vocabulary, (packs, 8, tokens // 8), generator=torch.Generator().manual_seed(1))
     micro_batches = [PackedBatch.from_sequences(list(pack)) for pack in rows]
@@ -244,8 +244,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--same-prompts", type=int, default=4, help="compared in float32; 0: none")
     parser.add_argument("--held", type=int, default=512, help="held-out rows of the training; 0: no share")
     parser.add_argument("--steps", type=int, default=5, help="training steps that are timed")
-    sizes = yaml.safe_load(SETTINGS.read_text())["mllm"]
-    packs = sizes["global_batch_tokens"] // sizes["row_tokens"]
+    sizes = yaml.safe_load(SETTINGS.read_text())["data"]
+    packs = sizes["global_batch_tokens"] // sizes["max_length"]
     parser.add_argument("--packs", type=int, default=packs, help="of a training step (default: the recipe's)")
     args = parser.parse_args(words)
     if args.table:

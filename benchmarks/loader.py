@@ -147,7 +147,7 @@ def compare(folder: Path, count: int, rounds: int, workers: int) -> list[dict[st
 
     file, words = write_rows(folder, count)
     processor = make_processor(words)
-    settings = {"sources": [{"path": str(file)}], "micro_batch_tokens": BUDGET, "global_batch_tokens": BUDGET}
+    settings = {"sources": [{"path": str(file)}], "pack_tokens": BUDGET, "global_batch_tokens": BUDGET}
     kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(folder)}), processor, num_workers=workers)
     once = measured(lambda: [kit.dataset()], lambda _: (0, 0))["seconds"]
     plan = kit.dataset().plan

@@ -97,7 +97,7 @@ class Starts:
     def kit(self, cache: str, max_pixels: int) -> MLLMDataKit:
         settings = {
             "sources": [{"path": str(self.folder / "rows.jsonl")}],
-            "micro_batch_tokens": 4096,
+            "pack_tokens": 4096,
             "global_batch_tokens": 4096,
             "limits": {"max_pixels": max_pixels},
             "cache": str(self.folder / cache),

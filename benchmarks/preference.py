@@ -103,21 +103,22 @@ def ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The shipped preference engine and its data kit, by a config file."""
     config = {
         "engine": "preference",
-        "project": {"name": "dpo", "dir": str(folder / "runs")},
+        "run_name": "dpo",
+        "output_dir": str(folder / "runs"),
         "model": {
             "type": "language_model",
             "path": str(folder / "model"),
             "compile": args.compile if torch.cuda.is_available() else None,
         },
-        "preference": {"loss": "sigmoid", "beta": 0.1, "reference": "copy"},
-        "mllm": {
+        "preference": {"loss": "dpo", "beta": 0.1, "reference": "copy"},
+        "data": {
             "pairs": True,
-            "micro_batch_tokens": args.tokens,
+            "pack_tokens": args.tokens,
             "sources": {"pairs": {"path": str(folder / "rows.jsonl")}},
             "cache": str(folder / "costs"),
+            "global_batch_size": args.packs,
         },
-        "data": {"micro_batch_size": 1, "global_batch_size": args.packs},
-        "loop": {"total_steps": args.steps, "precision": "auto"},
+        "train": {"max_steps": args.steps, "precision": "auto"},
         "optim": {"lr": 1e-6, "weight_decay": 0.0, "schedule": "constant"},
         "log": {"interval": args.steps // 2, "backends": ["jsonl"]},
         "checkpoint": {"interval": None},

@@ -79,8 +79,8 @@ class Work:
 
 SFT = "qwen3/configs/sft_gpu1.yaml"
 # What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
-FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full", "optim.state_dtype=bfloat16"]
-LONG = ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"]
+FULL_8B = ["data.pack_tokens=16384", "model.activation_checkpointing=full", "optim.state_dtype=bfloat16"]
+LONG = ["data.max_length=131072", "data.global_batch_tokens=131072"]
 FP8 = ["model.fp8=all"]
 VLM = "qwen3_vl/configs/instruct_gpu1.yaml"
 WORKS = {
@@ -182,12 +182,12 @@ def environment() -> dict[str, str]:
 def config_words(work: Work, model: Path, data: Path, args: argparse.Namespace) -> list[str]:
     """The config, and what is set of it: paths, no evaluation, nothing saved or exported."""
     words = [str(ROOT / "recipes" / work.config)]
-    words += [f"mllm.sources.{name}.path={data}" for name in ("chats", "held_chats")]
-    words += [f"model.path={model}", "loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null"]
-    words += ["export=null", "loop.epochs=null", *work.words, *args.keys]
+    words += [f"data.sources.{name}.path={data}" for name in ("chats", "held_chats")]
+    words += [f"model.path={model}", "eval.steps=null", "eval.generation=null", "checkpoint.interval=null"]
+    words += ["export_link=null", "train.epochs=null", *work.words, *args.keys]
     if args.tiny:
-        words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
-        words += [f"loop.precision={'bf16' if FP8[0] in words else 'fp32'}", "cpu_threads=1"]
+        words += ["data.max_length=4096", "data.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
+        words += [f"train.precision={'bf16' if FP8[0] in words else 'fp32'}", "cpu_threads=1"]
     return words
 
 
@@ -199,13 +199,13 @@ def caches(folder: Path) -> dict[str, str]:
 
 def train(words: list[str], env: dict[str, str], folder: Path, steps: int, limit: float, interval: int) -> Watched:
     """A training up to a step, with its run in `folder`."""
-    log = [f"loop.total_steps={steps}", f"log.interval={interval}", "log.backends=[jsonl,file]"]
-    command = [sys.executable, "-m", "mvp_engine.cli", "train", *words, f"project.dir={folder / 'runs'}", *log]
+    log = [f"train.max_steps={steps}", f"log.interval={interval}", "log.backends=[jsonl,file]"]
+    command = [sys.executable, "-m", "mvp_engine.cli", "train", *words, f"output_dir={folder / 'runs'}", *log]
     return watch(command, folder, limit, env=env, last_step=steps)
 
 
 def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
+    words = [*config_words(work, model, data, args), f"data.cache={scratch / 'costs'}"]
     env = environment() if args.warm else caches(scratch)
     began = time.perf_counter()
     with sampled_clock() as clock:
@@ -231,7 +231,7 @@ def starts(work: Work, model: Path, data: Path, args: argparse.Namespace, scratc
     found: dict[str, Any] = {"cold": [], "warm": []}
     for number in range(args.starts):
         folder = scratch / str(number)
-        words = [*config_words(work, model, data, args), f"mllm.cache={folder / 'costs'}"]
+        words = [*config_words(work, model, data, args), f"data.cache={folder / 'costs'}"]
         for which in ("cold", "warm"):
             times = figures(train(words, caches(folder), folder / which, START_STEPS, args.limit, 1))
             kept = ("first_step_s", "full_speed_s", "step_s", "why", "output")

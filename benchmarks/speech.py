@@ -116,7 +116,8 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     config = {
         "engine": "mvp_engine.kit.mllm:MLLMEngine",
         "processor": str(folder / "tokenizer"),
-        "project": {"name": "speech", "dir": str(folder / name / "runs")},
+        "run_name": "speech",
+        "output_dir": str(folder / name / "runs"),
         "model": {
             "type": "omni_model",
             "path": str(make_model(folder, args.tiny)),
@@ -124,15 +125,16 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
             "activation_checkpointing": {"talker": mode},
             "compile": None if backend == "null" else backend,
         },
-        "mllm": {
-            "micro_batch_tokens": int(tokens),
+        "data": {
+            "pack_tokens": int(tokens),
             "sources": {"rows": {"path": str(folder / "rows.jsonl")}},
             "cache": str(folder / "costs"),
             "speech": {"books": 16, "require": True},
+            "global_batch_size": int(*packs or [1]),
+            "num_workers": args.workers,
         },
-        "data": {"micro_batch_size": 1, "global_batch_size": int(*packs or [1]), "num_workers": args.workers},
-        "loop": {"total_steps": 1_000_000, "precision": "auto", "clip_grad_norm": 1.0},
-        "optim": {"lr": 1e-5, "weight_decay": 0.0, "schedule": "constant"},
+        "train": {"max_steps": 1_000_000, "precision": "auto"},
+        "optim": {"max_grad_norm": 1.0, "lr": 1e-5, "weight_decay": 0.0, "schedule": "constant"},
         "log": {"interval": INTERVAL, "backends": ["jsonl", "terminal"]},
     }
     file = folder / f"{name}.yaml"
@@ -175,7 +177,7 @@ def one_batch(folder: Path, tiny: bool, tokens: int) -> Any:
 
     values = {
         "sources": [{"path": str(folder / "rows.jsonl")}],
-        "micro_batch_tokens": tokens,
+        "pack_tokens": tokens,
         "cache": str(folder / "costs"),
         "speech": {"books": 16, "require": True},
     }

@@ -210,12 +210,12 @@ def main() -> int:
     result: dict[str, Any] = {**about(), "work": args.work, "rows": data.parent.name}
     with tempfile.TemporaryDirectory(prefix="mvp-start-") as name:
         scratch = Path(name)
-        config, *words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
-        words += [f"loop.total_steps={args.steps}", "log.backends=[jsonl]", "log.interval=1"]
+        config, *words = [*config_words(work, model, data, args), f"data.cache={scratch / 'costs'}"]
+        words += [f"train.max_steps={args.steps}", "log.backends=[jsonl]", "log.interval=1"]
         for which in ("first", "second"):
             (scratch / which).mkdir()
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            command = ["--config", config, *words, f"project.dir={scratch / which / 'runs'}"]
+            command = ["--config", config, *words, f"output_dir={scratch / which / 'runs'}"]
             found = start(command, caches(scratch), scratch / which, args.limit, args.steps)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -36,7 +36,7 @@ GROUPS = {
 # What several commands have: @config in the text below.
 SHARED = {
     "@config": "a YAML file, or the config of a shipped recipe, such as sft/lora",
-    "  @runs": "  --dir>root DIR=outputs  folder of the runs, project.dir",
+    "  @runs": "  --dir>root DIR=outputs  folder of the runs, output_dir",
     "@run": "a run's folder or id, or latest",
     "  @overrides": "  overrides=key=value*  overrides of config keys",
     "  @json": "  --json>as_json  print JSON, for programs",
@@ -51,8 +51,8 @@ SHARED = {
 OVERVIEW = """\
 fine-tune a model on your own rows, in four commands:
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
-  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
-  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
   mvp chat latest --image photo.jpg -p "What is in this photo?"
 
 mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
@@ -65,8 +65,8 @@ train the model of a config, or resume its run
   @nproc
   @nodes
 examples:
-  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
-  mvp train my/configs/train.yaml optim.lr=1e-4 loop.epochs=2 --nproc 8
+  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
+  mvp train my/configs/train.yaml optim.lr=1e-4 train.epochs=2 --nproc 8
   mvp train my/configs/train.yaml resume=auto       # continue the newest run
 
 mvp config --explain KEY prints what a key means, mvp config CONFIG all keys with their values, and
@@ -95,7 +95,7 @@ step of a run non-finite, or fail; leaves no files
   @nproc
   @nodes
 examples:
-  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.jsonl
+  mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
   mvp check my/configs/train.yaml --nproc 2 optim.lr=1e-4
   mvp check latest                                  # the run's last skipped or failed step
 
@@ -202,7 +202,7 @@ mvp doctor -> cli:doctor
 check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix
   CONFIG?                 also check the disk and the kernels for this YAML file or shipped config
   @overrides
-  --dir>folder DIR        folder of the runs (default: outputs, or project.dir of CONFIG)
+  --dir>folder DIR        folder of the runs (default: outputs, or output_dir of CONFIG)
   --nproc N               processes (ranks) on this machine (default: one per GPU)
   @nodes
   @json
@@ -222,7 +222,7 @@ examples:
   mvp config sft/lora
   mvp config my/configs/train.yaml optim.lr=1e-4
   mvp config --explain optim.lr
-  mvp config --explain mllm.limits
+  mvp config --explain data.limits
   mvp config --explain learning_rate                # names of other trainers are answered with ours
 
 mvp recipe -> tools.recipe:recipe_command

@@ -208,7 +208,7 @@ def _agree_on_start(config: Config, world: World) -> Start:
         if chosen and chosen.is_new:
             chosen.run.remove_failed_start()
         raise UserError(
-            f"the run folder {folder}, which rank 0 created, does not exist on another node: set project.dir to a "
+            f"the run folder {folder}, which rank 0 created, does not exist on another node: set output_dir to a "
             "folder that all nodes share"
         )
     return chosen or start

@@ -91,7 +91,7 @@ class Run:
         except OSError as error:
             raise UserError(
                 f"cannot write run folders to {root.absolute()}: {error.strerror}. "
-                "Set project.dir to a writable folder."
+                "Set output_dir to a writable folder."
             ) from None
         return cls(folder)
 
@@ -138,9 +138,7 @@ class Run:
         """The command that continues this run with its config and `overrides`; without a checkpoint, a new run."""
         words = ["mvp", "train", str(self.dir / "config.yaml")]
         has_checkpoint = bool(self.checkpoint_list())
-        words += (
-            [f"resume={self.dir}"] if has_checkpoint else ["resume=null", "project.run_id=null"]
-        )
+        words += [f"resume={self.dir}"] if has_checkpoint else ["resume=null", "run_id=null"]
         nproc = os.environ.get("LOCAL_WORLD_SIZE", "1")
         words += overrides
         if nproc != "1" and "TORCHELASTIC_RUN_ID" in os.environ:  # else srun starts each rank
@@ -193,7 +191,7 @@ def _named_folder(folder: Path) -> Path:
         if (folder / "run.json").exists():
             raise UserError(
                 f"run folder {folder} exists already. Set resume=auto to continue it, "
-                "or choose another project.run_id."
+                "or choose another run_id."
             ) from None
     return folder
 

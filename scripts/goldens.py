@@ -46,9 +46,9 @@ MEASURED = {
 MEASURED |= {"grad_difference"}  # summed in the order of a set
 # Controllers start the ranks of these configs, which test_any_ranks.py leaves out.
 CONTROLLERS = {
-    "reverse_rl/grpo": ["made.rows=60", "rl.prompts=4", "rl.group=4"],
-    "reverse_rl/ppo": ["made.rows=60", "rl.prompts=4", "rl.group=4"],
-    "digits_rl/grpo": ["made.digits=60", "rl.prompts=4", "rl.group=4"],
+    "reverse_rl/grpo": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
+    "reverse_rl/ppo": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
+    "digits_rl/grpo": ["made.digits=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
 }
 
 
@@ -107,14 +107,14 @@ def golden(name: str, words: list[str], folder: Path) -> dict[str, Any]:
     from mvp_engine.launch import launch
 
     config = str(config_file(name))
-    words = [f"project.dir={folder}", *FEW_STEPS, *words]
+    words = [f"output_dir={folder}", *FEW_STEPS, *words]
     words[words.index("checkpoint.interval=null")] = "checkpoint.interval=2"
     run = f"run_{name.partition('/')[2]}"  # not the name of an export
-    result: dict[str, Any] = {"code": launch(config, [*words, f"project.run_id={run}"])}
+    result: dict[str, Any] = {"code": launch(config, [*words, f"run_id={run}"])}
     checkpoints = folder / run / "checkpoints"
     result["metrics"] = metrics(folder, run)
     result["checkpoint"] = tensors(checkpoints / "step_00000003")
-    resumed = [*words, f"project.run_id={run}_resumed", f"resume={checkpoints / 'step_00000002'}"]
+    resumed = [*words, f"run_id={run}_resumed", f"resume={checkpoints / 'step_00000002'}"]
     result["resumed code"] = launch(config, resumed)
     result["resumed metrics"] = metrics(folder, f"{run}_resumed")
     result["resumed checkpoint"] = tensors(folder / f"{run}_resumed" / "checkpoints" / "step_00000003")

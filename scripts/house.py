@@ -49,8 +49,8 @@ def watched_train_batch(*arguments, **options):
 
 ModelEngine.train_batch = watched_train_batch
 threading.setprofile(watch)
-sys.argv = ["mvp", "train", f"{root}/recipes/digits_vlm/configs/train.yaml", "loop.total_steps=3", "export=null"]
-sys.argv += ["loop.eval_interval=null", "data.num_workers=0", "log.backends=[jsonl]", f"project.dir={folder}"]
+sys.argv = ["mvp", "train", f"{root}/recipes/digits_vlm/configs/train.yaml", "train.max_steps=3", "export_link=null"]
+sys.argv += ["eval.steps=null", "data.num_workers=0", "log.backends=[jsonl]", f"output_dir={folder}"]
 try:
     runpy.run_module("mvp_engine.cli", run_name="__main__")
 except SystemExit as exit:

@@ -46,7 +46,7 @@ EVAL_INTERVAL = 20
 LOGS = ["log.interval=1", "log.backends=[file,jsonl]"]
 TINY_SETTINGS = [
     *LOGS,
-    f"loop.eval_interval={EVAL_INTERVAL}",
+    f"eval.steps={EVAL_INTERVAL}",
     "checkpoint.interval=3",
     "data.micro_batch_size=4",
     "tiny.dropout=0.2",
@@ -66,7 +66,7 @@ JOBS = [
 MOMENTS = ["start", "first steps", "save", "evaluation", "epoch end", "any"]
 VLM_SETTINGS = [
     *LOGS,
-    "loop.eval_interval=20",
+    "eval.steps=20",
     "checkpoint.interval=3",
     "checkpoint.keep_n=2",
     "digits.count=100",
@@ -79,14 +79,14 @@ VLM_SETTINGS = [
 ]
 RL_SETTINGS = [
     *LOGS,
-    "loop.eval_interval=null",
+    "eval.steps=null",
     "checkpoint.interval=2",
     "checkpoint.keep_n=2",
-    "export=null",
+    "export_link=null",
     "workers.where=spawn",
     "reward.workers=2",
-    "rl.prompts=4",
-    "rl.group=4",
+    "rl.prompts_per_step=4",
+    "rl.num_generations=4",
     "made.rows=40",
 ]
 
@@ -127,7 +127,7 @@ def reinforcement_learning(folder):
     job = Job(
         base,
         1,
-        [*base.settings, f"project.dir={folder}", "loop.total_steps=16"],
+        [*base.settings, f"output_dir={folder}", "train.max_steps=16"],
         folder / "output.txt",
     )
     assert job.wait(600), (folder / "output.txt").read_text()
@@ -249,9 +249,9 @@ class Campaign:
 
     def words(self, recipe, extra, runs):
         last = [
-            f"loop.total_steps={recipe.steps}",
-            "loop.epochs=null",
-            f"project.dir={runs}",
+            f"train.max_steps={recipe.steps}",
+            "train.epochs=null",
+            f"output_dir={runs}",
             "resume=auto",
         ]
         return [*recipe.settings, *extra, *last]

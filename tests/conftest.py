@@ -220,12 +220,12 @@ def own_registry(monkeypatch):
 
 @pytest.fixture
 def train(tmp_path):
-    """Launch the tiny recipe in this process: train("loop.total_steps=3 seed=1", *more, dir=...) -> exit code."""
+    """Launch the tiny recipe in this process: train("train.max_steps=3 seed=1", *more, dir=...) -> exit code."""
     from mvp_engine.launch import launch
 
     def run(words="", *more, config=TINY, dir=tmp_path):
         first = re.split(r" (?=\S+=)", words) if words else []  # values may have blanks
-        return launch(str(config), [f"project.dir={dir}", *first, *more])
+        return launch(str(config), [f"output_dir={dir}", *first, *more])
 
     return run
 

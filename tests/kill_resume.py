@@ -25,7 +25,7 @@ from ranks import reserve_port
 SETTINGS = [
     "log.interval=3",
     "log.backends=[file,jsonl]",
-    "loop.eval_interval=50",
+    "eval.steps=50",
     "checkpoint.interval=2",  # so that a checkpoint is being written most of the time
     "tiny.dropout=0.2",
     "tiny.noise=0.1",
@@ -141,9 +141,9 @@ def compare(
     """Train once without and once with `kills` kills; raises AssertionError where the two differ."""
     log = folder / "output.txt"
     log.touch()
-    uninterrupted = start(config, nproc, [*settings, f"project.dir={folder / 'straight'}"], log)
+    uninterrupted = start(config, nproc, [*settings, f"output_dir={folder / 'straight'}"], log)
     assert uninterrupted.exit_code() == 0, log.read_text()
-    killed = [*settings, f"project.dir={folder / 'killed'}", "resume=auto"]
+    killed = [*settings, f"output_dir={folder / 'killed'}", "resume=auto"]
     dice = random.Random(seed)
     done = 0
     during_save = 0
@@ -166,7 +166,7 @@ def compare(
 
 def settings_for(kills):
     """Settings of the tiny recipe with steps enough for so many kills."""
-    return [*SETTINGS, f"loop.total_steps={60 + 60 * kills}"]
+    return [*SETTINGS, f"train.max_steps={60 + 60 * kills}"]
 
 
 def main():

@@ -26,7 +26,7 @@ def test_action_benchmark_config_of_ours_is_valid_and_has_room_for_the_samples(
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "robot").mkdir()
     config = compose(BENCH.ours_config(tmp_path, ARGS, 4, "full", 2)).config
-    assert config.mllm.micro_batch_tokens == 4 * (3 * 16 + 32)
+    assert config.data.pack_tokens == 4 * (3 * 16 + 32)
     assert config.actions.draws == 2
     assert config.model.type == "action_model"
 

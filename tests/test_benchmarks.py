@@ -185,7 +185,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
         f"sft.folder={tmp_path / 'files'}",
     ]
     keys += "data.micro_batch_size=1 data.global_batch_size=2 data.num_workers=0 model.compile=null".split()
-    keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
+    keys += ["train.precision=fp32", "train.max_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
     expected, found = (
@@ -197,7 +197,7 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
     four = engine.data_kit(
         "tiny_vl", 4, 4, tmp_path / "files", 0
     )  # one pack holds a quarter of a step's rows
-    assert 4 * four.settings.micro_batch_tokens == pytest.approx(
+    assert 4 * four.settings.pack_tokens == pytest.approx(
         sum(len(row.ids) for row in expected) / 4, rel=0.02
     )
     found.sort(key=lambda one: int(one.sequence_fields["sample"]))

@@ -46,7 +46,7 @@ def write_rows(folder, *rows):
     """A file of rows; returns the words that train on it without evaluations. A row that is no text is a chat."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    return ["loop.eval_interval=null", "eval_generation=null"]
+    return ["eval.steps=null", "eval.generation=null"]
 
 
 def stages(found):
@@ -56,12 +56,12 @@ def stages(found):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """Overrides that make the recipe small, with its data in a folder that the tests share."""
-    return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
+    return [f"output_dir={tmp_path_factory.mktemp('digits')}", *QUICK]
 
 
 def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path, capsys):
     folder = tmp_path / "outputs"
-    found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
+    found = checked(capsys, MAGIC, f"output_dir={folder}", "checkpoint.interval=1", "resume=auto")
     assert list(stages(found).items()) == [
         (name, True) for name in ("config", "model", "step", "split", "evaluation")
     ]
@@ -82,7 +82,7 @@ def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path, ca
 
 
 def test_check_json_keys_are_documented(tmp_path, capsys):
-    found = checked(capsys, TINY, f"project.dir={tmp_path}")
+    found = checked(capsys, TINY, f"output_dir={tmp_path}")
     documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
     inner = [
         found["step"],
@@ -95,7 +95,7 @@ def test_check_json_keys_are_documented(tmp_path, capsys):
 
 
 def test_check_slow_loader_warns_with_the_fix(tmp_path, capsys):
-    found = checked(capsys, TINY, f"project.dir={tmp_path}", "tiny.load_seconds=0.02")
+    found = checked(capsys, TINY, f"output_dir={tmp_path}", "tiny.load_seconds=0.02")
     (warning,) = [text for text in found["warnings"] if "wait for data" in text]
     assert "raise data.num_workers (now 0; the machine has " in warning
 
@@ -104,7 +104,7 @@ def test_check_slow_loader_warns_with_the_fix(tmp_path, capsys):
 def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsys):
     export = tmp_path / "export"
     found = checked(
-        capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3"
+        capsys, DIGITS, *digits, f"export_link={export}", "train.max_steps=null", "train.epochs=3"
     )
     assert list(stages(found)) == ["config", "data", "model", "step", "split", "evaluation"]
     (row,) = found["data"]["rows"]
@@ -142,7 +142,7 @@ def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits, tmp_path, capsy
 
 
 def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, capsys):
-    words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_skips=1"]
+    words = [f"output_dir={tmp_path}", "tiny.fault_step=2", "guard.max_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
     for number, problem in enumerate(found["problems"], start=1):
@@ -159,8 +159,8 @@ def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path, 
 
 @pytest.mark.slow
 def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, capsys):
-    here = f"project.dir={tmp_path}"
-    words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
+    here = f"output_dir={tmp_path}"
+    words = [here, "eval.steps=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
     assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
     assert is_known_metric(
@@ -169,17 +169,15 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, ca
     assert not is_known_metric("exact_c", ["loss", "exact_a"], ["a", "b"])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
-    (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)[
-        "problems"
-    ]
-    assert "exists: choose another project.run_id" in problem
-    (problem,) = checked(capsys, TINY, f"project.dir={TINY}", code=EXIT_USER_ERROR)["problems"]
+    (problem,) = checked(capsys, TINY, here, "run_id=taken", code=EXIT_USER_ERROR)["problems"]
+    assert "exists: choose another run_id" in problem
+    (problem,) = checked(capsys, TINY, f"output_dir={TINY}", code=EXIT_USER_ERROR)["problems"]
     assert f"{TINY} cannot be written to" in problem
-    found = checked(capsys, DIGITS, *digits, f"export={tmp_path}", code=EXIT_USER_ERROR)
+    found = checked(capsys, DIGITS, *digits, f"export_link={tmp_path}", code=EXIT_USER_ERROR)
     assert "exists and is no link of an earlier run" in found["problems"][0]
     assert stages(found) == {"config": True, "data": True, "model": False}
     gone = (
-        "mllm.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
+        "data.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
     )
     found = checked(capsys, DIGITS, *digits, gone, code=EXIT_USER_ERROR)
     assert "gone.jsonl" in found["problems"][0]
@@ -188,14 +186,14 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, ca
 
 def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
     words = write_rows(tmp_path, "{broken", *[{**CHAT, "origin": "web"}] * 30)
-    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    words += [*digits, f"data.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"data.cache={tmp_path}"]
     assert mvp(f"check {DIGITS}", *words) == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert re.search(
         r"ok +config.*\n(.*\n)*.*bad_json +rows.jsonl:1: (.*\n)*FAILED +data\n", output.out
     )
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
-    found = checked(capsys, DIGITS, *words, "mllm.max_bad_rows=0.1")
+    found = checked(capsys, DIGITS, *words, "data.max_bad_rows=0.1")
     bad, columns, unused = [
         text for text in found["warnings"] if "wait for data" not in text
     ]  # on a busy machine
@@ -236,9 +234,7 @@ def test_check_on_two_ranks_equals_one_rank(ranks2, digits, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
-    words = (
-        f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_step=1 tiny.fault_rank=1".split()
-    )
+    words = f"output_dir={tmp_path} tiny.fault=nan_once tiny.fault_step=1 tiny.fault_rank=1".split()
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
     assert output.count("ok      config") == 1
@@ -252,12 +248,12 @@ def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeyp
     )  # rows of a stream that the data stage reads
     rows = [CHAT] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
-    words = [*write_rows(tmp_path, *rows), *digits, "loop.total_steps=4"]
-    words.append(f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]")
+    words = [*write_rows(tmp_path, *rows), *digits, "train.max_steps=4"]
+    words.append(f"data.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]")
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
     assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}
-    assert mvp(f"check {DIGITS}", *words, "mllm.max_bad_rows=1") == EXIT_USER_ERROR
+    assert mvp(f"check {DIGITS}", *words, "data.max_bad_rows=1") == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert "bad_json  rows.jsonl:151: " in output.out
     assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)
@@ -272,7 +268,7 @@ def test_check_media_that_no_step_has_are_tried(digits, tmp_path, capsys, monkey
     Image.new("RGB", (32, 32)).save(tmp_path / "image.png")
     image = {**chat("<image>Which digit is this?", "7"), "images": ["image.png"]}
     words = write_rows(tmp_path, *[CHAT] * 400, image)
-    words += [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    words += [*digits, f"data.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"data.cache={tmp_path}"]
     without_gradient = checked(capsys, DIGITS, *words)["without_gradient"]
     assert any(".visual." in name for name in without_gradient)  # no step had the image
 

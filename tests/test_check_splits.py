@@ -20,7 +20,7 @@ RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
 
 def checked(capsys, *words, config=RECIPE):
     capsys.readouterr()
-    code = mvp(f"check {config} --json project.dir=unused", *words)
+    code = mvp(f"check {config} --json output_dir=unused", *words)
     found = printed_json(capsys)
     found["warnings"] = [
         text for text in found["warnings"] if "wait for data" not in text
@@ -144,15 +144,12 @@ def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path, cap
     expected: list[float] = []
     for size in (16, 8, 64):
         words = [
-            f"project.dir={tmp_path / str(size)}",
+            f"output_dir={tmp_path / str(size)}",
             f"data.micro_batch_size={size}",
-            "loop.total_steps=3",
+            "train.max_steps=3",
         ]
         assert (
-            launch(
-                str(tmp_path / "train.yaml"), [*words, "log.interval=1", "loop.eval_interval=null"]
-            )
-            == 0
+            launch(str(tmp_path / "train.yaml"), [*words, "log.interval=1", "eval.steps=null"]) == 0
         )
         expected = expected or losses(tmp_path / str(size))
         assert losses(tmp_path / str(size)) == pytest.approx(expected, rel=1e-5)

@@ -16,14 +16,14 @@ from mvp_engine.runs import Run, list_runs
 
 @pytest.fixture
 def two_runs(train, tmp_path):
-    assert train("loop.total_steps=6 loop.eval_interval=3 project.run_id=first") == 0
-    assert train("loop.total_steps=6 optim.lr=0.1 project.run_id=second") == 0
+    assert train("train.max_steps=6 eval.steps=3 run_id=first") == 0
+    assert train("train.max_steps=6 optim.lr=0.1 run_id=second") == 0
     return tmp_path
 
 
 def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path, capsys):
-    folder = f"project.dir={tmp_path}"
-    assert mvp(f"train {TINY} loop.total_steps=3 --nproc 1 {folder}") == 0
+    folder = f"output_dir={tmp_path}"
+    assert mvp(f"train {TINY} train.max_steps=3 --nproc 1 {folder}") == 0
     assert mvp(f"evaluate {TINY} {folder}") == 0
     assert "eval step 3" in capsys.readouterr().out
     assert len(list_runs(tmp_path)) == 1
@@ -34,11 +34,11 @@ def test_config_show_output_trains_again(tmp_path, capsys):
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
     assert yaml.safe_load(shown)["seed"] == 4
-    assert mvp(f"train {tmp_path}/again.yaml project.dir={tmp_path} loop.total_steps=2") == 0
+    assert mvp(f"train {tmp_path}/again.yaml output_dir={tmp_path} train.max_steps=2") == 0
 
 
 def test_saved_config_of_a_run_trains_with_equal_losses(two_runs):
-    assert mvp(f"train {two_runs}/first/config.yaml project.run_id=third") == 0
+    assert mvp(f"train {two_runs}/first/config.yaml run_id=third") == 0
     first, third = (json_lines(two_runs / name / "metrics.jsonl") for name in ("first", "third"))
     assert [record["loss"] for record in first] == [record["loss"] for record in third]
 
@@ -66,13 +66,13 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs, capsys):
 
 def test_failed_run_keeps_its_reason_until_it_is_resumed(train, tmp_path, capsys):
     words = ["tiny.fault=nan_forever", "guard.max_skips=2"]
-    assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
+    assert train(*words, "run_id=first") == EXIT_USER_ERROR
     assert mvp(f"runs latest --dir {tmp_path}") == 0
     printed = capsys.readouterr().out
     assert "first: failed at step 4" in printed
     assert "  error       " in printed
     assert "stopped at step 4: skipped 2 steps in a row" in printed
-    assert train("project.run_id=first resume=auto") == 0
+    assert train("run_id=first resume=auto") == 0
     capsys.readouterr()
     assert mvp(f"runs latest --dir {tmp_path} --json") == 0
     assert printed_json(capsys)["error"] is None
@@ -127,7 +127,7 @@ def test_misspelt_files_and_runs_get_a_hint(tmp_path, capsys):
     Run.create(tmp_path, "tiny", "first")
     assert mvp(f"runs frist --dir {tmp_path}") == EXIT_USER_ERROR
     assert "Did you mean first?" in capsys.readouterr().err
-    assert mvp(f"train {TINY} resume={tmp_path}/firts project.dir={tmp_path}") == EXIT_USER_ERROR
+    assert mvp(f"train {TINY} resume={tmp_path}/firts output_dir={tmp_path}") == EXIT_USER_ERROR
     assert f"Did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 

@@ -62,7 +62,7 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(workspace, ca
     first = list(list_runs(workspace / "outputs")[0].records())
     assert first[-1]["loss"] < 1e-3
     code, output = run_process(
-        "-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=workspace
+        "-m", "mvp_engine.cli", *two_ranks[1:], "train.max_steps=4", cwd=workspace
     )
     assert code == 0, output
     last = list(list_runs(workspace / "outputs")[1].records())
@@ -83,11 +83,11 @@ def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
         if words[1] in ("train", "evaluate"):
             if "--nproc" in words:
                 continue  # run by the test above and by the tests on two ranks
-            words += f"loop.total_steps=2 loop.eval_batches=1 project.dir={tmp_path} log.backends=[jsonl]".split()
+            words += f"train.max_steps=2 eval.batches=1 output_dir={tmp_path} log.backends=[jsonl]".split()
         if words[1] == "evaluate":
             words += ["--dir", str(tmp_path)]
         if words[1] == "check":
-            words.append(f"project.dir={tmp_path}")
+            words.append(f"output_dir={tmp_path}")
         if words[1] == "runs":
             words += ["--dir", str(tmp_path)]
         assert main(words[1:]) == 0, words

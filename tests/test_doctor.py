@@ -22,7 +22,7 @@ from mvp_engine.tools.doctor import Finding, Package, Request
 from mvp_engine.tools.nodes import Nodes
 
 QWEN3 = ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml"
-CHATS = ["mllm.sources.chats.path=x", "mllm.sources.held_chats.path=x"]
+CHATS = ["data.sources.chats.path=x", "data.sources.held_chats.path=x"]
 SPEC = AttnSpec(torch.tensor([0, 15, 40]), 25)
 
 
@@ -199,7 +199,7 @@ def test_small_shared_memory_and_disk_are_problems(tmp_path, monkeypatch):
 def test_folder_that_is_not_writable_is_a_problem():
     finding = doctor.check_disk(Path("/proc/runs"), None)
     assert finding.status == "problem"
-    assert "project.dir" in str(finding.fix)
+    assert "output_dir" in str(finding.fix)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that torch sees no GPU")
@@ -273,7 +273,7 @@ def test_checkpoint_size_counts_weights_and_optimizer_states():
         "model.path=null",
         "model.config={model_type: qwen3, hidden_size: 64, head_dim: 32, num_hidden_layers: 2}",
     ]
-    words += [*CHATS, "checkpoint.keep_n=2", "loop.eval_interval=10", "checkpoint.best_metric=loss"]
+    words += [*CHATS, "checkpoint.keep_n=2", "eval.steps=10", "checkpoint.best_metric=loss"]
     config = compose(str(QWEN3), words).config
     parameters = sum(p.numel() for p in MLLMModelKit().build(config.model).parameters())
     # Two kept, the best, one that is being written.

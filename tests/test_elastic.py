@@ -38,11 +38,11 @@ def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatc
     """Its ranks may be those of another launcher; a job of another id is a new run."""
     monkeypatch.setenv(JOB_ID, "first")
     assert launcher_id() == "first"
-    assert train("loop.total_steps=3 optim.schedule=constant", dir=tmp_path) == 0
-    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
+    assert train("train.max_steps=3 optim.schedule=constant", dir=tmp_path) == 0
+    assert train("train.max_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 1
     monkeypatch.setenv(JOB_ID, "second")
-    assert train("loop.total_steps=6 optim.schedule=constant", dir=tmp_path) == 0
+    assert train("train.max_steps=6 optim.schedule=constant", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 2
 
 
@@ -50,7 +50,7 @@ def test_restarted_elastic_job_continues_its_own_run(train, tmp_path, monkeypatc
 @CAMPAIGN
 def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, port):
     """The other node continues within a minute, with the losses and the samples of an undisturbed training."""
-    steps = "loop.total_steps=60"
+    steps = "train.max_steps=60"
     assert train(*WORDS, steps, dir=tmp_path / "straight") == 0
     nodes = []
     for rank in ("0", "1"):
@@ -64,7 +64,7 @@ def test_killed_launcher_of_one_node_is_survived_by_the_other(train, tmp_path, p
             "--master-port",
             str(port),
         ]
-        words = [*WORDS, steps, "tiny.step_seconds=0.1", f"project.dir={tmp_path / 'elastic'}"]
+        words = [*WORDS, steps, "tiny.step_seconds=0.1", f"output_dir={tmp_path / 'elastic'}"]
         nodes.append(
             spawn("-m", "mvp_engine.cli", "train", str(TINY), *place, *words, fresh_workers=True)
         )

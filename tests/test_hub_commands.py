@@ -26,17 +26,18 @@ from mvp_engine.runs import Run, list_runs
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
-project: {name: hub}
+run_name: hub
 cpu_threads: 1
 model: {type: language_model, path: org/vlm}
 processor: org/vlm
-mllm:
-  micro_batch_tokens: 160
+data:
+  pack_tokens: 160
   sources:
     shapes: {path: "hf://org/shapes"}
     held_out: {path: "hf://org/shapes:test", split: eval}
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
-loop: {total_steps: 2}
+  global_batch_size: 2
+  num_workers: 0
+train: {max_steps: 2}
 checkpoint: {interval: 1}
 log: {interval: 1, backends: [jsonl]}
 lora: {rank: 2}
@@ -107,8 +108,8 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (20, 16), "red").save(tmp_path / "photos" / "0001.jpg")
     (tmp_path / "photos.jsonl").write_text(row * 60)
-    small = " mllm.micro_batch_tokens=256 mllm.global_batch_tokens=512 data.num_workers=0"
-    small += " loop.epochs=1 log.backends=[jsonl] cpu_threads=1"
+    small = " data.pack_tokens=256 data.global_batch_tokens=512 data.num_workers=0"
+    small += " train.epochs=1 log.backends=[jsonl] cpu_threads=1"
     assert "60 rows" in run(inspect)
     assert "ready to train" in run(check + small)
     run(train + small)
@@ -152,16 +153,16 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub, r
     assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run("runs latest")
     config = yaml.safe_load((first.dir / "config.yaml").read_text())
     assert config["model"]["path"] == f"org/vlm@{commit}"
-    assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
+    assert config["data"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
     base = read_json(first.checkpoint_list()[-1] / "hf" / "mvp.json")["base"]
     assert base["path"] == f"org/vlm@{commit}"  # no path of this machine
     files = hub.repos["org/vlm"].commits[commit]
     hub.add("org/vlm", {**files, "config.json": b"{}"})
     hub.add("datasets/org/shapes", {"data/train-00000-of-00001.parquet": parquet(1)})
-    run("train train.yaml resume=auto loop.total_steps=3")
+    run("train train.yaml resume=auto train.max_steps=3")
     assert [record["step"] for record in first.records("train")] == [1, 2, 3]
     assert first.info["hub"]["org/vlm"] == f"org/vlm@{commit}"
-    run(f"train train.yaml resume={first.checkpoint_list()[-1]} loop.total_steps=4")  # a new run
+    run(f"train train.yaml resume={first.checkpoint_list()[-1]} train.max_steps=4")  # a new run
     assert list_runs(Path("outputs"))[-1].info["hub"] == first.info["hub"]
     # A new run has the new commit.
     assert "no split test" in run("train train.yaml", code=EXIT_USER_ERROR)
@@ -169,7 +170,7 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub, r
 
 @pytest.mark.slow
 def test_profile_runs_on_a_model_of_the_hub(hub, run):
-    run("profile train.yaml --out out --steps 1 --first 1 loop.total_steps=4")
+    run("profile train.yaml --out out --steps 1 --first 1 train.max_steps=4")
     assert Path("out/profile.md").is_file()
 
 
@@ -208,7 +209,7 @@ def error_of_download():
 @pytest.mark.slow
 def test_two_ranks_download_each_file_once_and_share_errors(hub, ranks2):
     home = Path("home").absolute()
-    settings = [f"project.dir={Path('outputs').absolute()}", "data.global_batch_size=2"]
+    settings = [f"output_dir={Path('outputs').absolute()}", "data.global_batch_size=2"]
     try:
         ranks2.run(use_hub, hub.url, home)
         assert ranks2.launch(Path("train.yaml").absolute(), *settings) == [0, 0]
@@ -225,7 +226,7 @@ def test_two_ranks_download_each_file_once_and_share_errors(hub, ranks2):
 
 @pytest.mark.slow
 def test_push_uploads_model_and_card_that_chat_reads_back(hub, run, monkeypatch):
-    run("train train.yaml loop.eval_interval=2")
+    run("train train.yaml eval.steps=2")
     newest = list_runs(Path("outputs"))[-1]
     newest.note(setup={**newest.info["setup"], "versions": {"torch": "1.2.3"}})
     shown = run(f"push {newest.id} me/reader --dry-run")

@@ -19,7 +19,7 @@ from mvp_engine.runs import list_runs
 from mvp_engine.tools import launcher
 from mvp_engine.tools.nodes import Nodes, first_host, nodes_of, use_interface_to
 
-LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "log.interval=1"]
+LONG = ["train.max_steps=100000", "tiny.step_seconds=0.02", "log.interval=1"]
 
 
 def slurm(nodes, tasks, task, **others):
@@ -215,7 +215,7 @@ def test_first_failure_is_the_killed_rank_among_those_of_one_second():
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(tmp_path, port, rank):
-    node = start(*node_options(rank, port), f"project.dir={tmp_path}")
+    node = start(*node_options(rank, port), f"output_dir={tmp_path}")
     wait_for(node, "the nodes meet at")
     node.send_signal(signal.SIGTERM)  # the others are waited for ten minutes
     assert outputs_of([node], EXIT_INTERRUPTED) == [f"mvp: SIGTERM: {launcher.NOT_STARTED}\n"]
@@ -224,7 +224,7 @@ def test_sigterm_while_waiting_for_the_other_nodes_exits_75_at_once(tmp_path, po
 @pytest.mark.slow
 def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path, train, port):
     """Node 0 has options, node 1 SLURM's variables. A SIGTERM to node 1 alone stops, saves and ends both with 75."""
-    words = [*LONG, f"project.dir={tmp_path / 'nodes'}"]
+    words = [*LONG, f"output_dir={tmp_path / 'nodes'}"]
     variables = slurm(2, 2, 1, SLURM_GPUS_ON_NODE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     nodes = [start(*words, "--nproc", "2", *node_options(0, port)), start(*words, env=variables)]
     wait_for(nodes[0], "step 3/")
@@ -236,13 +236,13 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path, tr
     assert (
         f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
     )
-    assert train("loop.total_steps=3 log.interval=1", dir=tmp_path / "one") == 0
+    assert train("train.max_steps=3 log.interval=1", dir=tmp_path / "one") == 0
     assert losses(tmp_path / "nodes")[:2] == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_srun_tasks_as_ranks_train_one_run(tmp_path, port):
-    words = ["loop.total_steps=2", f"project.dir={tmp_path}"]
+    words = ["train.max_steps=2", f"output_dir={tmp_path}"]
     others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     outputs_of([start(*words, env=slurm(1, 2, task, **others)) for task in (0, 1)], 0)
     [run] = list_runs(tmp_path)
@@ -255,15 +255,15 @@ def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path, po
     folders = [tmp_path / str(rank) for rank in (0, 1)]
     for folder in folders:
         folder.mkdir()
-    nodes = [start("project.dir=out", *node_options(i, port), cwd=f) for i, f in enumerate(folders)]
+    nodes = [start("output_dir=out", *node_options(i, port), cwd=f) for i, f in enumerate(folders)]
     for output in outputs_of(nodes, EXIT_USER_ERROR):
-        assert "set project.dir to a folder that all nodes share" in output
+        assert "set output_dir to a folder that all nodes share" in output
 
 
 @pytest.mark.slow
 @CAMPAIGN
 def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path, port):
-    words = [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
+    words = [*LONG, "tiny.fault=hang", f"output_dir={tmp_path}"]
     nodes = [start(*node_options(rank, port), *words, fresh_workers=True) for rank in (0, 1)]
     wait_for(nodes[0], "hanging")
     [rank1] = child_pids(nodes[1].pid)
@@ -326,7 +326,7 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(tmp_path, capsys, code, 
     answer = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
     assert answer.returncode == code
     words = (tmp_path / "srun.txt").read_text().splitlines()
-    run_id = f"project.run_id={run_name()}-4711"
+    run_id = f"run_id={run_name()}-4711"
     assert words[3:] == [
         "mvp_engine.cli",
         "train",

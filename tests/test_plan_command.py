@@ -164,7 +164,7 @@ def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> Non
         ),
         (["--ranks", "7,99"], "--ranks 7,99: '99' is no rank below 32"),
         (
-            ["parallel.tensor=2", "loop.precision=bf16", "model.fp8=true"],
+            ["parallel.tensor=2", "train.precision=bf16", "model.fp8=true"],
             "model.fp8 does not support parallel.tensor",
         ),
     ],
@@ -189,7 +189,7 @@ def test_plan_wrong_options_are_user_errors(words: list[str], message: str, caps
 def test_plan_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
     words = [
         *words,
-        "loop.precision=bf16",
+        "train.precision=bf16",
         "model.config.num_hidden_layers=1",
         "optim.offload=true",
     ]
@@ -210,7 +210,7 @@ def test_plan_of_experts_with_unaligned_rows_is_refused_in_half_precision(
     words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=24"]]
     words += [
         "parallel.tensor=2",
-        f"loop.precision={precision}",
+        f"train.precision={precision}",
         "--gpus",
         "2",
         "--tokens",

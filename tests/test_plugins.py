@@ -48,11 +48,11 @@ def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented
 
 def test_backend_of_an_installed_package_trains_and_resumes_as_fsdp_does(install, train, tmp_path):
     install("toy_backend", walk("Adding a backend"), module__plain="PlainEngine")
-    words = ["lm.weights=true", "loop.eval_interval=3", "optim.schedule=constant"]
+    words = ["lm.weights=true", "eval.steps=3", "optim.schedule=constant"]
 
     def trained(folder, backend, *steps):
         for step in steps:
-            more = [f"model.backend={backend}", f"loop.total_steps={step}", "resume=auto"]
+            more = [f"model.backend={backend}", f"train.max_steps={step}", "resume=auto"]
             assert train(*words, *more, config=LM, dir=tmp_path / folder) == 0
         return losses(tmp_path / folder)
 

@@ -35,7 +35,7 @@ PLAIN = {
 
 @pytest.mark.slow
 def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
-    words = f"--steps 2 --first 2 project.dir={tmp_path}/runs data.micro_batch_size=16"
+    words = f"--steps 2 --first 2 output_dir={tmp_path}/runs data.micro_batch_size=16"
     assert mvp(f"profile {MAGIC} --out {tmp_path}/out {words}") == 0
     printed = capsys.readouterr().out
     facts = read_json(tmp_path / "out" / "profile.json")
@@ -56,7 +56,7 @@ def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path, capsys):
 
 
 def test_profile_user_errors_are_explained(tmp_path, capsys):
-    words = f"profile {MAGIC} --out {tmp_path} project.dir={tmp_path}"
+    words = f"profile {MAGIC} --out {tmp_path} output_dir={tmp_path}"
     assert mvp(f"{words} --steps 0") == 2
     assert mvp(f"{words} resume=auto") == 2
     assert "leave resume out" in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path, monkeypatch):
 def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path):
     slow = "tiny.load_seconds=0.05 data.num_workers=0"
     assert (
-        mvp(f"profile {TINY} --out {tmp_path} --steps 2 --first 2 project.dir={tmp_path} {slow}")
+        mvp(f"profile {TINY} --out {tmp_path} --steps 2 --first 2 output_dir={tmp_path} {slow}")
         == 0
     )
     facts = read_json(tmp_path / "profile.json")
@@ -172,7 +172,7 @@ SLOW_HOOK = "time.sleep(tiny.slow_seconds)  # the slow hook"
 @pytest.mark.slow
 def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
     """A hook is slow at step 5 alone: its line is in a profile of this step, and not in those of its neighbours."""
-    slow = f"tiny.fault=slow_hook tiny.fault_step=5 tiny.slow_seconds=0.3 project.dir={tmp_path}"
+    slow = f"tiny.fault=slow_hook tiny.fault_step=5 tiny.slow_seconds=0.3 output_dir={tmp_path}"
     for first, steps, is_in in ((5, 1, True), (3, 2, False), (6, 1, False), (4, 2, True)):
         assert mvp(f"profile {TINY} --out {tmp_path} --steps {steps} --first {first} {slow}") == 0
         page = (tmp_path / "profile.md").read_text()
@@ -188,7 +188,7 @@ def test_profile_traces_exactly_the_named_steps(tmp_path, capsys):
 @pytest.mark.slow
 def test_profile_of_a_step_of_a_run_names_the_slow_line_of_hook_and_row(train, tmp_path, capsys):
     words = "tiny.fault=slow_hook tiny.fault_step=11 tiny.slow_seconds=0.4 tiny.slow_row=17".split()
-    assert train(*words, "loop.total_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
+    assert train(*words, "train.max_steps=20", "checkpoint.interval=5", "tiny.samples=200") == 0
     run = list_runs(tmp_path)[-1]
     records = {one["step"]: one for one in RunFacts(run).slowest}
     [step] = [step for step, one in records.items() if one.get("row") == 17]

@@ -16,7 +16,7 @@ from mvp_engine.tools.recipe import is_recipe
 RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {
     "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
-    "digits_vlm": "digits.drawings=1 digits.count=60 data.num_workers=0 eval_generation.max_new_tokens=2".split(),
+    "digits_vlm": "digits.drawings=1 digits.count=60 data.num_workers=0 eval.generation.max_new_tokens=2".split(),
 }
 
 
@@ -52,18 +52,16 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, cap
         assert new.engine == (
             f"{copy / 'engine.py'}:Mine2Engine" if is_main else f"{copy}{file_and_class}"
         )
-        assert old.project.name == "run" or new.project.name == old.project.name.replace(
-            origin, "mine_2"
-        )
+        assert old.run_name == "run" or new.run_name == old.run_name.replace(origin, "mine_2")
         theirs = [
             text
             for text in _texts(new.model_dump())
-            if text.startswith(new.project.dir) and "/" in text
+            if text.startswith(new.output_dir) and "/" in text
         ]
-        assert all(text.startswith(f"{new.project.dir}/mine_2/") for text in theirs), theirs
+        assert all(text.startswith(f"{new.output_dir}/mine_2/") for text in theirs), theirs
         same = {"project", "engine"}
-        strip = f"{new.project.dir}/mine_2/"
-        assert _flat(new, same, strip) == _flat(old, same, f"{old.project.dir}/{origin}/")
+        strip = f"{new.output_dir}/mine_2/"
+        assert _flat(new, same, strip) == _flat(old, same, f"{old.output_dir}/{origin}/")
     for file in (file for file in copy.rglob("*.*") if file.suffix != ".pyc"):
         assert f"recipes/{origin}/" not in file.read_text()
 
@@ -80,7 +78,7 @@ def _texts(tree):
 
 def _flat(config, without, strip):
     text = json.dumps(config.model_dump(exclude=without), sort_keys=True)
-    return text.replace(strip, f"{config.project.dir}/")
+    return text.replace(strip, f"{config.output_dir}/")
 
 
 @pytest.mark.slow
@@ -94,7 +92,7 @@ def test_recipe_new_copy_trains_from_any_folder(origin, capsys, workspace, monke
     )
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    words = [*QUICK[origin], "loop.total_steps=2", "log.backends=[jsonl]"]
+    words = [*QUICK[origin], "train.max_steps=2", "log.backends=[jsonl]"]
     assert mvp(f"check {config}", *words) == 0
     assert not list_runs(elsewhere / "outputs")
     assert mvp(f"train {config}", *words) == 0
@@ -115,10 +113,8 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path):
     (origin / "engine.py").write_text(
         "from mvp_engine.engine import Engine\n\nclass A(Engine): ...\n\nclass BEngine(A): ...\n"
     )
-    first = "defaults: [base, _self_]\nproject: {name: vl_one} # the first\nmodel: {path: '${project.dir}/vl/x'}\n"
-    second = (
-        "project:\n  name: other\nmodel: {config: {model_type: vl}}\nexport: ${project.dir}/vl/x\n"
-    )
+    first = "defaults: [base, _self_]\nrun_name: vl_one\nmodel: {path: '${output_dir}/vl/x'}\n"
+    second = "run_name: other\nmodel: {config: {model_type: vl}}\nexport_link: ${output_dir}/vl/x\n"
     texts = {
         "one": first,
         "two": second,
@@ -163,4 +159,4 @@ def test_recipe_new_user_errors_are_explained(workspace, capsys):
 
 def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path, capsys):
     assert mvp(f"recipe mine --from sft --dir {tmp_path}") == 0
-    assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out
+    assert "data.sources.rows.path=... model.path=..." in capsys.readouterr().out

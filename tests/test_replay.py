@@ -46,7 +46,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
     train, tmp_path, capsys, kind, parameter, module
 ):
     words = (
-        f"tiny.bad_rows=[17] tiny.bad_kind={kind} checkpoint.interval=2 loop.total_steps=6".split()
+        f"tiny.bad_rows=[17] tiny.bad_kind={kind} checkpoint.interval=2 train.max_steps=6".split()
     )
     assert train(*words, dir=tmp_path) == 0
     found = replayed(capsys, tmp_path)
@@ -64,7 +64,7 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
 
 def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys):
     assert (
-        train("tiny.bad_rows=[17] tiny.bad_kind=label loop.total_steps=6", dir=tmp_path) == EXIT_BUG
+        train("tiny.bad_rows=[17] tiny.bad_kind=label train.max_steps=6", dir=tmp_path) == EXIT_BUG
     )
     text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
@@ -76,9 +76,11 @@ def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path, capsys):
-    words = "optim.lr=50 optim.warmup=0 loop.total_steps=20 guard.max_skips=4".split()
+    words = "optim.lr=50 optim.warmup=0 train.max_steps=20 guard.max_skips=4".split()
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
-    words += "model.width=32 loop.eval_interval=null checkpoint.best_metric=null checkpoint.interval=1".split()
+    words += (
+        "model.width=32 eval.steps=null checkpoint.best_metric=null checkpoint.interval=1".split()
+    )
     assert train(*words, config=MAGIC, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "optim.lr is too high" in text
@@ -99,7 +101,7 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
     rows = list(range(0, 2000, 333))[:6]
     words = "tiny.bad_kind=log tiny.samples=2000 data.global_batch_size=128".split()
     words += (
-        "data.micro_batch_size=32 loop.total_steps=null loop.epochs=1 checkpoint.interval=5".split()
+        "data.micro_batch_size=32 train.max_steps=null train.epochs=1 checkpoint.interval=5".split()
     )
     assert train(f"tiny.bad_rows={rows}", *words, dir=tmp_path) == 0
     run = newest(tmp_path)
@@ -116,8 +118,8 @@ def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
 def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
-    words = f"tiny.bad_rows=[17] parallel.shard={shard} data.micro_batch_size=2 loop.total_steps=6".split()
-    assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words) == [0, 0]
+    words = f"tiny.bad_rows=[17] parallel.shard={shard} data.micro_batch_size=2 train.max_steps=6".split()
+    assert ranks2.launch(TINY, f"output_dir={tmp_path}", *words) == [0, 0]
     run = newest(tmp_path)
     step = replay_step(run, None)["step"]
     folder = tmp_path / "found"
@@ -142,7 +144,7 @@ def _replay_rank(arguments):
 
 
 def test_replay_of_a_finite_step_lists_its_losses(train, tmp_path, capsys):
-    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    assert train("train.max_steps=4", dir=tmp_path) == 0
     run = str(newest(tmp_path).dir)
     assert mvp(f"check {run}") == EXIT_USER_ERROR
     assert "--step N replays any step" in capsys.readouterr().err

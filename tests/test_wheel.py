@@ -11,8 +11,8 @@ import zipfile
 import pytest
 from conftest import CAMPAIGN, ROOT
 
-SIZES = "digits.drawings=1 digits.count=60 data.num_workers=0 loop.total_steps=2 log.backends=[jsonl]".split()
-SIZES += ["eval_generation.max_new_tokens=2"]
+SIZES = "digits.drawings=1 digits.count=60 data.num_workers=0 train.max_steps=2 log.backends=[jsonl]".split()
+SIZES += ["eval.generation.max_new_tokens=2"]
 NEW = ["recipe", "mine", "--from", "digits_vlm"]
 CONFIG = "mine/configs/train.yaml"
 # One process for all commands, since it imports torch once. The last one finds the run that `train` has written.

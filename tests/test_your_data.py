@@ -14,7 +14,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
-SMALL = "loop.total_steps=3 loop.eval_interval=3 data.num_workers=0 log.backends=[jsonl]".split()
+SMALL = "train.max_steps=3 eval.steps=3 data.num_workers=0 log.backends=[jsonl]".split()
 COLOURS = ["red", "green", "blue"]
 
 
@@ -50,7 +50,7 @@ def folder(workspace):
     (workspace / "shapes" / "train.jsonl").write_text(
         "".join(json.dumps(one) + "\n" for one in rows)
     )
-    digits = "digits.drawings=1 digits.count=60 loop.total_steps=1 loop.eval_interval=null export=model".split()
+    digits = "digits.drawings=1 digits.count=60 train.max_steps=1 eval.steps=null export_link=model".split()
     assert mvp(f"train {ROOT}/recipes/digits_vlm/configs/train.yaml", *SMALL, *digits) == 0
     shutil.copytree(
         workspace / "model", workspace / "folder"
@@ -84,7 +84,7 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder, capsys):
     file.write_text(config)
     assert run(check, *SMALL) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
     assert "missing_file train.jsonl:8: " in _printed(capsys)
-    allowed = [*SMALL, "mllm.max_bad_rows=0.1", "optim.lr=1e-4"]
+    allowed = [*SMALL, "data.max_bad_rows=0.1", "optim.lr=1e-4"]
     assert run(check, *allowed) == 0
     assert "ready to train" in _printed(capsys)
     assert not (folder / "outputs").exists()

@@ -38,7 +38,7 @@ def estimate_cell(model: str, gpu: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**shapes()[model]).save_pretrained(folder)
         # Rows are as long as packs, so that no advice is to leave out long rows.
-        planner = make_planner(Question(folder, [f"mllm.row_tokens={TOKENS}"], gpu, count, TOKENS))
+        planner = make_planner(Question(folder, [f"data.max_length={TOKENS}"], gpu, count, TOKENS))
         return {"model": model, **_cell(planner, gpu, count)}
 
 

@@ -7,7 +7,7 @@ Each side is a process of its own. Both train all weights of the same random mod
 with AdamW, one optimizer step on each batch of `--prompts` x `--group` completions, without a reference model: prompts
 of 32 to 1,024 words, completions of up to `--new` tokens at temperature 1. Random weights stop about nowhere, so
 completions have about `--new` tokens. The reward counts a letter. Ours is `mvp_engine.kit.rl` with
-`rollout.backend=packed`; TRL generates with transformers (no server on either side) and pads `--batch` completions.
+`generation.backend=packed`; TRL generates with transformers (no server on either side) and pads `--batch` completions.
 Figures are medians over the second half of the steps; `steps_s` are all of them. `update_s` is everything of a step but
 generation and rewards.
 """
@@ -39,20 +39,21 @@ def ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The shipped RL engine, by a config file."""
     config = {
         "engine": f"{HERE / 'engine.py'}:LetterEngine",
-        "project": {"name": "grpo", "dir": str(folder / "runs")},
+        "run_name": "grpo",
+        "output_dir": str(folder / "runs"),
         "model": {
             "type": "language_model",
             "path": str(folder / "model"),
             "compile": args.compile if torch.cuda.is_available() else None,
         },
-        "rl": {"algorithm": "grpo", "prompts": args.prompts, "group": args.group, "updates": 1},
-        "rollout": {"max_new_tokens": args.new, "temperature": 1.0},
-        "mllm": {
-            "micro_batch_tokens": args.tokens,
+        "rl": {"algorithm": "grpo", "prompts_per_step": args.prompts, "num_generations": args.group, "updates": 1},
+        "generation": {"max_new_tokens": args.new, "temperature": 1.0},
+        "data": {
+            "pack_tokens": args.tokens,
             "sources": {"prompts": {"path": str(folder / "prompts.jsonl")}},
             "cache": str(folder / "costs"),
         },
-        "loop": {"total_steps": args.steps, "precision": "auto"},
+        "train": {"max_steps": args.steps, "precision": "auto"},
         "optim": {"lr": 1e-6, "weight_decay": 0.0, "schedule": "constant"},
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None},

@@ -240,7 +240,7 @@ def image_prompts(folder: Path, config: Any) -> list[Prompt]:
         content = [{"type": "image", "image": f"{index}.png"}, {"type": "text", "text": "What is it?"}]
         rows.append({"messages": [{"role": "user", "content": content}]})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = MLLMData(sources={"rows": {"path": str(folder / "rows.jsonl")}}, micro_batch_tokens=512)
+    data = MLLMData(sources={"rows": {"path": str(folder / "rows.jsonl")}}, pack_tokens=512)
     processor = AutoProcessor.from_pretrained(folder)
     kit = MLLMDataKit(prompt_settings(data, 32), processor, model_config=config)
     return [prompt for step in prompt_loader(kit, prompts=8, shuffle=False) for prompt in step]
@@ -265,7 +265,7 @@ def images(python: str, work: Path) -> None:
         server.kill()
     report("Qwen3-VL, images: prompts that the server expanded as the trainer did", str(len(asked)))
     found = measure_gap(batch, log_probs, asked).by_modality["image"]
-    report("... mean gap of a log-prob (no limit: rollout.max_gap is 0.05)", found.mean)
+    report("... mean gap of a log-prob (no limit: generation.max_gap is 0.05)", found.mean)
     report("... largest gap of a log-prob (no limit)", found.largest)
 
 

@@ -58,7 +58,7 @@ DAY = 86_400.0
 
 
 def our_command(args: argparse.Namespace, mix: str, folder: Path, side: str, interval: int = INTERVAL) -> list[str]:
-    words = [f"loop.total_steps={args.steps}", f"log.interval={interval}", f"project.dir={folder}", *args.keys]
+    words = [f"train.max_steps={args.steps}", f"log.interval={interval}", f"output_dir={folder}", *args.keys]
     words += [f"sft.mix={mix}", f"sft.shape={args.shape}", f"sft.longest={args.longest}"]
     size, step = (1, args.packs) if "files" in side else (PER_STEP[mix] // args.packs, PER_STEP[mix])  # packs, or rows
     words += [f"data.micro_batch_size={size}", f"data.global_batch_size={step}", *OURS[side]]

@@ -62,7 +62,7 @@ KINDS = {
 
 def command(kind: Kind, side: str, args: argparse.Namespace, folder: Path) -> list[str]:
     """Of the process that trains one side of one kind."""
-    words = [f"optim.lr={kind.lr}", "model.compile=null", f"loop.precision={args.precision}"]
+    words = [f"optim.lr={kind.lr}", "model.compile=null", f"train.precision={args.precision}"]
     if kind.rank:
         words.append(f"lora={{rank: {kind.rank}}}")
     how = argparse.Namespace(

@@ -51,7 +51,7 @@ class SftEngine(Engine):
 
     def prepare_dataloader(self, split: str) -> Any:
         data, sft, pixels = self.config.data, self.config.sft, Pixels()
-        steps, size = self.config.loop.total_steps or 1, data.global_batch_size or data.micro_batch_size
+        steps, size = self.config.train.max_steps or 1, data.global_batch_size or data.micro_batch_size
         if sft.source == "files":
             if sft.mix != "images":
                 raise UserError(f"sft.source=files: rows of {sft.mix} have no images. Set sft.mix=images")

@@ -46,7 +46,7 @@ def data_kit(name: str, steps: int, packs: int, folder: Path, workers: int) -> M
     build_once(folder, about, lambda empty: write(empty, every), "sft.folder")
     budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (packs * steps))
     sources = [{"path": str(folder / "rows.jsonl"), "name": "jpeg"}]
-    settings = {"sources": sources, "micro_batch_tokens": budget, "cache": str(folder / "cache")}
+    settings = {"sources": sources, "pack_tokens": budget, "cache": str(folder / "cache")}
     config = AutoConfig.for_model(**shape(name))
     return MLLMDataKit(MLLMData.model_validate(settings), processor(), model_config=config, num_workers=workers)
 

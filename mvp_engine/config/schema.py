@@ -217,12 +217,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _patience_has_evaluations(self) -> Config:
-        if self.checkpoint.patience and not (
-            self.loop.eval_interval and self.checkpoint.best_metric
-        ):
+        if self.checkpoint.patience and not (self.eval.steps and self.checkpoint.best_metric):
             raise ValueError(
                 "checkpoint.patience counts evaluations without a better checkpoint.best_metric: set "
-                "loop.eval_interval and checkpoint.best_metric too"
+                "eval.steps and checkpoint.best_metric too"
             )
         return self
 

@@ -121,13 +121,13 @@ class Engine(EngineHooks):
     def before_train(self) -> None:
         """Build data, model and optimizer; load the checkpoint; open the log."""
         config = self.config
-        if config.loop.total_steps is None and config.loop.epochs is None:
-            raise UserError("how long to train? Set loop.total_steps or loop.epochs")
+        if config.train.max_steps is None and config.train.epochs is None:
+            raise UserError("how long to train? Set train.max_steps or train.epochs")
         self._training = True
         self.start_data()
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.build_optimizer, self.prepare_scheduler)
-        if config.loop.eval_interval and self._eval_loader is None:
+        if config.eval.steps and self._eval_loader is None:
             # Here a stop signal ends the measuring of rows at once, and errors come before hours of training.
             self._eval_loader = self._loader("eval")
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
@@ -141,7 +141,7 @@ class Engine(EngineHooks):
         self._open_checkpoints()
         record_setup(self, self.feed.accumulation)
         if self.done:
-            keys = "loop.total_steps or loop.epochs, or checkpoint.patience"
+            keys = "train.max_steps or train.epochs, or checkpoint.patience"
             self.logger.info("nothing left to do: raise %s", keys)
 
     def do_train(self) -> None:
@@ -187,7 +187,7 @@ class Engine(EngineHooks):
         if any(self.world.any(not self.metrics.empty)):
             self._log_interval()
             self.saved_at = -1
-        if self.config.loop.eval_interval and self.evaluated_at != self.step:
+        if self.config.eval.steps and self.evaluated_at != self.step:
             self._evaluate_and_track()
             self.saved_at = -1
         self._save_and_wait()
@@ -201,9 +201,9 @@ class Engine(EngineHooks):
 
     @property
     def done(self) -> bool:
-        loop = self.config.loop
-        by_steps = loop.total_steps is not None and self.step >= loop.total_steps
-        by_epochs = loop.epochs is not None and self.epoch >= loop.epochs
+        train = self.config.train
+        by_steps = train.max_steps is not None and self.step >= train.max_steps
+        by_epochs = train.epochs is not None and self.epoch >= train.epochs
         patience = self.config.checkpoint.patience
         by_patience = patience is not None and self.evals_since_best >= patience
         return self._stopped or by_steps or by_epochs or by_patience
@@ -276,7 +276,7 @@ class Engine(EngineHooks):
             self.meter.mark("logging")
             self._log_interval()
         best = False
-        eval_interval = config.loop.eval_interval
+        eval_interval = config.eval.steps
         if eval_interval and (self.step % int(eval_interval) == 0 or last):
             best = self._evaluate_and_track()
         if config.checkpoint.interval and self.step % int(config.checkpoint.interval) == 0:
@@ -348,11 +348,11 @@ class Engine(EngineHooks):
         return means
 
     def _eval_batches(self) -> Iterable[Any]:
-        """This rank's part of the first `loop.eval_batches` micro-batches of the split, counted over all ranks."""
+        """This rank's part of the first `eval.batches` micro-batches of the split, counted over all ranks."""
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
         loader = self._eval_loader
-        limit = self.config.loop.eval_batches
+        limit = self.config.eval.batches
         if limit is None:
             return loader
         if implements(self._eval_loader, LimitsBatches):
@@ -405,7 +405,7 @@ class Engine(EngineHooks):
     def _build_model_engine(self) -> ModelEngine:
         seed_everything(derived_seed(self.config.seed, "model"))
         self.model = self.prepare_model()
-        precision = precision_on(self.device, self.config.loop.precision)
+        precision = precision_on(self.device, self.config.train.precision)
         return self._engine_class(
             self.model, self.layout, Settings.from_config(self.config, precision)
         )
@@ -432,7 +432,7 @@ class Engine(EngineHooks):
         accumulation = micro_batches_per_step(loader, *batch_sizes, self.layout)
         feed = Feed(loader, accumulation, self.world, self.layout)
         self.feed = self._closing.enter_context(closing(feed))
-        self.total_steps = feed.planned_steps(self.config.loop)
+        self.total_steps = feed.planned_steps(self.config.train)
         self.config = with_intervals(self.config, self.total_steps)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
@@ -453,7 +453,7 @@ class Engine(EngineHooks):
         config = self.config
         info = RunInfo(
             self.run,
-            config.project.name,
+            config.run_name,
             config.workflow,
             config.model_dump(),
             self.step,

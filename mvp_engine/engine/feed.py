@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from mvp_engine.config.schema import Loop
+from mvp_engine.config.schema import Train
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.loader import (
     KnowsEpochs,
@@ -76,12 +76,12 @@ class Feed:
         except TypeError:
             return None
 
-    def planned_steps(self, loop: Loop) -> int | None:
+    def planned_steps(self, train: Train) -> int | None:
         """Optimizer steps of the training, if they are known. All ranks must call it."""
         of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
-        limits = [loop.total_steps]
-        if loop.epochs is not None and None not in of_ranks:
-            limits.append(self._steps_in_epochs(loop.epochs, max(of_ranks), loop.total_steps))
+        limits = [train.max_steps]
+        if train.epochs is not None and None not in of_ranks:
+            limits.append(self._steps_in_epochs(train.epochs, max(of_ranks), train.max_steps))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _steps_in_epochs(self, epochs: int, first: int, limit: int | None) -> int:

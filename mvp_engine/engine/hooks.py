@@ -77,7 +77,7 @@ class EngineHooks:
     # How a global batch is divided, for the log; by default among ranks and micro-batches.
     batch_division = ""
     # Config keys that say how large a step is.
-    batch_size_keys: tuple[str, ...] = ("data.global_batch_size", "mllm.micro_batch_tokens")
+    batch_size_keys: tuple[str, ...] = ("data.global_batch_size", "data.pack_tokens")
     trains_in_process = True  # False: parameters, gradients and optimizer are in other processes
 
     # ---- Parts ----------------------------------------------------------------------------------------------------

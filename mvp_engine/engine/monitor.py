@@ -249,7 +249,7 @@ class StepTimes:
 
 
 class Meter:
-    evaluation_keys = "loop.eval_batches or eval_generation.max_samples"  # which make it shorter
+    evaluation_keys = "eval.batches or eval.generation.max_samples"  # which make it shorter
 
     def __init__(self, world: World, folder: Path, step: int) -> None:
         """`step`: the last one before this launch; slow steps after it will run again, so their records are removed."""
@@ -375,7 +375,7 @@ class Meter:
         share = sum(self._evaluations) / (now - self._first)
         if len(self._evaluations) == COUNTED_EVALUATIONS and share > MOST_EVALUATING:
             LOGGER.warning(
-                "evaluations take %.0f %% of the time, %.1f s each: raise loop.eval_interval, or lower %s",
+                "evaluations take %.0f %% of the time, %.1f s each: raise eval.steps, or lower %s",
                 100 * share,
                 sum(self._evaluations) / len(self._evaluations),
                 self.evaluation_keys,

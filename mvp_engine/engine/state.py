@@ -62,12 +62,12 @@ class Start:
 
 def choose_start(config: Config) -> Start:
     """Called on rank 0. `resume` names a run folder, to continue it, or a checkpoint, to start a new run from it."""
-    root = Path(config.project.dir).expanduser()
+    root = Path(config.output_dir).expanduser()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if config.workflow == "train" and (restarts > 0 or JOB_ID in os.environ):
         restarted = [
             run
-            for run in list_runs(root, config.project.name)
+            for run in list_runs(root, config.run_name)
             if run.info.get("launcher") == launcher_id()
         ]
         if restarted:
@@ -77,12 +77,12 @@ def choose_start(config: Config) -> Start:
             "resume= is empty: write resume=auto, the folder of a run or of a checkpoint, or resume=null for a new run"
         )
     if config.resume is None:
-        return Start(_new_run(config, root), None, f"a new run of {config.project.name}")
+        return Start(_new_run(config, root), None, f"a new run of {config.run_name}")
     if config.resume == "auto":
-        runs = [run for run in list_runs(root, config.project.name) if _can_resume(run, config)]
+        runs = [run for run in list_runs(root, config.run_name) if _can_resume(run, config)]
         if runs:
             return _resume(runs[-1], config, "resume=auto")
-        none = f"no run named {config.project.name!r} in {root.absolute()}"
+        none = f"no run named {config.run_name!r} in {root.absolute()}"
         if config.workflow != "train":
             raise UserError(f"resume=auto: {none}")
         return Start(
@@ -107,14 +107,14 @@ def choose_start(config: Config) -> Start:
 
 def _can_resume(run: Run, config: Config) -> bool:
     """A run with a checkpoint; or, for training, one that was killed before its first. Not a launch that failed."""
-    if config.project.run_id not in (None, run.id) or run.info.get("workflow") != "train":
+    if config.run_id not in (None, run.id) or run.info.get("workflow") != "train":
         return False
     was_killed = run.status() in ("killed", "running") and config.workflow == "train"
-    return bool(run.checkpoint_list()) or was_killed or config.project.run_id is not None
+    return bool(run.checkpoint_list()) or was_killed or config.run_id is not None
 
 
 def _new_run(config: Config, root: Path) -> Run:
-    run = Run.create(root, config.project.name, config.project.run_id, config.workflow)
+    run = Run.create(root, config.run_name, config.run_id, config.workflow)
     run.lock()
     return run
 
@@ -133,7 +133,7 @@ def _resume(run: Run, config: Config, why: str) -> Start:
         which = "" if best == checkpoints[-1] else f", the best one; the last is {checkpoints[-1]}"
         return Start(run, best, f"{why}: {config.workflow} with {best}{which}", owned=False)
     if checkpoints:
-        refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.loop.total_steps)
+        refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.train.max_steps)
     before = run.info
     checkpoint = checkpoints[-1] if checkpoints else None
     if checkpoint is not None:
@@ -152,7 +152,7 @@ def refuse_beyond_the_end(run: Run, step: int, total: int | None) -> None:
     if total is not None and step > total:
         raise UserError(
             f"run {run.dir} is at step {step}, beyond the {total} steps of this config: nothing was trained or "
-            "exported. Raise loop.total_steps or loop.epochs, or continue it with the config that it was trained "
+            "exported. Raise train.max_steps or train.epochs, or continue it with the config that it was trained "
             f"with: {run.resume_command()}"
         )
 

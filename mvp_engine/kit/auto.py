@@ -77,17 +77,17 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 
 def is_open(config: Any, data: MLLMData) -> bool:
     """Whether the config leaves something to choose."""
-    sizes = data.micro_batch_tokens, data.global_batch_tokens
+    sizes = data.pack_tokens, data.global_batch_tokens
     return AUTO in (*sizes, config.model.activation_checkpointing)
 
 
 def check_supported(config: Any, data: MLLMData) -> None:
     """Raise an error for trainings that `auto` chooses nothing for."""
-    if AUTO not in (data.micro_batch_tokens, config.model.activation_checkpointing):
+    if AUTO not in (data.pack_tokens, config.model.activation_checkpointing):
         return
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
-            "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
+            "data.pack_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
             f"parallel.pipeline: set a number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
         )
 
@@ -107,15 +107,15 @@ def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
     """What `auto` stands for without a GPU."""
     values: dict[str, Any] = {}
     chosen = []
-    total = max(GLOBAL_BATCH_TOKENS, data.row_tokens or 0)
+    total = max(GLOBAL_BATCH_TOKENS, data.max_length or 0)
     if data.global_batch_tokens != AUTO:
         total = data.global_batch_tokens or 0
-    if data.micro_batch_tokens == AUTO:
+    if data.pack_tokens == AUTO:
         tokens = min(data.default_pack_tokens, total)
         values = pack_values(section, tokens, total // tokens)
         chosen.append(f"packs of {tokens:,} tokens")
     elif data.global_batch_tokens == AUTO:
-        tokens = data.micro_batch_tokens
+        tokens = data.pack_tokens
         values = pack_values(section, tokens, max(1, total // tokens))
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = "none"
@@ -126,7 +126,7 @@ def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
 def pack_values(section: str, tokens: int, packs: int) -> dict[str, Any]:
     # The global batch stays a multiple of the pack size.
     return {
-        f"{section}.micro_batch_tokens": tokens,
+        f"{section}.pack_tokens": tokens,
         f"{section}.global_batch_tokens": tokens * packs,
     }
 
@@ -149,10 +149,10 @@ def global_batch(config: Any, kit: MLLMDataKit) -> Choice:
     tokens = total // EPOCH_STEPS
     if tokens >= GLOBAL_BATCH_TOKENS:
         return many
-    if data.micro_batch_tokens == AUTO:
+    if data.pack_tokens == AUTO:
         longest = int(max(tokens_of_rows.max(initial=1) for tokens_of_rows in rows.values()))
         tokens = max(tokens, longest)
-        values[f"{section}.row_tokens"] = longest
+        values[f"{section}.max_length"] = longest
     else:
         tokens = max(1, tokens // data.tokens_per_pack) * data.tokens_per_pack
     values[f"{section}.global_batch_tokens"] = tokens
@@ -189,7 +189,7 @@ def with_choice(engine: MLLMEngine) -> Any:
     if not is_open(config, data):
         return config
     check_supported(config, data)
-    keys = ("micro_batch_tokens", "global_batch_tokens", "row_tokens")
+    keys = ("pack_tokens", "global_batch_tokens", "max_length")
     # What the config leaves open, and the sizes that a choice keeps: a record of other sizes is of no use.
     asked = {f"{section}.{key}": getattr(data, key) for key in keys}
     asked[CHECKPOINTING] = config.model.activation_checkpointing
@@ -247,7 +247,7 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
     chosen = changed(engine.config, made.values)
     if kit is None:
         return made
-    if data_section(chosen)[1].row_tokens != data_section(engine.config)[1].row_tokens:
+    if data_section(chosen)[1].max_length != data_section(engine.config)[1].max_length:
         kit.stop_measuring()  # costs of rows that shrink to fit depend on it: they are measured again
     else:
         kit.settings = data_section(chosen)[1]

@@ -199,11 +199,11 @@ def generate(
 
 
 class EvalGenerationKit:
-    """Completes prompts of held-out rows in each evaluation of an engine, if its config has `eval_generation`."""
+    """Completes prompts of held-out rows in each evaluation of an engine, if its config has `eval.generation`."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.settings = engine.config.eval_generation
+        self.settings = engine.config.eval.generation
         self.batches: list[PackedBatch] = []  # rows of the running evaluation that get an answer
 
     def add(self, ctx: StepContext, batch: PackedBatch) -> None:
@@ -256,7 +256,7 @@ class EvalGenerationKit:
                 max_new_tokens=self.settings.max_new_tokens,
                 prompt_tokens=self.settings.prompt_tokens,
                 stop=engine.data.eos_token_ids,
-                budget=engine.config.mllm.tokens_per_pack,
+                budget=engine.config.data.tokens_per_pack,
                 keep=completions,
             )
         engine.after_generation(ctx, completions)

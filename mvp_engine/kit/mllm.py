@@ -51,7 +51,7 @@ class MLLMEngine(Engine):
         config.check_engine()
         model_config = read_config(config.model.path, config.model.config)
         processor, workers = cls.make_processor(config), config.data.num_workers
-        return MLLMDataKit(config.mllm, processor, model_config=model_config, num_workers=workers)
+        return MLLMDataKit(config.data, processor, model_config=model_config, num_workers=workers)
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -63,13 +63,13 @@ class MLLMEngine(Engine):
 
     @property
     def global_batch_size(self) -> int:
-        """Packs in one optimizer step: `data.global_batch_size`, or `mllm.global_batch_tokens` in packs."""
-        packs = self.config.mllm.global_batch_packs(self.config.data.global_batch_size)
+        """Packs in one optimizer step: `data.global_batch_size`, or `data.global_batch_tokens` in packs."""
+        packs = self.config.data.global_batch_packs(self.config.data.global_batch_size)
         return super().global_batch_size if packs is None else packs
 
     @property
     def measured_splits(self) -> list[str]:
-        return ["train", "eval"] if self.config.loop.eval_interval else ["train"]
+        return ["train", "eval"] if self.config.eval.steps else ["train"]
 
     def start_data(self) -> None:
         self._closing.callback(self.data.stop_measuring)
@@ -81,7 +81,7 @@ class MLLMEngine(Engine):
             super().start_data()
 
     def open_data(self) -> None:
-        if self.config.loop.eval_interval:
+        if self.config.eval.steps:
             self._eval_loader = self._loader("eval")  # its errors come now, not after hours
         super().open_data()
         if isinstance(self.feed.loader, PackLoader) and self.checkpoint is None:
@@ -107,7 +107,7 @@ class MLLMEngine(Engine):
         return self.optim.build_scheduler(optimizer, self.total_steps)
 
     def before_train(self) -> None:
-        model_kit.export_link(self.config.export)
+        model_kit.export_link(self.config.export_link)
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
@@ -121,7 +121,7 @@ class MLLMEngine(Engine):
             self, ctx, model.check
         )  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
-        row_checks.log_fill(ctx, self.config.mllm.tokens_per_pack, self.num_positions)
+        row_checks.log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 
     def num_positions(self, batch: PackedBatch) -> int:
         """What a micro-batch holds of the budget of a pack."""
@@ -166,28 +166,28 @@ class MLLMEngine(Engine):
 
     def keep_training(self, ctx: StepContext, what: str, can_continue: bool = True) -> Any:
         """An error inside is a warning if it happens in an evaluation of a training; `mvp check` raises it."""
-        in_training = self._training and self.config.loop.eval_interval is not None
+        in_training = self._training and self.config.eval.steps is not None
         return generation.errors_as_warnings(self, ctx, what, in_training and can_continue)
 
     def after_train(self) -> None:
         super().after_train()
         row_checks.log_end_report(self)
         export = None
-        if self.config.export is not None:
+        if self.config.export_link is not None:
             self.load_best()
             export = self.export()
         examples.write_page_of(self, self.eval_metrics, export, in_training=True)
 
     def export(self) -> Path:
         """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
-        model_kit.export_link(self.config.export)
+        model_kit.export_link(self.config.export_link)
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
         return model_kit.export_folder(self)
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and write a page with curves, prompts, their media, and answers."""
-        model_kit.export_link(self.config.export)
+        model_kit.export_link(self.config.export_link)
         examples.write_page_of(self, self.evaluate(), self.export())
 
     def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:

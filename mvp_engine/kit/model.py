@@ -62,7 +62,7 @@ class MLLMModelKit:
         """The model of an MLLMEngine. Its checkpoints and exports get the processor with the limits of the training."""
         config = engine.config
         model: Any = self.build(config.model, config.model.type)
-        check_writes(model, "eval_generation" if config.eval_generation else None)
+        check_writes(model, "eval.generation" if config.eval.generation else None)
         model.use_side_files(engine.run.dir / "processor")
         if engine.world.is_main:
             engine.data.save_processor(model.side_files, config.model.path)
@@ -152,7 +152,7 @@ def compile_blocks(engine: Any) -> None:
         return
     random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    _forward_backward(engine, repeated(engine.data.sample(), engine.config.mllm.tokens_per_pack))
+    _forward_backward(engine, repeated(engine.data.sample(), engine.config.data.tokens_per_pack))
     for buffer, before in buffers:
         buffer.copy_(before)
     set_rng_state(random_state)
@@ -176,7 +176,7 @@ def export_folder(engine: Any) -> Path:
 
     All ranks call it. Adapters are merged.
     """
-    link = export_link(engine.config.export)
+    link = export_link(engine.config.export_link)
     suffix = "" if engine.config.optim.ema is None else "_ema"
     folder: Path = engine.run.dir / f"hf_step_{engine.weights_step or engine.step}{suffix}"
     if not engine.world.broadcast(folder.exists()):
@@ -197,11 +197,11 @@ def export_link(export: str | None) -> Path | None:
     link = Path(export).expanduser()
     if link.exists() and not link.is_symlink():
         raise UserError(
-            f"export={link} exists and is no link of an earlier run: set export to another path"
+            f"export_link={link} exists and is no link of an earlier run: set export to another path"
         )
     parent = next(folder for folder in link.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(
-            f"export={link}: nothing can be written into {parent}. Set export to another path"
+            f"export_link={link}: nothing can be written into {parent}. Set export to another path"
         )
     return link

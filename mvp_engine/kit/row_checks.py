@@ -50,12 +50,12 @@ def refuse_preference_rows(batch: PackedBatch) -> None:
     """Raise for rows of preference training, in a loss that would train on all of their answers."""
     if "side" in batch.sequence_fields:
         raise UserError(
-            "mllm.pairs: this loss would train on rejected answers too. Set it to false, or train with "
+            "data.pairs: this loss would train on rejected answers too. Set it to false, or train with "
             "engine: preference (docs/preference.md)"
         )
     if "label" in batch.sequence_fields:
         raise UserError(
-            "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
+            "data.fields has label: this loss would train on the answers of all rows, whatever their label. "
             "Remove it, or train with engine: preference and preference.loss=kto"
         )
 

@@ -44,7 +44,7 @@ class MLLMConfig(Config):
     """The config of an MLLMEngine."""
 
     optim: OptimSettings
-    mllm: MLLMData
+    data: MLLMData
     """Sources of rows, packs, limits of media."""
     processor: str | None = None
     """The folder, or the model of the Hub, with the processor or tokenizer; null: that of the model."""
@@ -69,7 +69,7 @@ class MLLMConfig(Config):
 
     @model_validator(mode="after")
     def _check_sections(self) -> MLLMConfig:
-        self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
+        self.data.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
         return self
 
     def check_engine(self) -> None:

@@ -192,7 +192,7 @@ class Settings:
         return cls(
             **{**from_model, "freeze": tuple(config.model.freeze)},
             precision=precision,
-            clip_grad_norm=config.loop.clip_grad_norm,
+            clip_grad_norm=config.optim.max_grad_norm,
             spike_sigmas=config.guard.spike_sigmas,
             ema=config.optim.ema,
             seed=config.seed,

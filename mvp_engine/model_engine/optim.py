@@ -119,7 +119,7 @@ def _check_without_total_steps(config: Optim) -> None:
     if key is not None:
         raise UserError(
             f"{key} needs the number of steps, and the loader has no length: "
-            "set loop.total_steps, or optim.schedule=constant with a warm-up in steps"
+            "set train.max_steps, or optim.schedule=constant with a warm-up in steps"
         )
 
 

@@ -241,7 +241,7 @@ def _as_yaml(value: Any) -> str:
 def explain_key(name: str, *schemas: type[Config]) -> str:
     """A key's type, default and description; of a section, all its keys."""
     keys = config_keys(*schemas)
-    # A name in a mapping of sections (mllm.sources.mine.path) is anything.
+    # A name in a mapping of sections (data.sources.mine.path) is anything.
     wanted = [key for key in keys if re.fullmatch(key.name.replace(".NAME", r"(\.\w+)?"), name)]
     if not wanted:
         for recipe, schema in recipe_schemas().items():

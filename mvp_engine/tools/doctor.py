@@ -302,7 +302,9 @@ def check_disk(folder: Path, checkpoints: tuple[int, int] | None) -> Finding:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        fix = "set project.dir to a folder that you can write to (mvp doctor --dir DIR checks another)"
+        fix = (
+            "set output_dir to a folder that you can write to (mvp doctor --dir DIR checks another)"
+        )
         return problem("disk", f"{place} is not writable: {error.strerror}", fix)
     free = shutil.disk_usage(place).free
     facts: dict[str, Any] = {"free_gib": round(free / GIB, 1)}
@@ -315,7 +317,7 @@ def check_disk(folder: Path, checkpoints: tuple[int, int] | None) -> Finding:
     text += f"; {number} checkpoints of {size / GIB:,.2f} GiB need {size * number / GIB:,.2f} GiB"
     facts |= {"checkpoint_bytes": size, "checkpoints": number}
     if free < size * number:
-        fix = "set project.dir to a larger disk, or checkpoint.keep_n to fewer"
+        fix = "set output_dir to a larger disk, or checkpoint.keep_n to fewer"
         return problem("disk", text, fix, **facts)
     return ok("disk", text, **facts)
 

@@ -244,7 +244,7 @@ def _check_gpu(index: int) -> Finding:
     if peak:
         text += f", {flops / peak:.0%} of its peak"
     if dtype == torch.float16:
-        fix = "set loop.precision=fp16"
+        fix = "set train.precision=fp16"
         return warning(name, f"{text}. It has no bf16 matmuls", fix, **facts)
     if total - free > max(0.1 * total, GIB):
         fix = "nvidia-smi lists the processes that use it"
@@ -567,7 +567,7 @@ def _composed(request: Request) -> Any:
 
 def check_free_space(request: Request) -> Finding:
     config = _composed(request)
-    folder = request.dir or (config.project.dir if config else "outputs")
+    folder = request.dir or (config.output_dir if config else "outputs")
     return check_disk(Path(folder), checkpoint_sizes(config) if config else None)
 
 
@@ -614,14 +614,14 @@ def checkpoint_sizes(config: Any) -> tuple[int, int] | None:
 def _checkpoint_count(config: Any) -> int:
     """Checkpoints that are kept, the best one, and one that is being written."""
     checkpoint = config.checkpoint
-    steps = config.loop.total_steps
+    steps = config.train.max_steps
     kept = checkpoint.keep_n
     if kept is None:
         has_interval = steps and isinstance(checkpoint.interval, int)
         kept = steps // checkpoint.interval if has_interval else 1
     if checkpoint.keep_every and steps:
         kept += steps // checkpoint.keep_every
-    has_best = checkpoint.best_metric is not None and config.loop.eval_interval is not None
+    has_best = checkpoint.best_metric is not None and config.eval.steps is not None
     return int(kept) + has_best + 1
 
 

@@ -252,7 +252,7 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
     settings = MLLMData.model_validate(
         {
             "sources": [{"path": path}],
-            "micro_batch_tokens": pack_tokens,
+            "pack_tokens": pack_tokens,
             "max_bad_rows": 1.0,
             "pairs": True,
         }

@@ -26,7 +26,7 @@ MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
 MAX_BAD_ROWS = 10
 MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
-OVERLONG_FIX = "raise mllm.row_tokens or mllm.micro_batch_tokens, or set mllm.overlong"
+OVERLONG_FIX = "raise data.max_length or data.pack_tokens, or set data.overlong"
 SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
 
 

@@ -380,7 +380,7 @@ def _check_layout(config: Config, job: SlurmJob) -> None:
 
 def _options(config: Config, job: SlurmJob) -> list[str]:
     options = [
-        f"--job-name={config.project.name}",
+        f"--job-name={config.run_name}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--time={job.time}",
@@ -400,5 +400,5 @@ def _options(config: Config, job: SlurmJob) -> list[str]:
 def _command(config_file: str, overrides: list[str], config: Config) -> str:
     """The training, as the interpreter that printed the script runs it."""
     words = [sys.executable, "-m", "mvp_engine.cli", "train", config_file, "resume=auto"]
-    run_id = f'project.run_id={shlex.quote(config.project.name)}-"$SLURM_JOB_ID"'
+    run_id = f'run_id={shlex.quote(config.run_name)}-"$SLURM_JOB_ID"'
     return f"{shlex.join(words)} {run_id} {shlex.join(overrides)}".rstrip()

@@ -61,7 +61,7 @@ def make_planner(question: Question) -> Planner:
     if config.model.type == "module":
         types = ", ".join(sorted(model_types() - {"module"}))
         raise UserError(f"mvp plan supports Hugging Face models: model.type is one of {types}")
-    tokens_key = f"{data_section(config)[0]}.micro_batch_tokens"
+    tokens_key = f"{data_section(config)[0]}.pack_tokens"
     is_given = any(override_key(word) == tokens_key for word in question.overrides)
     if question.tokens is not None and not is_given:
         config = changed(config, {tokens_key: question.tokens})

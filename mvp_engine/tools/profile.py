@@ -72,9 +72,9 @@ def main(argv: list[str] | None = None) -> int:
         # Only training steps: no evaluation, no log files, and a total that lets all profiled steps run.
         overrides = [
             *args.overrides,
-            f"loop.total_steps={window.last + 1}",
-            "loop.epochs=null",
-            "loop.eval_interval=null",
+            f"train.max_steps={window.last + 1}",
+            "train.epochs=null",
+            "eval.steps=null",
             "checkpoint.patience=null",
             "log.backends=[terminal]",
         ]
@@ -130,7 +130,7 @@ def _profile(window: Window, composed: Composed, world: World) -> int:
             raise UserError(
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
             ) from None
-    with temporary_run(world, composed.config.project.name, "mvp-profile-") as run:
+    with temporary_run(world, composed.config.run_name, "mvp-profile-") as run:
         with engine_class(composed.config, world, run, window.checkpoint(), "a profile") as engine:
             engine.train()
         world.barrier()
@@ -249,7 +249,7 @@ def profiled(engine_class: type[Engine], window: Window) -> type[Engine]:
         def _write_files(self) -> None:
             assert self.profiler is not None
             (out / "profile.json").write_text(json.dumps(self.facts, indent=2) + "\n")
-            title = f"{self.config.project.name} on {self.world.size} x {_device_name(self.device)}"
+            title = f"{self.config.run_name} on {self.world.size} x {_device_name(self.device)}"
             (out / "profile.md").write_text(page(self.facts, title))
             self.profiler.export_chrome_trace(str(out / "trace.json"))  # last: hundreds of MB
 
@@ -454,7 +454,7 @@ def _idle(facts: dict[str, Any]) -> str:
     )
     waits = [facts["data_wait_ms"], *(phase["ms"] for phase in _long_hooks(facts))]
     if facts["idle"] > MUCH_IDLE + sum(waits) / facts["step_ms"]:
-        text += " The host launches them too slowly: larger packs (mllm.micro_batch_tokens: auto), model.compile."
+        text += " The host launches them too slowly: larger packs (data.pack_tokens: auto), model.compile."
     return text
 
 

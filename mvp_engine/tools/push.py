@@ -153,9 +153,9 @@ def _license(base: str | None) -> str | None:
 # The config keys of the table, in its order. Keys that a run does not have are left out.
 SHOWN_KEYS = [
     "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup",
-    "optim.weight_decay", "loop.epochs", "loop.total_steps", "loop.precision", "data.global_batch_size",
-    "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
-    "lora.targets", "model.freeze", "seed",
+    "optim.weight_decay", "train.epochs", "train.max_steps", "train.precision", "data.global_batch_size",
+    "data.pack_tokens", "data.global_batch_tokens", "lora.rank", "lora.alpha",
+    "lora.target_modules", "model.freeze", "seed",
 ]  # fmt: skip
 SNIPPET = """\
 ```python

@@ -1,7 +1,7 @@
 """`mvp recipe`: list the recipes, and create one as a copy of another.
 
 A copy shares nothing with its origin but the engine: its runs carry its own name, and the data and exports
-that it writes go to a folder of that name below `project.dir`.
+that it writes go to a folder of that name below `output_dir`.
 
 `mvp recipe --skills`: copy the skills to where coding agents look for them.
 
@@ -177,8 +177,8 @@ mvp train {start}
 mvp evaluate {start}
 ```
 {other_configs}
-What to change first: the data (what `data.py` writes, or the rows under `mllm.sources`), sizes and learning
-rate in the config, the metrics in `engine.py`. Data and exports go to `{name}/` below `project.dir`.
+What to change first: the data (what `data.py` writes, or the rows under `data.sources`), sizes and learning
+rate in the config, the metrics in `engine.py`. Data and exports go to `{name}/` below `output_dir`.
 """
 
 
@@ -203,14 +203,14 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
         if engine is not None:
             text = re.sub(rf"\b{engine}\b", f"{camel_case}Engine", text)
         if file.suffix == ".yaml":
-            output = rf"\$\{{project\.dir\}}/({re.escape(old)}/)?"
-            text = re.sub(output, f"${{project.dir}}/{new}/", text)
+            output = rf"\$\{{output_dir\}}/({re.escape(old)}/)?"
+            text = re.sub(output, f"${{output_dir}}/{new}/", text)
             text = _rename_project(text, old, new, single=len(run_names) == 1)
         file.write_text(text, encoding="utf-8")
 
 
 def _rename_project(text: str, old: str, new: str, single: bool) -> str:
-    """Replace the value of `project.name` in place, so that comments and order stay."""
+    """Replace the value of `run_name` in place, so that comments and order stay."""
     node = yaml.compose(text)
     for key in ("project", "name"):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []

@@ -37,7 +37,7 @@ from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.
-OVERRIDES = ["workflow=train", "resume=null", "project.run_id=null", "loop.eval_interval=null"]
+OVERRIDES = ["workflow=train", "resume=null", "run_id=null", "eval.steps=null"]
 OVERRIDES += [
     "log.backends=[]",
     "checkpoint.interval=null",
@@ -141,7 +141,7 @@ def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World)
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:
-        place = Run.create(folder, composed.config.project.name, None).dir
+        place = Run.create(folder, composed.config.run_name, None).dir
     own = Run(world.broadcast(place))
     engine_class: Any = type("Replay", (ReplayEngine, composed.engine_class), {"target": step})
     with engine_class(composed.config, world, own, checkpoint, "a replay") as engine:

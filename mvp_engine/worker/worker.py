@@ -120,7 +120,7 @@ class WorkerSpec:
             "settings": Settings.from_config(config, precision),
             "parallel": config.parallel,
             "optim": config.optim,
-            "total_steps": config.loop.total_steps,
+            "total_steps": config.train.max_steps,
             "lora": getattr(config, "lora", None),
             "seed": config.seed,
             "device": config.device,

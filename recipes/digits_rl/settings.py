@@ -10,4 +10,4 @@ class Made(Section):
 
 
 class DigitsConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+    made: Made | None = None  # synthetic data; null: data.sources are files of your own

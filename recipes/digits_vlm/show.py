@@ -78,7 +78,7 @@ def _write_page(engine: Any, answers: list[Answer], questions: list[Question], s
         next_steps={
             "Ask it yourself": f"mvp chat {run.dir} --image {first_image} -p 'Which digit is this?'",
             "Look at the data": f"mvp data inspect {RECIPE}",
-            "Train longer": f"mvp train {RECIPE} loop.total_steps=1500",
+            "Train longer": f"mvp train {RECIPE} train.max_steps=1500",
             "On two processes": f"mvp train {RECIPE} --nproc 2",
             "Compare runs": "mvp runs",
         },

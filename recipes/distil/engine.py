@@ -91,4 +91,4 @@ class StudentEngine(MLLMEngine):
             loss_sum = loss_sum + nll_weight * nll_sum
         return loss_sum, tokens
 
-    # ---- Evaluation: the same loss on held-out rows, and answers to their prompts (`eval_generation`)
+    # ---- Evaluation: the same loss on held-out rows, and answers to their prompts (`eval.generation`)

@@ -33,7 +33,7 @@ class Distil(Section):
 class StudentConfig(MLLMConfig):
     distil: Distil
     """The teacher, and the divergence from it."""
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+    made: Made | None = None  # synthetic data; null: data.sources are files of your own
 
     @model_validator(mode="after")
     def _a_language_model_on_answers(self) -> StudentConfig:
@@ -42,8 +42,8 @@ class StudentConfig(MLLMConfig):
                 f"model.type={self.model.type}: distillation compares distributions over tokens. "
                 "Set model.type=language_model"
             )
-        if self.mllm.pairs:
-            raise ValueError("mllm.pairs: distillation reads rows with one answer. Set it to false")
+        if self.data.pairs:
+            raise ValueError("data.pairs: distillation reads rows with one answer. Set it to false")
         if self.loss.z_loss or self.loss.label_smoothing:
             raise ValueError("loss: distillation has terms of its own. Remove z_loss and label_smoothing")
         return self

@@ -76,7 +76,7 @@ class PairsEngine(MLLMEngine):
             self.nll_scale = kit.pairs_per_token(ctx.micro_batches, self.layout)
         if settings.loss == "kto":
             # From prompts with answers of other rows: the policy should find them as likely as its reference does.
-            self.kl = kit.mismatched_kl(self, self.reference, ctx.micro_batches, self.config.mllm.tokens_per_pack)
+            self.kl = kit.mismatched_kl(self, self.reference, ctx.micro_batches, self.config.data.tokens_per_pack)
             ctx.log("kl", self.kl)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ class Made(Section):
 class PreferenceLoss(Section):
     """The config section of the preference losses."""
 
-    loss: Literal["sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "sigmoid"
-    """The loss: DPO (sigmoid, ipo, hinge, robust), SimPO, ORPO on pairs; KTO on rows with a label."""
+    loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "dpo"
+    """The loss: DPO (dpo, ipo, hinge, robust), SimPO, ORPO on pairs; KTO on rows with a label."""
     beta: Positive = 0.1
     """Scale of the implicit reward. Of orpo: the weight of the odds-ratio term. SimPO uses 2 to 10."""
     label_smoothing: Fraction = Field(default=0.0, lt=0.5)
@@ -48,7 +48,7 @@ class PreferenceLoss(Section):
         if self.reference is not None and without != (self.reference == "none"):
             needs = "has no reference model: set reference: none" if without else "needs a reference model"
             raise ValueError(f"loss: {self.loss} {needs}")
-        if self.label_smoothing and self.loss not in ("sigmoid", "robust", "simpo"):
+        if self.label_smoothing and self.loss not in ("dpo", "robust", "simpo"):
             raise ValueError(f"loss: {self.loss} has no label_smoothing")
         if self.loss == "kto" and self.reference == "cached":
             raise ValueError(
@@ -67,7 +67,7 @@ class PreferenceLoss(Section):
 class PairsConfig(MLLMConfig):
     preference: PreferenceLoss = PreferenceLoss()
     """The loss on preference pairs, and its reference model."""
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+    made: Made | None = None  # synthetic data; null: data.sources are files of your own
 
     @property
     def reference(self) -> Reference:
@@ -83,12 +83,12 @@ class PairsConfig(MLLMConfig):
     def _rows_fit_the_loss(self) -> PairsConfig:
         loss = self.preference.loss
         if loss == "kto":
-            if "label" not in self.mllm.fields or self.mllm.pairs:
+            if "label" not in self.data.fields or self.data.pairs:
                 raise ValueError(
-                    "preference.loss=kto reads rows with a label: set mllm.fields={label: int} and mllm.pairs=false"
+                    "preference.loss=kto reads rows with a label: set data.fields={label: int} and data.pairs=false"
                 )
-        elif not self.mllm.pairs:
-            raise ValueError(f"preference.loss={loss} compares pairs: set mllm.pairs=true")
+        elif not self.data.pairs:
+            raise ValueError(f"preference.loss={loss} compares pairs: set data.pairs=true")
         if self.reference == "adapters_off" and self.lora is None:
             raise ValueError("preference.reference=adapters_off needs LoRA: set lora, or reference=copy")
         if self.reference == "copy" and self.model.quantize:
@@ -96,9 +96,9 @@ class PairsConfig(MLLMConfig):
                 "preference.reference=copy would not have the weights in 4 bits that model.quantize trains adapters "
                 "on: set preference.reference to adapters_off or cached"
             )
-        if self.reference == "adapters_off" and self.lora is not None and self.lora.train:
+        if self.reference == "adapters_off" and self.lora is not None and self.lora.modules_to_save:
             raise ValueError(
-                "preference.reference=adapters_off: lora.train changes weights that no switch turns back. "
+                "preference.reference=adapters_off: lora.modules_to_save changes weights that no switch turns back. "
                 "Set preference.reference=copy"
             )
         return self

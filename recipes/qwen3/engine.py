@@ -40,7 +40,7 @@ class Qwen3Engine(MLLMEngine):
     # ---- Optimizer and schedule ------------------------------------------------------------------
 
     def prepare_optimizer(self, model: nn.Module) -> Any:
-        return self.optim.build_optimizer(model)  # Muon for matrices of blocks with optim.kind=muon, else AdamW
+        return self.optim.build_optimizer(model)  # Muon for matrices of blocks with optim.name=muon, else AdamW
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
         return self.optim.build_scheduler(optimizer, self.total_steps)

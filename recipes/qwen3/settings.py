@@ -16,4 +16,4 @@ class Made(Section):
 
 
 class Qwen3Config(MLLMConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+    made: Made | None = None  # synthetic data; null: data.sources are files of your own

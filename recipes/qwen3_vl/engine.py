@@ -1,7 +1,7 @@
 """Qwen3-VL in stages: align the projector, pre-train, instruct, in full or with LoRA.
 
 A stage is a config: what trains (`model.freeze`, `lora`), at which learning rates (`optim.lr_by_part`), and on which
-rows (`mllm.sources`). Each starts from the export of the one before.
+rows (`data.sources`). Each starts from the export of the one before.
 """
 
 from functools import partial

@@ -14,4 +14,4 @@ class Shapes(Section):
 
 
 class VLConfig(MLLMConfig):
-    shapes: Shapes | None = None  # synthetic data; null: mllm.sources are files of your own
+    shapes: Shapes | None = None  # synthetic data; null: data.sources are files of your own

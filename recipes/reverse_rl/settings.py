@@ -11,4 +11,4 @@ class Made(Section):
 
 
 class ReverseConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
+    made: Made | None = None  # synthetic data; null: data.sources are files of your own

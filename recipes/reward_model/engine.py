@@ -34,7 +34,7 @@ class ReviewsEngine(MLLMEngine):
             raise UserError(f"model.type={model.type}: a reward model has a value head. Set model.type=value_model")
         return MLLMModelKit(self.config.lora).of_engine(self)
 
-    # ---- Data: packs of pairs (`mllm.pairs`), or of rows with a score (`mllm.fields`) ------------
+    # ---- Data: packs of pairs (`data.pairs`), or of rows with a score (`data.fields`) ------------
 
     @classmethod
     def data_kit(cls, config: Any) -> Any:
@@ -43,7 +43,7 @@ class ReviewsEngine(MLLMEngine):
         return super().data_kit(config)
 
     def prepare_dataloader(self, split: str) -> Any:
-        if self.config.reward.target is None:
+        if self.config.reward_loss.target is None:
             self.data.require_pairs(split)
         return self.data.engine_loader(self, split)
 
@@ -59,12 +59,12 @@ class ReviewsEngine(MLLMEngine):
 
     def train_pre_step(self, ctx: StepContext) -> None:
         super().train_pre_step(ctx)
-        if self.config.reward.target is None:
+        if self.config.reward_loss.target is None:
             check_pairs(ctx.micro_batches)
         check_last_tokens(self.model, ctx.micro_batches)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The loss summed over pairs (with `reward.target`: over rows), and their number."""
+        """The loss summed over pairs (with `reward_loss.target`: over rows), and their number."""
         settings = self.config.reward
         ctx.count("tokens", micro_batch.num_tokens)
         # The score of a sequence is its value at the last token, which has seen all of it.
@@ -88,8 +88,8 @@ class ReviewsEngine(MLLMEngine):
             is_row_S = batch.sequence_fields["sample"] >= 0  # none in a pack of bad rows only
         rows = is_row_S.sum()
         loss_S = (scores_S - targets_S).square()
-        if self.config.reward.huber is not None:
-            loss_S = F.huber_loss(scores_S, targets_S, reduction="none", delta=self.config.reward.huber)
+        if self.config.reward_loss.huber is not None:
+            loss_S = F.huber_loss(scores_S, targets_S, reduction="none", delta=self.config.reward_loss.huber)
         error_S = (scores_S.detach() - targets_S).abs()
         ctx.log("absolute_error", torch.where(is_row_S, error_S, 0.0).sum(), rows)
         ctx.log("score", torch.where(is_row_S, scores_S.detach(), 0.0).sum(), rows)

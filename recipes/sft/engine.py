@@ -43,10 +43,10 @@ class SFTEngine(MLLMEngine):
         config.check_engine()
         model_config = read_config(config.model.path, config.model.config)
         processor = cls.make_processor(config)
-        return MLLMDataKit(config.mllm, processor, model_config=model_config, num_workers=config.data.num_workers)
+        return MLLMDataKit(config.data, processor, model_config=model_config, num_workers=config.data.num_workers)
 
     def prepare_dataloader(self, split: str) -> Any:
-        """Packs: rows side by side, without padding, up to `mllm.micro_batch_tokens`. Each is a micro-batch."""
+        """Packs: rows side by side, without padding, up to `data.pack_tokens`. Each is a micro-batch."""
         return self.data.engine_loader(self, split)
 
     # ---- Optimizer and schedule ------------------------------------------------------------------
@@ -66,7 +66,7 @@ class SFTEngine(MLLMEngine):
         model: Any = self.model
         check_rows(self, ctx, model.check)
         self.mfu.count(ctx)
-        log_fill(ctx, self.config.mllm.tokens_per_pack, self.num_positions)
+        log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over the tokens with a label, and their number. Change the loss here.
@@ -91,7 +91,7 @@ class SFTEngine(MLLMEngine):
     # ---- Evaluation ------------------------------------------------------------------------------
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
-        """The loss of held-out rows; some of them are kept, for answers to their prompts (`eval_generation`)."""
+        """The loss of held-out rows; some of them are kept, for answers to their prompts (`eval.generation`)."""
         loss_sum, weight = self.forward_step(ctx, micro_batch)
         ctx.log("loss", loss_sum, weight)
         self.generation.add(ctx, micro_batch)

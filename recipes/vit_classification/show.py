@@ -63,7 +63,7 @@ def _next_steps(config_file: Path, folder: Path, export: Path | None) -> dict[st
         steps["Export it"] = f"mvp train {config_file} workflow=report resume={folder}"
     else:
         steps["Use the model"] = f"transformers.pipeline('image-classification', '{export}')"
-    steps["Train longer"] = f"mvp train {config_file} resume={folder} loop.epochs=N"
+    steps["Train longer"] = f"mvp train {config_file} resume={folder} train.epochs=N"
     steps["Compare runs"] = "mvp runs"
     return steps
 

@@ -47,9 +47,7 @@ def make_kit(kit_class: Any, root: Path, relative: bool) -> Any:
     vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "hidden_size": 16}
     vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "image_token_id": 3}
     config = PI0Config(vlm_config=vlm, chunk_size=CHUNK, max_action_dim=4, max_state_dim=4)
-    data = MLLMData.model_validate(
-        {"sources": [{"path": str(root)}], "micro_batch_tokens": 64, "global_batch_tokens": 64}
-    )
+    data = MLLMData.model_validate({"sources": [{"path": str(root)}], "pack_tokens": 64, "global_batch_tokens": 64})
     return kit_class(
         data, ActionData(relative=relative), train_tokenizer([TASK], 300, ("<image>",)), model_config=config
     )

@@ -98,7 +98,7 @@ def problems(make: Make = with_kit) -> list[str]:
         settings = {
             "sources": [{"path": str(folder / "rows.jsonl")}],
             "cache": str(folder / "cache"),
-            "micro_batch_tokens": BUDGET,
+            "pack_tokens": BUDGET,
             "global_batch_tokens": 4 * BUDGET,
             "max_bad_rows": 0.1,
         }

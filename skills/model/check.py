@@ -77,7 +77,7 @@ def start(model: Any) -> LanguageModelEngine:
 
 def main() -> list[str]:
     folder = Path(sys.argv[1])
-    lora = Lora(rank=4, targets=sys.argv[2:] or ["llm"])
+    lora = Lora(rank=4, target_modules=sys.argv[2:] or ["llm"])
     return problems(folder, MLLMModelKit(lora).build(ModelSource(str(folder))))
 
 

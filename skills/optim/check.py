@@ -23,10 +23,10 @@ from mvp_engine.tools.skill_check import given, run_check
 
 Make = Callable[[nn.Module], Any]
 SETTINGS: list[dict[str, Any]] = [
-    {"kind": "adamw", "state_dtype": "float32"},
-    {"kind": "adamw", "state_dtype": "int8"},
-    {"kind": "muon", "state_dtype": "float32"},
-    {"kind": "muon", "state_dtype": "int8"},
+    {"name": "adamw", "state_dtype": "float32"},
+    {"name": "adamw", "state_dtype": "int8"},
+    {"name": "muon", "state_dtype": "float32"},
+    {"name": "muon", "state_dtype": "int8"},
     {"state_dtype": "bfloat16", "ema": 0.9},
 ]
 

@@ -37,7 +37,7 @@ OVERRIDES = [
     "log.backends=[file,jsonl]",
     "device=cpu",
     "log.interval=1",
-    "loop.precision=fp32",
+    "train.precision=fp32",
     "model.compile=null",
     "resume=null",
     "workflow=train",
@@ -49,7 +49,7 @@ MAX_LOG_PROB_ERROR = 1e-3
 def problems(config: str, overrides: list[str]) -> list[str]:
     """The problems of a recipe, one sentence each."""
     with tempfile.TemporaryDirectory() as name:
-        overrides = [*overrides, *OVERRIDES, f"project.dir={name}"]
+        overrides = [*overrides, *OVERRIDES, f"output_dir={name}"]
         found = _loss_problems(config, overrides)
         if hasattr(compose(config, overrides).engine_class, "data_kit"):
             found += _split_problems(config, overrides)
@@ -70,7 +70,7 @@ def _loss_problems(config: str, overrides: list[str]) -> list[str]:
         batch, parts = next(((b, parts) for b in engine.prepare_dataloader("train") if (parts := split(b))), (None, []))
         if batch is None:
             return [
-                "no micro-batch has two rows: raise data.micro_batch_size (mllm.micro_batch_tokens for packs) for this "
+                "no micro-batch has two rows: raise data.micro_batch_size (data.pack_tokens for packs) for this "
                 "check, or define split_micro_batch (docs/check.md)"
             ]
         ctx = StepContext(0, 0, "train", engine.metrics)
@@ -134,20 +134,20 @@ def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
     """A short training must resume from its middle with equal losses, compute a metric of the task, and export."""
     overrides = [
         *overrides,
-        f"loop.total_steps={STEPS}",
-        "loop.epochs=null",
-        f"loop.eval_interval={STEPS}",
+        f"train.max_steps={STEPS}",
+        "train.epochs=null",
+        f"eval.steps={STEPS}",
         f"checkpoint.interval={STEPS // 2}",
         "checkpoint.keep_n=null",
     ]
     exports = "export" in compose(config, overrides).engine_class.config_class.model_fields
-    words = [f"export={folder / 'exported'}"] if exports else []
-    code = launch(config, [*overrides, "project.run_id=first", *words])
+    words = [f"export_link={folder / 'exported'}"] if exports else []
+    code = launch(config, [*overrides, "run_id=first", *words])
     if code:
         return [f"a training of {STEPS} steps ends with exit code {code}: see above"]
     run = Run(folder / "first")
     middle = run.checkpoint_list()[0]
-    code = launch(config, [*overrides, "project.run_id=second", f"resume={middle}", *words])
+    code = launch(config, [*overrides, "run_id=second", f"resume={middle}", *words])
     if code:
         return [f"resuming from {middle.name} ends with exit code {code}: see above"]
     found = list[str]()

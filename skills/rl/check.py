@@ -23,9 +23,9 @@ from mvp_engine.tools.skill_check import run_check
 
 COLUMNS = ("answer", "solution", "completion")
 MAX_GAP = 0.05
-OVERRIDES = ["log.backends=[jsonl]", "log.interval=1", "loop.total_steps=1", "loop.epochs=null", "loop.precision=fp32"]
+OVERRIDES = ["log.backends=[jsonl]", "log.interval=1", "train.max_steps=1", "train.epochs=null", "train.precision=fp32"]
 OVERRIDES += ["device=cpu", "resume=null", "workflow=train", "checkpoint.interval=null", "checkpoint.best_metric=null"]
-OVERRIDES += ["loop.eval_interval=null", "export=null", "rl.updates=1", "rl.behind=0", "rl.critic_warmup=0"]
+OVERRIDES += ["eval.steps=null", "export_link=null", "rl.updates=1", "rl.async_steps=0", "rl.critic_warmup=0"]
 OVERRIDES += ["optim.warmup=0", "optim.lr=1e-4", "optim.schedule=constant", "optim.weight_decay=0"]
 OVERRIDES += ["model.compile=null"]
 
@@ -35,7 +35,7 @@ def problems(config: str, overrides: list[str], answer: str | None = None) -> li
     composed = compose(config, [*overrides, *OVERRIDES])
     with tempfile.TemporaryDirectory() as folder:
         world = World(0, 1, 0, 1, torch.device("cpu"))
-        # Not as an override: other keys may depend on project.dir.
+        # Not as an override: other keys may depend on output_dir.
         project = composed.config.project.model_copy(update={"dir": folder, "run_id": None})
         settings = composed.config.model_copy(update={"project": project})
         engine: Any = composed.engine_class(settings, world, choose_start(settings).run)

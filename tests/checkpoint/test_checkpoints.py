@@ -133,7 +133,7 @@ def test_save_failed_write_keeps_old_checkpoints_and_the_training(
         write(folder, tensors, group)
 
     monkeypatch.setattr(checkpoint_format, "write", disk_full)
-    words = ["checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7"]
+    words = ["checkpoint.interval=3", "checkpoint.keep_n=1", "train.max_steps=7"]
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     message = "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left"
@@ -150,7 +150,7 @@ def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path, c
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
         pytest.skip("mounting is not allowed here")
     try:
-        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90"]
+        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "train.max_steps=90"]
         words += ["log.interval=1", "log.backends=[terminal,file,jsonl,tensorboard,plot]"]
         # Trained to the end, but the last state could not be saved.
         assert train(*words, dir=disk) == EXIT_USER_ERROR
@@ -275,7 +275,7 @@ def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(tr
 
 
 def test_best_symlink_follows_the_metric(train, tmp_path):
-    words = "loop.eval_interval=2 optim.lr=0.05 checkpoint.keep_n=1 loop.total_steps=9".split()
+    words = "eval.steps=2 optim.lr=0.05 checkpoint.keep_n=1 train.max_steps=9".split()
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     evaluations = read_metrics(tmp_path, "eval")
@@ -288,15 +288,15 @@ def test_best_symlink_follows_the_metric(train, tmp_path):
 
 def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(train, tmp_path, capsys):
     # The loss falls, so the first evaluation is the best one.
-    words = ["loop.eval_interval=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1"]
-    words += ["loop.total_steps=9"]
+    words = ["eval.steps=1", "checkpoint.best_mode=max", "checkpoint.keep_n=1"]
+    words += ["train.max_steps=9"]
     assert train(*words, "checkpoint.patience=2", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3]
     assert "the training ends: loss was not better than" in (run.dir / "log.txt").read_text()
     assert RunFacts(run).next_steps()["Train longer"].endswith("checkpoint.patience=4")
     assert train(*words, "checkpoint.patience=2", "resume=auto", dir=tmp_path) == 0
-    message = "nothing left to do: raise loop.total_steps or loop.epochs, or checkpoint.patience"
+    message = "nothing left to do: raise train.max_steps or train.epochs, or checkpoint.patience"
     assert message in (run.dir / "log.txt").read_text()
     assert train(*words, "checkpoint.patience=4", "resume=auto", dir=tmp_path) == 0
     assert [e["step"] for e in read_metrics(tmp_path, "eval")] == [1, 2, 3, 4, 5]
@@ -307,15 +307,15 @@ def test_patience_ends_the_training_and_evaluate_uses_the_best_checkpoint(train,
     assert found == read_metrics(tmp_path, "eval")[0]
     text = (run.dir / "log.txt").read_text()
     assert "step_00000001, the best one; the last is" in text
-    words += ["resume=auto", "checkpoint.best_metric=null", "loop.total_steps=6"]
+    words += ["resume=auto", "checkpoint.best_metric=null", "train.max_steps=6"]
     assert train(*words, dir=tmp_path) == 0
     assert not (run.checkpoints / "best").exists()  # of another metric
     assert train("checkpoint.patience=2", dir=tmp_path) == EXIT_USER_ERROR
-    assert "set loop.eval_interval and checkpoint.best_metric too" in capsys.readouterr().err
+    assert "set eval.steps and checkpoint.best_metric too" in capsys.readouterr().err
 
 
 def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path):
-    assert train("loop.eval_interval=6", dir=tmp_path) == 0
+    assert train("eval.steps=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
     assert train("workflow=evaluate resume=auto", dir=tmp_path) == 0

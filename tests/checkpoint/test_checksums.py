@@ -101,7 +101,7 @@ def test_verify_large_shard_is_read_in_chunks(tmp_path, monkeypatch):
 def test_resume_corrupt_checkpoint_falls_back_to_the_one_before(train, tmp_path, kind, capsys):
     words = ["checkpoint.interval=3", "log.interval=1", "optim.schedule=constant"]
     assert train(*words, dir=tmp_path / "straight") == 0
-    assert train(*words, "loop.total_steps=9", dir=tmp_path / "run") == 0
+    assert train(*words, "train.max_steps=9", dir=tmp_path / "run") == 0
     [run] = list_runs(tmp_path / "run")
     newest = run.checkpoint_list()[-1]
     file = newest / ("meta.json" if kind == "meta" else "rank_00000.safetensors")
@@ -136,14 +136,14 @@ def test_resume_without_an_intact_checkpoint_is_a_user_error(train, tmp_path, ca
     assert "the checksum of" in capsys.readouterr().err
     assert newest.is_dir()
     damage(older)
-    assert train("loop.total_steps=15 resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("train.max_steps=15 resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     assert "has no older one. Start again from step 0 with resume=null" in capsys.readouterr().err
 
 
 def test_resume_corrupt_file_of_another_rank_falls_back_on_all_ranks(ranks2, tmp_path):
-    words = [f"project.dir={tmp_path}", "data.micro_batch_size=2", "checkpoint.interval=3"]
+    words = [f"output_dir={tmp_path}", "data.micro_batch_size=2", "checkpoint.interval=3"]
     words += ["log.interval=1", "optim.schedule=constant"]
-    assert ranks2.launch(TINY, *words, "loop.total_steps=9") == [0, 0]
+    assert ranks2.launch(TINY, *words, "train.max_steps=9") == [0, 0]
     before = losses(tmp_path)
     [run] = list_runs(tmp_path)
     damage(run.checkpoint_list()[-1], rank=1)

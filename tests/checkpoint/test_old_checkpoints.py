@@ -15,7 +15,7 @@ EXPECTED = read_json(OLD / "expected_losses.json")
 LORA = [
     "lora.rank=2",
     "lora.dropout=0.1",
-    "lora.train=['*.norm.weight']",
+    "lora.modules_to_save=['*.norm.weight']",
     "optim.lr_by_part={llm: 0.02}",
 ]
 OVERRIDES = {
@@ -28,7 +28,7 @@ OVERRIDES = {
     ],
 }
 COMMON = (
-    "loop.total_steps=9 optim.schedule=constant log.interval=1 log.backends=[file,jsonl]".split()
+    "train.max_steps=9 optim.schedule=constant log.interval=1 log.backends=[file,jsonl]".split()
 )
 
 
@@ -74,7 +74,7 @@ def test_old_run_folder_resumes_and_reports_changed_keys(train, old, tmp_path, r
     assert (old / recipe / "config.until_step_4.yaml").read_text() == before
     log = (old / recipe / "log.txt").read_text()
     [warning] = [line for line in log.splitlines() if "from step 4 on the config differs" in line]
-    assert "loop.total_steps: 4 -> 9" in warning
+    assert "train.max_steps: 4 -> 9" in warning
     for key in ("activation_checkpointing", "lr_by_part", "parallel.ulysses"):
         assert key not in warning  # not changed
 

@@ -33,7 +33,7 @@ def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> N
     config = compose(recipe, ["optim.lr=0.5"]).config
     assert config.optim.lr == 0.5  # the command line, over base.yaml's 0.02
     assert config.log.interval == 2  # train.yaml, over base.yaml's 1
-    assert config.loop.total_steps == 12  # base.yaml, over default.yaml's null
+    assert config.train.max_steps == 12  # base.yaml, over default.yaml's null
     assert config.checkpoint.keep_n == 3  # default.yaml
 
 
@@ -41,13 +41,13 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    composed = compose("sft/lora", ["model.path=model", "mllm.sources.rows.path=rows.jsonl"])
-    assert composed.config.project.name == "sft_lora"
+    composed = compose("sft/lora", ["model.path=model", "data.sources.rows.path=rows.jsonl"])
+    assert composed.config.run_name == "sft_lora"
     assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
     assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
-    words = ["model.path=m", "mllm.sources.rows.path=r.jsonl", "mllm.global_batch_tokens=1000"]
+    words = ["model.path=m", "data.sources.rows.path=r.jsonl", "data.global_batch_tokens=1000"]
     assert error("sft/lora", *words).startswith(
-        "mllm.global_batch_tokens=1000 is less than one row may have"
+        "data.global_batch_tokens=1000 is less than one row may have"
     )
     assert "config file not found: nothing/lora" in error("nothing/lora")
     assert "The recipe has: digits_vlm/qlora, digits_vlm/qlora_base, digits_vlm/train" in error(
@@ -55,7 +55,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     )
     assert "Did you mean sft/lora?" in error("stf/lora")
     (tmp_path / "sft").mkdir()
-    (tmp_path / "sft/lora.yaml").write_text("project: {name: mine}")
+    (tmp_path / "sft/lora.yaml").write_text("run_name: mine")
     assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
 
 
@@ -65,7 +65,7 @@ def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
         lines[0]
         == "command line (model.pth=folder): unknown key 'model.pth'. Did you mean 'model.path'?"
     )
-    assert lines[1].endswith("give on the command line: mllm.sources.rows.path=... model.path=...")
+    assert lines[1].endswith("give on the command line: data.sources.rows.path=... model.path=...")
     assert len(lines) == 2
 
 
@@ -112,7 +112,7 @@ def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) ->
     (folder / "gpu").mkdir(parents=True)
     shutil.copy(recipe.parent / "base.yaml", folder / "base.yaml")
     (folder / "gpu" / "one.yaml").write_text("defaults: [base, _self_]\nseed: 3\n")
-    assert compose(folder / "gpu" / "one.yaml").config.project.name == "tiny"
+    assert compose(folder / "gpu" / "one.yaml").config.run_name == "tiny"
 
 
 def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
@@ -134,7 +134,7 @@ def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
     [
         ("optim.lerning_rate=1", "unknown key 'optim.lerning_rate'"),
         ("lop.total_steps=1", "Did you mean 'loop'?"),
-        ("total_steps=1", "Did you mean 'loop.total_steps'?"),
+        ("total_steps=1", "Did you mean 'train.max_steps'?"),
         ("tiny.sample=1", "Did you mean 'tiny.samples'?"),
         ("qqq=1", "Known keys: project, engine"),
     ],
@@ -154,13 +154,13 @@ def test_typo_on_the_command_line_names_it_and_the_suggested_key(
         ("seed=-1", "seed"),
         ("optim.lr=fast", "optim.lr"),
         ("optim.lr=-1", "optim.lr"),
-        ("loop.total_steps=1.5", "loop.total_steps"),
-        ("loop.total_steps=0", "loop.total_steps"),
-        ("loop.precision=fp8", "loop.precision"),
+        ("train.max_steps=1.5", "train.max_steps"),
+        ("train.max_steps=0", "train.max_steps"),
+        ("train.precision=fp8", "train.precision"),
         ("deterministic=1", "deterministic"),
         ("parallel.replicate=0", "parallel.replicate"),
         ("optim.betas=[0.9]", "optim.betas"),
-        ("project.name=a/b", "project.name"),
+        ("run_name=a/b", "run_name"),
         ("tiny.loader=magic", "tiny.loader"),
         ("optim=3", "optim"),
     ],
@@ -179,19 +179,18 @@ NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
 def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, sources: str) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
-        "engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    "
-        + sources
+        "engine: mvp_engine.kit:MLLMEngine\ndata:\n  pack_tokens: 8\n  sources:\n    " + sources
     )
     with pytest.raises(UserError) as error:
         compose(file)
     expected = (
-        "train.yaml:7: unknown key 'mllm.sources.1.splitt'. Did you mean 'mllm.sources.split'?"
+        "train.yaml:7: unknown key 'data.sources.1.splitt'. Did you mean 'data.sources.split'?"
     )
     assert str(error.value).endswith(expected)
     file.write_text(
-        "engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources: [{path: 3}]\n"
+        "engine: mvp_engine.kit:MLLMEngine\ndata:\n  pack_tokens: 8\n  sources: [{path: 3}]\n"
     )
-    with pytest.raises(UserError, match=r"train.yaml:4: 'mllm.sources.0.path"):
+    with pytest.raises(UserError, match=r"train.yaml:4: 'data.sources.0.path"):
         compose(file)
 
 
@@ -243,7 +242,7 @@ def test_override_with_several_values_says_that_a_training_takes_one(recipe: Pat
     assert "multirun" not in text
     assert "A list is optim.betas=[0.9,0.95]" in error(recipe, "optim.betas=0.9,0.95")
     assert (
-        compose(recipe, ["optim.betas=[0.9,0.95]", "project.dir='a,b'"]).config.project.dir == "a,b"
+        compose(recipe, ["optim.betas=[0.9,0.95]", "output_dir='a,b'"]).config.output_dir == "a,b"
     )
 
 
@@ -365,15 +364,15 @@ def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
 
 def test_common_config_keys_are_stable() -> None:
     keys = {
-        "project.name",
-        "project.dir",
+        "run_name",
+        "output_dir",
         "seed",
         "deterministic",
         "workflow",
         "resume",
         "parallel.replicate",
     }
-    keys |= {"loop.total_steps", "loop.epochs", "log.interval", "log.backends", "optim.lr"}
+    keys |= {"train.max_steps", "train.epochs", "log.interval", "log.backends", "optim.lr"}
     keys |= {"checkpoint.interval", "checkpoint.keep_n"}
     from mvp_engine.runs import flat_keys
 

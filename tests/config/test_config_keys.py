@@ -58,8 +58,8 @@ def test_reference_page_is_up_to_date() -> None:
     ("key", "words"),
     [
         ("optim.lr", ["number >= 0", "learning rate", "default: 0.001"]),
-        ("mllm.sources.mine.path", ["mllm.sources.NAME.path", "default: none, it must be set"]),
-        ("lora.targets", ["list of string, or null", "default: null"]),
+        ("data.sources.mine.path", ["data.sources.NAME.path", "default: none, it must be set"]),
+        ("lora.target_modules", ["list of string, or null", "default: null"]),
         ("preference.beta", ["implicit reward", "default: 0.1"]),
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
     ],
@@ -87,20 +87,20 @@ def test_json_schema_has_the_descriptions() -> None:
     config = compose(ROOT / "recipes/digits_vlm/configs/train.yaml").config
     schema = json_schema(config)
     assert schema["$defs"]["OptimSettings"]["properties"]["lr"]["description"] == "learning rate"
-    assert "pack" in schema["$defs"]["MLLMData"]["properties"]["micro_batch_tokens"]["description"]
+    assert "pack" in schema["$defs"]["MLLMData"]["properties"]["pack_tokens"]["description"]
 
 
 def test_names_of_other_trainers_with_the_same_meaning_are_accepted(tmp_path, capsys) -> None:
     file = tmp_path / "train.yaml"
-    source = "mllm: {sources: {a: {path: rows.jsonl}}, micro_batch_tokens: 64}"
+    source = "data: {sources: {a: {path: rows.jsonl}}, pack_tokens: 64}"
     file.write_text(
         f"engine: mvp_engine.kit:MLLMEngine\n{source}\nlearning_rate: 0.5\nlora_r: 8\neval_steps: 7\n"
     )
     words = ["num_train_epochs=3.0", "warmup_ratio=0", "max_grad_norm=0.25", "max_steps=9"]
     config: Any = compose(file, [*words, "eval_steps=null"]).config
-    assert (config.optim.lr, config.lora.rank, config.loop.eval_interval) == (0.5, 8, None)
-    assert (config.loop.epochs, config.loop.total_steps) == (3, 9)
-    assert (config.optim.warmup, config.loop.clip_grad_norm) == (0.0, 0.25)
+    assert (config.optim.lr, config.lora.rank, config.eval.steps) == (0.5, 8, None)
+    assert (config.train.epochs, config.train.max_steps) == (3, 9)
+    assert (config.optim.warmup, config.optim.max_grad_norm) == (0.0, 0.25)
     printed = capsys.readouterr().err
     assert f"mvp: {file}: learning_rate sets optim.lr\n" in printed
     assert "mvp: command line: warmup_ratio sets optim.warmup\n" in printed
@@ -110,7 +110,7 @@ def test_names_of_other_trainers_with_the_same_meaning_are_accepted(tmp_path, ca
     with pytest.raises(UserError, match=r"learning_rate and optim\.lr are the same key"):
         compose(file)
     rl = ROOT / "recipes/reverse_rl/configs/grpo.yaml"
-    assert compose(rl, ["model.path=x", "beta=0.5"]).config.rl.kl == 0.5  # type: ignore[attr-defined]
+    assert compose(rl, ["model.path=x", "beta=0.5"]).config.rl.kl_coef == 0.5  # type: ignore[attr-defined]
 
 
 def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
@@ -123,7 +123,7 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
     ]
     assert main(["config", config, *words]) == 2
     printed = capsys.readouterr().err
-    for ours in ("optim.lr", "loop.clip_grad_norm", "lora.rank", "data.global_batch_size"):
+    for ours in ("optim.lr", "optim.max_grad_norm", "lora.rank", "data.global_batch_size"):
         assert f"Here it is {ours}" in printed, printed
 
 
@@ -255,10 +255,10 @@ def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None
     printed = capsys.readouterr()
     values = yaml.safe_load(printed.out)
     assert (values["model"]["path"], values["optim"]["lr"]) == ("???", 0.5)
-    assert "to be set before training: mllm.sources.rows.path, model.path" in printed.err
+    assert "to be set before training: data.sources.rows.path, model.path" in printed.err
     assert main(["config", "sft/lora", "--explain", "optim.lr"]) == 0
     (tmp_path / "shown.yaml").write_text(printed.out)
-    again = [str(tmp_path / "shown.yaml"), "mllm.sources.0.path=a"]
+    again = [str(tmp_path / "shown.yaml"), "data.sources.0.path=a"]
     assert main(["config", *again]) == 0
     assert "to be set before training: model.path\n" in capsys.readouterr().err
     assert main(["train", *again]) == 2

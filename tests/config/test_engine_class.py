@@ -53,7 +53,7 @@ def test_engine_without_settings_is_imported(tmp_path: Path) -> None:
         "from mvp_engine.kit import MLLMEngine as Kit\nclass Mine(Kit):\n    pass\n"
     )
     file = tmp_path / "mine.yaml"
-    file.write_text("mllm: {sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n")
+    file.write_text("data: {sources: [{path: a.jsonl}], pack_tokens: 64}\n")
     composed = compose(file)
     assert type(composed.config) is composed.engine_class.config_class
 
@@ -62,7 +62,7 @@ def test_name_of_a_shipped_recipe_stands_for_its_engine(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "preference").mkdir()
     (tmp_path / "mine.yaml").write_text(
-        "engine: preference\nmllm: {pairs: true, sources: [{path: a.jsonl}], micro_batch_tokens: 64}\n"
+        "engine: preference\ndata: {pairs: true, sources: [{path: a.jsonl}], pack_tokens: 64}\n"
     )
     composed = compose(tmp_path / "mine.yaml")
     shipped = compose("preference/dpo_text")
@@ -95,6 +95,6 @@ def test_engine_with_another_config_class_than_its_settings_is_an_error(tmp_path
     code = "from mvp_engine.engine import Engine\nclass MyEngine(Engine):\n    pass\n"
     (tmp_path / "engine.py").write_text(code)
     (tmp_path / "train.yaml").write_text("seed: 1\n")
-    assert main(["train", str(tmp_path / "train.yaml"), f"project.dir={tmp_path}"]) == 2
+    assert main(["train", str(tmp_path / "train.yaml"), f"output_dir={tmp_path}"]) == 2
     assert "engine.py:MyEngine: its config_class is Config" in (printed := capsys.readouterr().err)
     assert printed.rstrip().endswith("defines Mine: set config_class = Mine")

@@ -57,19 +57,19 @@ def config(tmp_path_factory):
     values = {
         "engine": "mvp_engine.kit.actions.engine:ActionEngine",
         "processor": str(folder / "tokenizer"),
-        "project": {"name": "mixture"},
+        "run_name": "mixture",
         "cpu_threads": 1,
         "model": {"type": "action_model", "config": model},
         "actions": {"draws": 2, "text_weight": 0.5},
-        "mllm": {
+        "data": {
             "sources": sources,
-            "micro_batch_tokens": 48,
+            "pack_tokens": 48,
             "cache": str(folder / "costs"),
             "max_bad_rows": 0.5,
+            "global_batch_size": 4,
+            "num_workers": 0,
         },
-        # Workers of the tests' fork server would outlive a rank that is killed.
-        "data": {"micro_batch_size": 1, "global_batch_size": 4, "num_workers": 0},
-        "loop": {"total_steps": 4},
+        "train": {"max_steps": 4},
         "optim": {"lr": 1e-3, "schedule": "constant"},
         "log": {"interval": 1, "backends": ["file", "jsonl"]},
     }
@@ -80,14 +80,14 @@ def config(tmp_path_factory):
 
 def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config, tmp_path, ranks2):
     """With shards a rank may have no image, or no action, in a forward in which the other one has."""
-    assert launch(str(config), [f"project.dir={tmp_path / 'alone'}"]) == 0
+    assert launch(str(config), [f"output_dir={tmp_path / 'alone'}"]) == 0
     alone = read_metrics(tmp_path / "alone")
     assert {"loss", "action_loss", "text_loss"} <= alone[-1].keys()
     for name, words in (
         ("replicas", []),
         ("shards", ["parallel.shard=2", "model.activation_checkpointing=full"]),
     ):
-        assert set(ranks2.launch(config, f"project.dir={tmp_path / name}", *words)) == {0}
+        assert set(ranks2.launch(config, f"output_dir={tmp_path / name}", *words)) == {0}
         for one, other in zip(alone, read_metrics(tmp_path / name), strict=True):
             for key in ("loss", "action_loss", "text_loss", "grad_norm"):
                 assert other[key] == pytest.approx(one[key], rel=1e-4), (name, one["step"], key)
@@ -96,6 +96,6 @@ def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config, tmp_path,
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_action_engine_killed_and_resumed_is_bit_equal(config, tmp_path, ranks):
-    words = ["loop.total_steps=30", "checkpoint.interval=2"]
+    words = ["train.max_steps=30", "checkpoint.interval=2"]
     result = compare(2, ranks, words, tmp_path, config=config, start=ForkedJob)
     assert result["bit_equal"]

@@ -29,7 +29,7 @@ def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path):
 def test_campaign_difference_names_a_changed_weight_or_record(tmp_path, train):
     """A comparison that cannot fail would prove nothing."""
     for name, words in (("a", []), ("same", []), ("b", ["optim.lr=0.0100001"])):
-        assert train("log.interval=1 loop.total_steps=6", *words, dir=tmp_path / name) == 0
+        assert train("log.interval=1 train.max_steps=6", *words, dir=tmp_path / name) == 0
     assert campaign.difference(tmp_path / "a", tmp_path / "same", all_records=True) is None
     found = campaign.difference(tmp_path / "a", tmp_path / "b", all_records=True)
     assert found is not None

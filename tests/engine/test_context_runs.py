@@ -32,18 +32,18 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
     assert (
         train(
             *WORDS,
-            f"loop.total_steps={steps}",
-            "loop.eval_interval=3",
+            f"train.max_steps={steps}",
+            "eval.steps=3",
             config=LM,
             dir=tmp_path / "straight",
         )
         == 0
     )
-    cut = [*WORDS, "resume=auto", f"project.dir={tmp_path / 'cut'}", "loop.eval_interval=3"]
-    assert ranks2.launch(LM, *cut, "parallel.context=2", "loop.total_steps=3") == [0] * 2
-    assert train(*cut, "loop.total_steps=4", config=LM, dir=tmp_path / "cut") == 0
+    cut = [*WORDS, "resume=auto", f"output_dir={tmp_path / 'cut'}", "eval.steps=3"]
+    assert ranks2.launch(LM, *cut, "parallel.context=2", "train.max_steps=3") == [0] * 2
+    assert train(*cut, "train.max_steps=4", config=LM, dir=tmp_path / "cut") == 0
     for sizes, end in (("shard=2", 6), ("ulysses=2", 8))[: campaign_size(1, 2)]:
-        words = ["parallel.context=2", f"parallel.{sizes}", f"loop.total_steps={end}"]
+        words = ["parallel.context=2", f"parallel.{sizes}", f"train.max_steps={end}"]
         assert ranks4.launch(LM, *cut, *words) == [0] * 4
     one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
     assert [r["step"] for r in many] == list(range(1, steps + 1))
@@ -58,11 +58,11 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
 def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path):
     words = [*WORDS, "parallel.context=2"]
     assert ranks2.launch(
-        LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}"
+        LM, *words, "train.max_steps=6", f"output_dir={tmp_path / 'straight'}"
     ) == [0, 0]
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
-    assert ranks2.launch(LM, *cut, "loop.total_steps=3") == [0, 0]
-    assert ranks2.launch(LM, *cut, "loop.total_steps=6") == [0, 0]
+    cut = [*words, "resume=auto", f"output_dir={tmp_path / 'cut'}"]
+    assert ranks2.launch(LM, *cut, "train.max_steps=3") == [0, 0]
+    assert ranks2.launch(LM, *cut, "train.max_steps=6") == [0, 0]
     one, two = tensors(tmp_path / "straight"), tensors(tmp_path / "cut")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -74,7 +74,7 @@ def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
     train, ranks2, ranks4, tmp_path
 ):
     """Each launch resumes at the last step, does nothing, and saves again."""
-    words = [*WORDS, "loop.total_steps=2"]
+    words = [*WORDS, "train.max_steps=2"]
     assert train(*words, config=LM, dir=tmp_path / "0") == 0
     expected = tensors(tmp_path / "0")
     layouts = [
@@ -90,7 +90,7 @@ def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(
             *words,
             *sizes,
             f"resume={source}",
-            f"project.dir={folder}",
+            f"output_dir={folder}",
             "checkpoint.interval=1",
         ]
         assert pool.launch(LM, *given) == [0] * pool.size

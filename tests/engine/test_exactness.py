@@ -11,13 +11,13 @@ from conftest import CAMPAIGN, MAGIC, ROOT, TINY, losses, read_metrics, run_proc
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
-QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
+QUIET = ["log.backends=[jsonl]", "eval.steps=null", "checkpoint.interval=null"]
 
 
 @pytest.mark.slow
 def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path):
     words = [
-        "loop.total_steps=4",
+        "train.max_steps=4",
         "log.interval=1",
         "data.micro_batch_size=16",
         "data.global_batch_size=32",
@@ -37,7 +37,7 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path):
 
     def run(name):
         options = bare if name == "python" else {}
-        return run_process(*ways[name], f"project.dir={tmp_path / name}", *words, **options)
+        return run_process(*ways[name], f"output_dir={tmp_path / name}", *words, **options)
 
     with ThreadPoolExecutor() as pool:  # imports are most of it
         ended = list(pool.map(run, ways))
@@ -52,9 +52,9 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path):
     "micro", [pytest.param(8, marks=CAMPAIGN), 3, pytest.param(1, marks=CAMPAIGN)]
 )
 def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path, micro):
-    words = "loop.epochs=2 log.interval=1 loop.eval_interval=4 loop.total_steps=null log.backends=[jsonl]".split()
+    words = "train.epochs=2 log.interval=1 eval.steps=4 train.max_steps=null log.backends=[jsonl]".split()
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
-    two = f"project.dir={tmp_path / 'two'}"
+    two = f"output_dir={tmp_path / 'two'}"
     assert ranks2.launch(TINY, *words, f"data.micro_batch_size={micro}", two) == [0, 0]
     for split in ("train", "eval"):
         one, two_ranks = (read_metrics(tmp_path / name, split) for name in ("one", "two"))
@@ -70,13 +70,13 @@ def test_evaluation_of_some_micro_batches_is_the_same_on_any_ranks(
     train, ranks2, ranks4, tmp_path, batches
 ):
     """20 held-out samples in micro-batches of 4."""
-    words = f"loop.total_steps=1 loop.eval_interval=1 loop.eval_batches={batches} log.backends=[jsonl]".split()
+    words = f"train.max_steps=1 eval.steps=1 eval.batches={batches} log.backends=[jsonl]".split()
     assert train(*words, dir=tmp_path / "1") == 0
     for pool in (ranks2, ranks4):
-        assert set(pool.launch(TINY, *words, f"project.dir={tmp_path / str(pool.size)}")) == {0}
+        assert set(pool.launch(TINY, *words, f"output_dir={tmp_path / str(pool.size)}")) == {0}
     (one,), (two,), (four,) = (read_metrics(tmp_path / ranks, "eval") for ranks in "124")
     assert [two["loss"], four["loss"]] == pytest.approx([one["loss"]] * 2, rel=1e-6)
-    assert train(*words, "loop.eval_batches=null", dir=tmp_path / "all") == 0
+    assert train(*words, "eval.batches=null", dir=tmp_path / "all") == 0
     assert read_metrics(tmp_path / "all", "eval")[0]["loss"] != pytest.approx(one["loss"], rel=1e-3)
 
 
@@ -91,7 +91,7 @@ def test_gradients_do_not_depend_on_micro_batch_split(train, tmp_path):
 
 
 def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path):
-    words = ["optim.lr=0", "optim.weight_decay=0", "loop.total_steps=4"]
+    words = ["optim.lr=0", "optim.weight_decay=0", "train.max_steps=4"]
     assert train("log.interval=1", *words, dir=tmp_path / "each") == 0
     assert train("log.interval=4", *words, dir=tmp_path / "all") == 0
     each = read_metrics(tmp_path / "each")
@@ -105,20 +105,20 @@ def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path):
 
 def straight_and_cut(run, words, folder, cuts):
     """Train in one go, and stopped by SIGTERM at each of `cuts` and resumed; the records must be the same bits."""
-    assert set(run(*words, f"project.dir={folder / 'straight'}")) == {0}
+    assert set(run(*words, f"output_dir={folder / 'straight'}")) == {0}
     for cut in cuts:
         codes = run(
-            *words, "resume=auto", "tiny.fault=sigterm", *cut, f"project.dir={folder / 'cut'}"
+            *words, "resume=auto", "tiny.fault=sigterm", *cut, f"output_dir={folder / 'cut'}"
         )
         assert set(codes) == {EXIT_INTERRUPTED}
-    assert set(run(*words, "resume=auto", f"project.dir={folder / 'cut'}")) == {0}
+    assert set(run(*words, "resume=auto", f"output_dir={folder / 'cut'}")) == {0}
     for split in ("train", "eval"):
         straight = read_metrics(folder / "straight", split)
         assert straight == read_metrics(folder / "cut", split)
         assert len(straight) == (5 if split == "train" else 3)  # step 1, then every third
 
 
-RESUME_WORDS = "tiny.dropout=0.3 tiny.noise=0.1 loop.eval_interval=5 log.interval=3".split()
+RESUME_WORDS = "tiny.dropout=0.3 tiny.noise=0.1 eval.steps=5 log.interval=3".split()
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path, words):
 
 def test_deterministic_mode_when_configured_is_enabled(train):
     try:
-        assert train("deterministic=true loop.total_steps=1") == 0
+        assert train("deterministic=true train.max_steps=1") == 0
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -60,8 +60,8 @@ def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tm
 
 def test_guard_state_is_restored_on_resume(train, tmp_path):
     words = ["tiny.fault=nan_forever", "guard.max_skips=6", "checkpoint.interval=2"]
-    assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0  # 4 skips
-    assert train(*words, "resume=auto", "loop.total_steps=12", dir=tmp_path) == EXIT_USER_ERROR
+    assert train(*words, "train.max_steps=6", dir=tmp_path) == 0  # 4 skips
+    assert train(*words, "resume=auto", "train.max_steps=12", dir=tmp_path) == EXIT_USER_ERROR
     assert skipped(tmp_path)[-1]["step"] == 8
 
 
@@ -74,13 +74,13 @@ def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, 
         return plain.prepare_dataloader(self, split)
 
     plain = tiny_hooks(prepare_dataloader=watched)
-    assert train("loop.eval_interval=4 log.interval=1") == 0
+    assert train("eval.steps=4 log.interval=1") == 0
     assert made == {"train": (0, True), "eval": (0, True)}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path, rank):
-    words = f"project.dir={tmp_path} tiny.fault=nan_once tiny.fault_rank={rank} data.micro_batch_size=2".split()
+    words = f"output_dir={tmp_path} tiny.fault=nan_once tiny.fault_rank={rank} data.micro_batch_size=2".split()
     assert ranks2.launch(TINY, *words, "log.interval=1") == [0, 0]
     ids = [skipped(tmp_path, r)[0]["sample_ids"] for r in (0, 1)]
     assert len(set(ids[0]) | set(ids[1])) == 8
@@ -104,7 +104,7 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
     [
         ("tiny.loader=empty", "gave no batch at all in a whole epoch"),
         ("tiny.loader=none", "prepare_dataloader('train') gave None"),
-        ("loop.total_steps=null", "Set loop.total_steps or loop.epochs"),
+        ("train.max_steps=null", "Set train.max_steps or train.epochs"),
         (
             "tiny.loader=torch data.global_batch_size=7",
             "DataLoader makes its micro-batches itself: set data.glob",
@@ -120,13 +120,13 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
         ("log.backends=[papyrus]", "unknown backend 'papyrus'; known: terminal, file"),
         ("log.backends=[wandb]", "but wandb is not installed: pip install wandb"),
         (
-            "loop.epochs=1 loop.total_steps=null tiny.loader=iterable",
+            "train.epochs=1 train.max_steps=null tiny.loader=iterable",
             "needs the number of steps",
         ),
         ("resume=/nowhere", "/nowhere does not exist"),
         ("resume=", "resume= is empty: write resume=auto"),
         ("workflow=evaluate resume=auto", "no run named 'tiny'"),
-        ("loop.eval_interval=1 checkpoint.best_metric=iq", "is not among the eval metrics: loss"),
+        ("eval.steps=1 checkpoint.best_metric=iq", "is not among the eval metrics: loss"),
     ],
 )
 def test_user_error_is_one_message_and_leaves_no_run_folder(
@@ -146,10 +146,10 @@ def test_user_error_is_one_message_and_leaves_no_run_folder(
 def test_unwritable_output_folder_is_named_with_the_key_to_set(train, tmp_path, capsys, where):
     (tmp_path / "file").write_text("")
     folder = where.format(file=tmp_path / "file")
-    assert train(f"project.dir={folder}") == EXIT_USER_ERROR
+    assert train(f"output_dir={folder}") == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert f"cannot write run folders to {folder}" in text
-    assert "Set project.dir" in text
+    assert "Set output_dir" in text
 
 
 @pytest.mark.parametrize(
@@ -186,17 +186,17 @@ def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path, tiny_ho
 
 
 def test_existing_run_id_is_not_overwritten(train, capsys):
-    assert train("project.run_id=mine") == 0
-    assert train("project.run_id=mine") == EXIT_USER_ERROR
+    assert train("run_id=mine") == 0
+    assert train("run_id=mine") == EXIT_USER_ERROR
     assert "Set resume=auto to continue it" in capsys.readouterr().err
-    assert train("project.run_id=mine resume=auto loop.total_steps=14") == 0
+    assert train("run_id=mine resume=auto train.max_steps=14") == 0
 
 
 def test_run_locked_by_another_process_is_refused(train, tmp_path, capsys, monkeypatch):
     from conftest import spawn
 
     monkeypatch.setattr("mvp_engine.runs.LOCK_TIMEOUT", 0.2)
-    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    assert train("train.max_steps=4", dir=tmp_path) == 0
     lock = newest(tmp_path).dir / ".lock"
     code = f"import fcntl,time; f=open({str(lock)!r},'a+'); fcntl.lockf(f,fcntl.LOCK_EX); print('held',flush=True)"
     holder = spawn("-c", f"{code}; time.sleep(60)")
@@ -210,7 +210,7 @@ def test_run_locked_by_another_process_is_refused(train, tmp_path, capsys, monke
 
 
 def test_stop_set_by_a_hook_on_one_rank_ends_training_on_all(ranks2, tmp_path):
-    words = f"project.dir={tmp_path} tiny.fault=stop tiny.fault_rank=1 tiny.fault_step=5".split()
+    words = f"output_dir={tmp_path} tiny.fault=stop tiny.fault_rank=1 tiny.fault_step=5".split()
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000005"
     assert newest(tmp_path).status() == "finished"
@@ -232,9 +232,7 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
     train, tmp_path, tiny_hooks
 ):
     def fail(self, split):
-        (self.run.dir / "bad_rows.jsonl").write_text(
-            self.config.project.name * (self.config.seed == 1)
-        )
+        (self.run.dir / "bad_rows.jsonl").write_text(self.config.run_name * (self.config.seed == 1))
         raise RuntimeError("a bug")
 
     tiny_hooks(prepare_dataloader=fail)
@@ -245,8 +243,8 @@ def test_start_that_fails_with_a_bug_leaves_a_run_folder_only_for_files_worth_ke
 
 
 def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path):
-    assert train("loop.total_steps=6 optim.schedule=constant log.interval=1", dir=tmp_path) == 0
-    words = "resume=auto loop.total_steps=12 optim.schedule=constant optim.lr=0.005 log.interval=1".split()
+    assert train("train.max_steps=6 optim.schedule=constant log.interval=1", dir=tmp_path) == 0
+    words = "resume=auto train.max_steps=12 optim.schedule=constant optim.lr=0.005 log.interval=1".split()
     assert train(*words, dir=tmp_path) == 0
     assert [r["lr"] for r in read_metrics(tmp_path)][4:8] == [0.02, 0.02, 0.005, 0.005]
     log = log_of(tmp_path)
@@ -256,7 +254,7 @@ def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path):
 
 def test_resume_of_a_folder_continues_its_run_and_of_a_checkpoint_starts_a_new_one(train, tmp_path):
     words = ["log.interval=2", "checkpoint.interval=4", "checkpoint.keep_n=null"]
-    assert train(*words, "loop.total_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
+    assert train(*words, "train.max_steps=6", "optim.schedule=constant", dir=tmp_path) == 0
     first = newest(tmp_path)
     words.append("optim.schedule=constant")
     assert train(*words, f"resume={first.dir}", dir=tmp_path) == 0
@@ -279,7 +277,7 @@ def test_resume_auto_without_a_run_prints_a_message(train, tmp_path, capsys):
 def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
     train, tmp_path, tiny_hooks, capsys
 ):
-    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    assert train("train.max_steps=4", dir=tmp_path) == 0
     from torch import nn
 
     wider = nn.Sequential(

@@ -4,7 +4,7 @@ import torch
 from conftest import user_error
 from torch.utils.data import TensorDataset
 
-from mvp_engine.config.schema import Loop
+from mvp_engine.config.schema import Train
 from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.feed import Feed, micro_batches_per_step

@@ -150,8 +150,8 @@ def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", pytest.param("is stopped", marks=CAMPAIGN)])
 def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
-    words = "loop.total_steps=100000 tiny.step_seconds=0.02 data.micro_batch_size=4 guard.hang_seconds=1.5".split()
-    words += [f"project.dir={tmp_path}", "tiny.fault_rank=1"]
+    words = "train.max_steps=100000 tiny.step_seconds=0.02 data.micro_batch_size=4 guard.hang_seconds=1.5".split()
+    words += [f"output_dir={tmp_path}", "tiny.fault_rank=1"]
     words += ["tiny.fault=hang"] if how == "hangs" else []
     process = spawn(
         "-m",

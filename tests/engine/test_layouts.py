@@ -29,11 +29,9 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
     request, train, tmp_path, name, ranks, replicate, shard
 ):
     config = {"tiny": TINY, "magic": MAGIC}[name]
-    words = (
-        "loop.total_steps=4 log.interval=1 log.backends=[jsonl] checkpoint.interval=null".split()
-    )
+    words = "train.max_steps=4 log.interval=1 log.backends=[jsonl] checkpoint.interval=null".split()
     words += [
-        "loop.eval_interval=2",
+        "eval.steps=2",
         "data.global_batch_size=9",
     ]  # which no number of ranks divides
     words += ["task.eval_problems=17"] if config == MAGIC else []
@@ -44,7 +42,7 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
         f"parallel.shard={shard}",
         "data.micro_batch_size=2",
     ]
-    assert pool.launch(config, *words, *layout, f"project.dir={tmp_path / 'many'}") == [0] * ranks
+    assert pool.launch(config, *words, *layout, f"output_dir={tmp_path / 'many'}") == [0] * ranks
     for split in ("train", "eval"):
         one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "many", split)
         assert len(one) == len(many) > 1
@@ -59,7 +57,7 @@ def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(train, ranks2
     words = ["tiny.noise=0.1", "log.interval=3", "tiny.samples=20"]
     words += ["data.micro_batch_size=2", "data.global_batch_size=3"]  # the last step has 2 samples
     assert train(*words, dir=tmp_path / "straight") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
+    cut = [*words, "resume=auto", f"output_dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
     assert (
         ranks4.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=3") == [EXIT_INTERRUPTED] * 4
     )
@@ -80,32 +78,34 @@ def test_half_logged_interval_resumed_on_another_layout_counts_once(
 ):
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
     words = "log.interval=4 checkpoint.interval=2 optim.schedule=constant data.micro_batch_size=2".split()
-    assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
+    assert train(*words, "train.max_steps=4", config=LM, dir=tmp_path / "straight") == 0
     _, straight = read_metrics(tmp_path / "straight")  # of step 1, and of steps 2 to 4
     four = [
         *words,
-        "loop.total_steps=3",
+        "train.max_steps=3",
         "parallel.shard=2",
         "parallel.ulysses=2",
-        f"project.dir={tmp_path / '4'}",
+        f"output_dir={tmp_path / '4'}",
     ]
     assert ranks4.launch(LM, *four) == [0] * 4
     again = [*words, f"resume={list_runs(tmp_path / '4')[-1].checkpoint_list()[0]}"]
-    assert train(*again, "loop.total_steps=4", config=LM, dir=tmp_path / "1") == 0
-    two = [*again, "parallel.tensor=2", f"project.dir={tmp_path / '2'}"]
-    assert ranks2.launch(LM, *two, "loop.total_steps=4") == [0] * 2
+    assert train(*again, "train.max_steps=4", config=LM, dir=tmp_path / "1") == 0
+    two = [*again, "parallel.tensor=2", f"output_dir={tmp_path / '2'}"]
+    assert ranks2.launch(LM, *two, "train.max_steps=4") == [0] * 2
     for name in ("1", "2"):
         found = read_metrics(tmp_path / name)[-1]
         assert found["totals"] == straight["totals"]
         assert found["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-4)
         assert found["loss"] == pytest.approx(straight["loss"], rel=1e-5)
     # With nothing left to do, the half interval is logged by all ranks together, though only one has it.
-    assert ranks2.launch(LM, *two, "loop.total_steps=2") == [0] * 2
+    assert ranks2.launch(LM, *two, "train.max_steps=2") == [0] * 2
     assert read_metrics(tmp_path / "2")[-1]["step"] == 2
 
 
 def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path):
-    words = f"loop.total_steps=2 parallel.shard=2 data.micro_batch_size=2 project.dir={tmp_path}".split()
+    words = (
+        f"train.max_steps=2 parallel.shard=2 data.micro_batch_size=2 output_dir={tmp_path}".split()
+    )
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
     assert "fp32 on 2 x cpu (2 ranks: shard=2); steps 0 to" in (run.dir / "log.txt").read_text()

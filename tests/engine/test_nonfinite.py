@@ -81,9 +81,9 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path, capsys, int
         "optim.warmup=0",
     ]
     if interval == 1:  # good steps first
-        assert train("loop.total_steps=3", *words, dir=tmp_path) == 0
+        assert train("train.max_steps=3", *words, dir=tmp_path) == 0
         words.append("resume=auto")
-    assert train("optim.lr=1e18 loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
+    assert train("optim.lr=1e18 train.max_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "the weights diverged, and optim.lr is too high" in text
     left = newest(tmp_path).checkpoint_list()
@@ -110,7 +110,7 @@ def test_loss_trend_ends_with_a_loss_near_the_average():
 
 
 def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path, capsys):
-    assert train("tiny.fault=sigterm loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
+    assert train("tiny.fault=sigterm train.max_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
     assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
     assert [r["step"] for r in read_metrics(tmp_path)] == [
         1,
@@ -123,21 +123,21 @@ def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path, c
 
 
 def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_path, capsys):
-    assert train("loop.total_steps=15", dir=tmp_path) == 0
+    assert train("train.max_steps=15", dir=tmp_path) == 0
     config = (newest(tmp_path).dir / "config.yaml").read_text()
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "is at step 15, beyond the 12 steps of this config" in text
     assert newest(tmp_path).status() == "finished"  # as before
     assert (newest(tmp_path).dir / "config.yaml").read_text() == config
-    assert main([*printed_command(text), "loop.total_steps=16"]) == 0
+    assert main([*printed_command(text), "train.max_steps=16"]) == 0
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
-    assert train("resume=auto loop.total_steps=null loop.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("resume=auto train.max_steps=null train.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
     assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 
 def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path):
     """44 samples in steps of 8: the sixth has 4."""
-    assert train("loop.total_steps=7 log.interval=1", dir=tmp_path) == 0
+    assert train("train.max_steps=7 log.interval=1", dir=tmp_path) == 0
     perf = [record["perf"] for record in newest(tmp_path).records("train")]
     assert [round(one["samples_per_s"] * one["step_s"], 3) for one in perf] == [8, 8, 8, 8, 8, 4, 8]

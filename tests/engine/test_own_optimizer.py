@@ -85,7 +85,7 @@ def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path
         "prepare_optimizer",
         lambda engine, model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    words = ["loop.total_steps=4", "loop.eval_interval=4", "log.backends=[jsonl,file]"]
+    words = ["train.max_steps=4", "eval.steps=4", "log.backends=[jsonl,file]"]
     assert train(*words, "optim.ema=0.9", "optim.weight_decay=0.2", dir=tmp_path / "ema") == 0
     assert train(*words, dir=tmp_path / "plain") == 0
     with_ema, plain = (
@@ -111,7 +111,7 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path, monkeypatc
     def own(engine, model):
         return torch.optim.SGD(model.parameters(), lr=engine.config.optim.lr)
 
-    words = "loop.total_steps=1 log.backends=[file] optim.lr=0.3 optim.weight_decay=0.2 optim.eps=1e-6".split()
+    words = "train.max_steps=1 log.backends=[file] optim.lr=0.3 optim.weight_decay=0.2 optim.eps=1e-6".split()
     assert train(*words, dir=tmp_path / "default") == 0
     monkeypatch.setattr(Engine, "prepare_optimizer", own)
     assert train(*words, dir=tmp_path / "own") == 0
@@ -123,8 +123,8 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path, monkeypatc
 # ---- The example of docs/optim.md -----------------------------------------------------------------------------------
 
 CONFIG = """
-project: {name: plane}
-loop: {total_steps: 60}
+run_name: plane
+train: {max_steps: 60}
 data: {micro_batch_size: 16, global_batch_size: 32}
 optim: {lr: 0.05, schedule: constant}
 checkpoint: {interval: 33, keep_n: null}
@@ -146,10 +146,10 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
     ranks2, train, example, tmp_path
 ):
     shard = ["parallel.shard=2", "optim.ema=0.9"]
-    assert ranks2.launch(example, *shard, f"project.dir={tmp_path / 'all'}") == [0, 0]
+    assert ranks2.launch(example, *shard, f"output_dir={tmp_path / 'all'}") == [0, 0]
     middle = list_runs(tmp_path / "all")[-1].checkpoint_list()[0]
     assert ranks2.launch(
-        example, *shard, f"resume={middle}", f"project.dir={tmp_path / 'resumed'}"
+        example, *shard, f"resume={middle}", f"output_dir={tmp_path / 'resumed'}"
     ) == [0, 0]
     assert train(config=example, dir=tmp_path / "one") == 0
     for name in (
@@ -171,7 +171,7 @@ def test_full_matrix_optimizer_of_the_docs_under_fsdp_resumes_bit_equal(
 def check_rank(config, folder, *more):
     from mvp_engine.tools.check.stages import main
 
-    words = f"--config {config} --folder {folder} --quiet project.dir={folder}".split()
+    words = f"--config {config} --folder {folder} --quiet output_dir={folder}".split()
     return main([*words, *more])
 
 

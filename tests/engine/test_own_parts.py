@@ -54,8 +54,8 @@ class Plane(Engine):
         return (self.model(x / 64).squeeze(-1) - y).square().sum(), len(y)
 """
 CONFIG = """
-project: {name: plane}
-loop: {total_steps: 2}
+run_name: plane
+train: {max_steps: 2}
 data: {micro_batch_size: 4, global_batch_size: 8}
 optim: {lr: 0.01}
 log: {backends: [jsonl]}
@@ -156,7 +156,7 @@ def warnings_of(folder):
 )
 def test_ranks_with_the_same_micro_batches_are_a_warning(ranks2, tmp_path, rows, warns):
     config = recipe(tmp_path / "plane", f"Rows({rows}, 4)")
-    assert ranks2.launch(config, "log.backends=[file]", f"project.dir={tmp_path / 'runs'}") == [
+    assert ranks2.launch(config, "log.backends=[file]", f"output_dir={tmp_path / 'runs'}") == [
         0,
         0,
     ]
@@ -187,7 +187,7 @@ def test_same_data_of_model_parallel_ranks_is_no_warning(data_ranks):
 def check_rank(config, folder):
     from mvp_engine.tools.check.stages import main
 
-    words = f"--config {config} --folder {folder} --quiet project.dir={folder}".split()
+    words = f"--config {config} --folder {folder} --quiet output_dir={folder}".split()
     return main(words)
 
 

@@ -43,7 +43,7 @@ def test_finished_run_in_a_relative_folder_is_not_written_again(train, workspace
 
 @pytest.mark.parametrize("loader", ["sample", "iterable"])  # of known and of unknown length
 def test_last_step_is_logged_and_evaluated_once(train, tmp_path, loader):
-    words = "loop.total_steps=null loop.epochs=1 log.interval=4 checkpoint.interval=3 loop.eval_interval=4".split()
+    words = "train.max_steps=null train.epochs=1 log.interval=4 checkpoint.interval=3 eval.steps=4".split()
     words += [f"tiny.loader={loader}", "optim.schedule=constant"]
     for _ in range(2):
         assert train(*words, "resume=auto", dir=tmp_path) == 0
@@ -85,7 +85,7 @@ def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path, write_with
         write(*args)
 
     write = write_with(first_fails)
-    assert train("loop.total_steps=6 checkpoint.interval=6", dir=tmp_path) == 0
+    assert train("train.max_steps=6 checkpoint.interval=6", dir=tmp_path) == 0
     assert [p.name for p in list_runs(tmp_path)[0].checkpoint_list()] == ["step_00000006"]
 
 
@@ -98,9 +98,9 @@ def test_checkpoint_written_during_training_holds_the_state_of_its_step(
         time.sleep(0.3)
         write(*args)
 
-    assert train("loop.total_steps=4 optim.schedule=constant", dir=tmp_path / "short") == 0
+    assert train("train.max_steps=4 optim.schedule=constant", dir=tmp_path / "short") == 0
     write = write_with(slow)
-    words = "checkpoint.interval=4 checkpoint.keep_n=null loop.total_steps=7 optim.schedule=constant".split()
+    words = "checkpoint.interval=4 checkpoint.keep_n=null train.max_steps=7 optim.schedule=constant".split()
     assert train(*words, dir=tmp_path / "long") == 0
     found = []
     for folder in ("short", "long"):
@@ -122,12 +122,12 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_pa
 
 
 def test_best_checkpoint_is_kept_on_resume(train, tmp_path):
-    words = "loop.eval_interval=2 optim.schedule=constant log.backends=[jsonl] checkpoint.keep_n=1".split()
-    assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0
+    words = "eval.steps=2 optim.schedule=constant log.backends=[jsonl] checkpoint.keep_n=1".split()
+    assert train(*words, "train.max_steps=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     best = (run.checkpoints / "best").resolve().name
     (run.checkpoints / "best").unlink()  # as if killed just before the link was made
-    worse = ["optim.lr=3.0", "loop.clip_grad_norm=null", "loop.total_steps=10"]
+    worse = ["optim.lr=3.0", "optim.max_grad_norm=null", "train.max_steps=10"]
     assert train(*words, *worse, "resume=auto", dir=tmp_path) == 0
     assert (run.checkpoints / "best").resolve(strict=True).name == best
 
@@ -153,7 +153,7 @@ def test_evaluation_does_not_change_training_nor_modules_in_eval_mode(train, tmp
     hooks = (before_train, prepare_dataloader, eval_step, train_post_step)
     plain = tiny_hooks(**{hook.__name__: hook for hook in hooks})
     for interval in ("null", "2", "5"):
-        words = ["tiny.dropout=0.3", f"loop.eval_interval={interval}"]
+        words = ["tiny.dropout=0.3", f"eval.steps={interval}"]
         assert train(*words, dir=tmp_path / interval) == 0
     assert losses(tmp_path / "null") == losses(tmp_path / "2") == losses(tmp_path / "5")
     assert modes == [False] * 36
@@ -161,13 +161,13 @@ def test_evaluation_does_not_change_training_nor_modules_in_eval_mode(train, tmp
 
 def test_nan_eval_metric_is_not_logged_and_never_the_best(train, tmp_path, tiny_hooks):
     tiny_hooks(eval_step=lambda self, ctx, batch: ctx.log("loss", float("nan"), 1))
-    assert train("loop.eval_interval=6", dir=tmp_path) == 0
+    assert train("eval.steps=6", dir=tmp_path) == 0
     assert [r["loss"] for r in read_metrics(tmp_path, "eval")] == [None, None]
     assert not (list_runs(tmp_path)[0].checkpoints / "best").exists()
 
 
 def test_resume_auto_ignores_launches_without_a_step(train, tmp_path):
-    assert train("loop.total_steps=6", dir=tmp_path) == 0
+    assert train("train.max_steps=6", dir=tmp_path) == 0
     assert train("tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
     assert train("workflow=shout", dir=tmp_path) == 0
     assert train("workflow=evaluate resume=auto", dir=tmp_path) == 0
@@ -176,7 +176,7 @@ def test_resume_auto_ignores_launches_without_a_step(train, tmp_path):
 
 
 def test_failed_resume_leaves_the_run_as_it_was_and_no_copy(train, tmp_path):
-    assert train("loop.total_steps=2", dir=tmp_path) == 0
+    assert train("train.max_steps=2", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = run.info, sorted(run.dir.iterdir())
     assert (run.info["status"], run.info["step"]) == ("finished", 2)
@@ -208,7 +208,7 @@ def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(trai
 
 def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path):
     (tmp_path / "mine").mkdir()
-    assert train("project.run_id=mine resume=auto", dir=tmp_path) == 0
+    assert train("run_id=mine resume=auto", dir=tmp_path) == 0
 
 
 def test_own_loader_generator_and_momentum_schedule_resume_bit_equal(train, tmp_path, tiny_hooks):
@@ -223,7 +223,7 @@ def test_own_loader_generator_and_momentum_schedule_resume_bit_equal(train, tmp_
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
     plain = tiny_hooks(prepare_dataloader=own_generator, prepare_scheduler=one_cycle)
-    words = ["loop.total_steps=20", "resume=auto"]
+    words = ["train.max_steps=20", "resume=auto"]
     assert train(*words, dir=tmp_path / "straight") == 0
     for step in (8, 15):
         cut = [*words, "tiny.fault=sigterm", f"tiny.fault_step={step}"]
@@ -288,8 +288,10 @@ def own_cursors():
 
 
 def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path):
-    words = "tiny.loader=uneven loop.total_steps=null loop.epochs=2 loop.eval_interval=3 log.interval=1".split()
-    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [
+    words = (
+        "tiny.loader=uneven train.max_steps=null train.epochs=2 eval.steps=3 log.interval=1".split()
+    )
+    assert ranks2.launch(TINY, *words, f"output_dir={tmp_path}", "data.global_batch_size=8") == [
         0,
         0,
     ]
@@ -343,9 +345,7 @@ def twice():
 
 @CAMPAIGN
 def test_magic_transformer_trained_sorts(train, tmp_path, capsys):
-    words = (
-        "task.digits=4 loop.total_steps=200 loop.eval_interval=200 task.eval_problems=200".split()
-    )
+    words = "task.digits=4 train.max_steps=200 eval.steps=200 task.eval_problems=200".split()
     words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]
     assert train(*words, config=MAGIC, dir=tmp_path) == 0
     assert read_metrics(tmp_path, "eval")[-1]["exact_match"] > 0.95

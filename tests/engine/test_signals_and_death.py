@@ -24,7 +24,7 @@ from mvp_engine.runs import list_runs
 pytestmark = pytest.mark.slow
 TWO_RANKS = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2"]
 LAUNCH = f"-m mvp_engine.launch --config {TINY}".split()
-LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
+LONG = ["train.max_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
 def wait_for(process, text):
@@ -46,7 +46,7 @@ def join_signal_threads():
     "number", [pytest.param(signal.SIGTERM, marks=CAMPAIGN), signal.SIGINT]
 )
 def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path, number):
-    process = spawn(*LAUNCH, *LONG, f"project.dir={tmp_path}")
+    process = spawn(*LAUNCH, *LONG, f"output_dir={tmp_path}")
     wait_for(process, "step 4/")
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
@@ -60,7 +60,7 @@ def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path, numbe
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=CAMPAIGN)])
 def test_signal_before_the_first_step_stops_at_once_with_75(tmp_path, number):
-    process = spawn(*LAUNCH, "tiny.fault=hang_before_training", f"project.dir={tmp_path}")
+    process = spawn(*LAUNCH, "tiny.fault=hang_before_training", f"output_dir={tmp_path}")
     wait_for(process, "preparing")
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
@@ -116,7 +116,7 @@ def test_stop_signals_message_is_not_printed_after_a_rank_failed(
 )
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path, fault, nproc):
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
-    process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}", fresh_workers=True)
+    process = spawn(*command, f"tiny.fault={fault}", f"output_dir={tmp_path}", fresh_workers=True)
     wait_for(process, "hanging")
     process.send_signal(signal.SIGINT)
     wait_for(process, "finishing this step")
@@ -126,7 +126,7 @@ def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path, fault, nproc):
 
 
 def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path):
-    process = spawn(*TWO_RANKS, *LONG, f"project.dir={tmp_path}")
+    process = spawn(*TWO_RANKS, *LONG, f"output_dir={tmp_path}")
     wait_for(process, "step 4/")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -141,7 +141,7 @@ def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path):
 @pytest.mark.parametrize("fault", ["raise", pytest.param("raise_everywhere", marks=CAMPAIGN)])
 def test_exception_on_a_rank_or_on_all_ends_the_job_with_one_traceback(tmp_path, fault):
     """torchrun ends the rank that has failed first, and is about to say why, when another one exits before it."""
-    words = [f"tiny.fault={fault}", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
+    words = [f"tiny.fault={fault}", "tiny.fault_rank=1", *LONG, f"output_dir={tmp_path}"]
     code, output = run_process(*TWO_RANKS, *words)
     assert code == 1
     assert fault != "raise" or "rank 1 failed" in output
@@ -152,7 +152,7 @@ def test_exception_on_a_rank_or_on_all_ends_the_job_with_one_traceback(tmp_path,
 
 
 def test_killed_rank_is_named_and_the_job_exits_137(tmp_path):
-    words = ["tiny.fault=kill", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
+    words = ["tiny.fault=kill", "tiny.fault_rank=1", *LONG, f"output_dir={tmp_path}"]
     code, output = run_process(*TWO_RANKS, *words)
     assert code == 128 + signal.SIGKILL
     assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
@@ -191,7 +191,7 @@ def test_rank_that_follows_exits_after_the_first_one_has_said_why_with_its_code(
 
 
 def test_user_error_on_two_ranks_is_one_last_line(tmp_path):
-    words = ["parallel.shard=4", f"project.dir={tmp_path}"]
+    words = ["parallel.shard=4", f"output_dir={tmp_path}"]
     code, output = run_process(*TWO_RANKS, *words)
     assert code == EXIT_USER_ERROR
     assert output.startswith("mvp_engine: error: parallel.replicate=-1, parallel.shard=4,")
@@ -201,7 +201,7 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path):
 @CAMPAIGN
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path):
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
-    words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]
+    words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"output_dir={tmp_path}"]
     process = spawn(*TWO_RANKS, *words, fresh_workers=True)
     wait_for(process, "hanging")
     [rank1] = [pid for pid in child_pids(process.pid) if _environment(pid).get("RANK") == "1"]
@@ -220,7 +220,7 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
     waiting = {}
     for seconds, nproc in ((0.3, 1), (1.5, 1), (3.5, 2)):
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={nproc}".split()
-        folder = f"project.dir={tmp_path / str(seconds)}"
+        folder = f"output_dir={tmp_path / str(seconds)}"
         waiting[spawn(*torchrun, *LAUNCH, *LONG, folder, fresh_workers=True)] = seconds
     began = {}
     ranks = []
@@ -246,7 +246,7 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path):
 def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path):
     words = "tiny.fault=crash_once tiny.fault_step=7 checkpoint.interval=2 log.interval=1".split()
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
-    words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    words += ["data.micro_batch_size=2", f"output_dir={tmp_path}"]
     code, output = run_process(*torchrun, *LAUNCH, *words)
     assert code == 0, output
     assert "restarted by torchrun: continuing" in output

@@ -50,9 +50,9 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     train, clock, tmp_path, capsys
 ):
     words = "tiny.fault=slow_hook tiny.fault_step=12 tiny.slow_row=17 tiny.slow_seconds=3 tiny.samples=200".split()
-    words += "loop.eval_interval=4 tiny.load_seconds=0.01 checkpoint.interval=10 data.num_workers=0".split()
+    words += "eval.steps=4 tiny.load_seconds=0.01 checkpoint.interval=10 data.num_workers=0".split()
     words += ["log.backends=[terminal,file,jsonl,plot]"]
-    assert train(*words, "loop.total_steps=25") == 0
+    assert train(*words, "train.max_steps=25") == 0
     found = slow_records(tmp_path)
     hook = found.pop(12)
     assert (hook["phase"], hook["rank"]) == ("train_post_step", 0)
@@ -75,12 +75,12 @@ def test_slow_hook_and_slow_row_are_named_and_evaluations_are_not_slow(
     assert {one["step"] for one in printed_json(capsys)["slow_steps"]} == {12, step}
 
     # A resumed run keeps them.
-    assert train(*words, "loop.total_steps=30", "resume=auto") == 0
+    assert train(*words, "train.max_steps=30", "resume=auto") == 0
     assert slow_records(tmp_path).keys() == {12, step}
 
 
 def test_run_of_equal_steps_prints_no_slow_steps(train, clock, tmp_path, capsys):
-    assert train("tiny.load_seconds=0.01 loop.total_steps=20 data.num_workers=0") == 0
+    assert train("tiny.load_seconds=0.01 train.max_steps=20 data.num_workers=0") == 0
     assert "slow steps" not in capsys.readouterr().out
     assert not slow_records(tmp_path)
     assert len(RunFacts(list_runs(tmp_path)[-1]).slowest) <= 10
@@ -112,7 +112,7 @@ def test_slow_steps_are_bounded_and_hold_the_slowest(clock, tmp_path):
 @pytest.mark.slow
 def test_slow_rank_is_named_and_not_the_one_that_waits(ranks2, tmp_path):
     words = "tiny.fault=slow_hook tiny.fault_rank=1 tiny.fault_step=12 tiny.slow_seconds=1".split()
-    assert ranks2.launch(TINY, f"project.dir={tmp_path}", *words, "loop.total_steps=20") == [0, 0]
+    assert ranks2.launch(TINY, f"output_dir={tmp_path}", *words, "train.max_steps=20") == [0, 0]
     record = slow_records(tmp_path)[12]
     assert (record["rank"], record["phase"]) == (1, "train_post_step")
 

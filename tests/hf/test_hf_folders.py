@@ -271,7 +271,7 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks4, on_rank
     """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout."""
     from transformers import AutoModelForCausalLM
 
-    words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3"]
+    words = [f"output_dir={tmp_path}", "run_id=four", "train.max_steps=3"]
     words += ["data.micro_batch_size=2", "optim.schedule=constant"]
     assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.ulysses=2") == [0] * 4
     checkpoint = list_runs(tmp_path)[-1].checkpoint_list()[-1]

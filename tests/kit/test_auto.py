@@ -25,20 +25,21 @@ from mvp_engine.kit.plan.step import estimate_step
 from mvp_engine.runs import list_runs
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
-KEYS = ("mllm.micro_batch_tokens", "mllm.global_batch_tokens", "model.activation_checkpointing")
+KEYS = ("data.pack_tokens", "data.global_batch_tokens", "model.activation_checkpointing")
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
-project: {name: tiny, dir: outputs}
+run_name: tiny
+output_dir: outputs
 model: {type: language_model, path: model, activation_checkpointing: auto, compile: null}
-mllm:
-  micro_batch_tokens: auto
+data:
+  pack_tokens: auto
   global_batch_tokens: 512
-  row_tokens: 128
+  max_length: 128
   sources:
     images: {path: images.jsonl}
-data: {num_workers: 0}
+  num_workers: 0
 optim: {lr: 0.01}
-loop: {total_steps: 4, precision: fp32}
+train: {max_steps: 4, precision: fp32}
 checkpoint: {best_metric: null, interval: 2}
 log: {backends: [jsonl, file], interval: 1}
 """
@@ -50,12 +51,12 @@ def qwen3():
 
 
 def data_of(tokens, **settings):
-    return MLLMData(sources=[{"path": "x"}], micro_batch_tokens=tokens, **settings)
+    return MLLMData(sources=[{"path": "x"}], pack_tokens=tokens, **settings)
 
 
 def chosen(mode, *facts):
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing=mode))
-    return choose(config, "mllm", *facts)
+    return choose(config, "data", *facts)
 
 
 def rows_of(lengths):
@@ -67,7 +68,7 @@ def rows_of_512(size):
 
 
 def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations():
-    model, data = qwen3(), data_of("auto", row_tokens=4096, global_batch_tokens=131072)
+    model, data = qwen3(), data_of("auto", max_length=4096, global_batch_tokens=131072)
     tokens, modes, accumulation = [], [], []
     for gib in (180, 139.8, 79.1, 44.4, 34):
         gpu = Gpu(989e12, gib * GIB, 4.8e12)
@@ -103,7 +104,7 @@ def test_choose_of_one_open_key_keeps_the_other():
     gpu = Gpu(989e12, 44 * GIB, 4.8e12)
     work = Workload(qwen3(), PlanSettings(), rows_of_512, gpu, 1)
     assert chosen("auto", data_of(16384), 4, work).values == {KEYS[2]: "attention"}
-    data = data_of("auto", row_tokens=8192, global_batch_tokens=98304)
+    data = data_of("auto", max_length=8192, global_batch_tokens=98304)
     found = chosen("full", data, None, work)
     assert found.values.keys() == set(KEYS[:2])
     assert found.values[KEYS[0]] > 16384
@@ -172,28 +173,28 @@ def losses(folder):
 @pytest.mark.slow
 def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(config, tmp_path, use_gpu):
     use_gpu(WHOLE_STEP)
-    train(config, "project.dir=whole")
+    train(config, "output_dir=whole")
     whole = run_of(tmp_path / "whole")
     assert [whole.info["auto"]["values"][key] for key in KEYS] == [512, 512, "none"]
-    assert settings_of(whole)["mllm"]["micro_batch_tokens"] == 512
+    assert settings_of(whole)["data"]["pack_tokens"] == 512
     use_gpu(1.0)  # nothing fits: a new run takes the smallest packs
-    train(config, "project.dir=resumed", f"resume={whole.checkpoint_list()[0]}")
+    train(config, "output_dir=resumed", f"resume={whole.checkpoint_list()[0]}")
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
-    train(config, "project.dir=small", "loop.total_steps=2")
-    train(config, "project.dir=small", "resume=auto")
+    train(config, "output_dir=small", "train.max_steps=2")
+    train(config, "output_dir=small", "resume=auto")
     small = run_of(tmp_path / "small")
     assert small.info["auto"]["values"][KEYS[0]] == 128
     assert "full" in str(small.info["auto"]["values"][KEYS[2]])
     (before,) = small.dir.glob("config.until_step_*")  # only the steps differ
-    assert settings_of(small, before.name)["mllm"] == settings_of(small)["mllm"]
-    train(str(whole.dir / "config.yaml"), "project.dir=again", "resume=null")
+    assert settings_of(small, before.name)["data"] == settings_of(small)["data"]
+    train(str(whole.dir / "config.yaml"), "output_dir=again", "resume=null")
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
 def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     config, tmp_path, capsys
 ):
-    words = ["mllm.global_batch_tokens=16384", "loop.total_steps=1"]
+    words = ["data.global_batch_tokens=16384", "train.max_steps=1"]
     train(config, *words)
     values = run_of(tmp_path / "outputs").info["auto"]["values"]
     assert [values[key] for key in KEYS] == [4096, 16384, "none"]
@@ -209,7 +210,7 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     assert words in facts["stages"][0]["says"]
 
 
-FEW_ROWS = "mllm.global_batch_tokens=auto loop.total_steps=null log.interval=auto checkpoint.interval=auto".split()
+FEW_ROWS = "data.global_batch_tokens=auto train.max_steps=null log.interval=auto checkpoint.interval=auto".split()
 
 
 @pytest.mark.slow
@@ -217,11 +218,11 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
     config, tmp_path, ranks2
 ):
     words = [*FEW_ROWS, "model.freeze=[vision]"]
-    train(config, f"project.dir={tmp_path / 'whole'}", *words, "loop.epochs=1")
+    train(config, f"output_dir={tmp_path / 'whole'}", *words, "train.epochs=1")
     run = run_of(tmp_path / "whole")
     total, saved = run.info["setup"]["total_steps"], settings_of(run)
     assert total >= auto.EPOCH_STEPS
-    assert saved["mllm"]["row_tokens"] <= saved["mllm"]["global_batch_tokens"] < 512
+    assert saved["data"]["max_length"] <= saved["data"]["global_batch_tokens"] < 512
     assert [saved["log"]["interval"], saved["checkpoint"]["interval"]] == [1, -(-total // 5)]
     text = (run.dir / "log.txt").read_text()
     assert "global batch of" in text
@@ -229,12 +230,12 @@ def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
     assert "dropped: 0" in text
     middle = run.checkpoint_list()[0]
     again = [
-        f"project.dir={tmp_path / 'resumed'}",
+        f"output_dir={tmp_path / 'resumed'}",
         f"resume={middle}",
-        "loop.epochs=1",
+        "train.epochs=1",
         f"model.path={tmp_path}/model",
     ]
-    again += [f"mllm.sources.images.path={tmp_path}/images.jsonl"]
+    again += [f"data.sources.images.path={tmp_path}/images.jsonl"]
     assert ranks2.launch(config, *words, *again) == [0, 0]
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
@@ -243,11 +244,11 @@ def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
     config, tmp_path, use_gpu
 ):
     use_gpu(WHOLE_STEP)
-    train(config, "mllm.global_batch_tokens=auto", "loop.total_steps=1")
+    train(config, "data.global_batch_tokens=auto", "train.max_steps=1")
     run = run_of(tmp_path / "outputs")
     values = run.info["auto"]["values"]
     assert values[KEYS[0]] == values[KEYS[1]] < 512  # the whole step in one micro-batch
-    assert values["mllm.row_tokens"] <= values[KEYS[0]]
+    assert values["data.max_length"] <= values[KEYS[0]]
     assert "global batch of" in run.info["auto"]["reason"]
     assert "the fastest that fits" in run.info["auto"]["reason"]
 
@@ -255,9 +256,9 @@ def test_train_on_few_rows_and_a_gpu_divides_the_derived_batch_by_the_estimates(
 def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
     write(tmp_path / "images.jsonl", rows * 500)
-    composed = compose(config, ["mllm.global_batch_tokens=auto"])
+    composed = compose(config, ["data.global_batch_tokens=auto"])
     kit = composed.engine_class.data_kit(auto.with_defaults(composed.config))
-    assert auto.global_batch(composed.config, kit).values == {"mllm.global_batch_tokens": 16384}
+    assert auto.global_batch(composed.config, kit).values == {"data.global_batch_tokens": 16384}
     assert not kit._measured
 
 
@@ -266,23 +267,23 @@ def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(co
     [(1, (1, 1, 1)), (93, (2, 10, 19)), (100_000, (10, 400, 200)), (None, (10, 400, 200))],
 )
 def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals):
-    words = ["log.interval=auto", "loop.eval_interval=auto", "checkpoint.interval=auto"]
+    words = ["log.interval=auto", "eval.steps=auto", "checkpoint.interval=auto"]
     given = ["log.interval=7", words[1], "checkpoint.interval=null"]
     for overrides, expected in ((words, intervals), (given, (7, intervals[1], None))):
         found = with_intervals(compose(config, overrides).config, total)
-        assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == expected
+        assert (found.log.interval, found.eval.steps, found.checkpoint.interval) == expected
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mllm.row_tokens=null"], "needs mllm.row_tokens"),
+        (["data.max_length=null"], "needs data.max_length"),
         (
-            ["mllm.global_batch_tokens=null"],
-            "mllm.global_batch_tokens, the tokens of an optimizer step",
+            ["data.global_batch_tokens=null"],
+            "data.global_batch_tokens, the tokens of an optimizer step",
         ),
         (["data.global_batch_size=4"], "both set the global batch"),
-        (["mllm.global_batch_tokens=64"], "raise it to mllm.row_tokens=128"),
+        (["data.global_batch_tokens=64"], "raise it to data.max_length=128"),
         (["model.backend=megatron"], "model.backend=fsdp"),  # with or without its package
     ],
 )
@@ -324,7 +325,7 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
     use_gpu(0.0)  # the engine's own
     own_engine(config, tmp_path)
     monkeypatch.setenv("LEAST_TOKENS", "400")
-    train(config, "project.dir=oom")
+    train(config, "output_dir=oom")
     (run,) = list_runs(tmp_path / "oom")
     assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 512
     assert run.info["auto"]["values"][KEYS[0]] < 400
@@ -335,14 +336,14 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
     )
     monkeypatch.setenv("LEAST_TOKENS", "10")
     smallest = [
-        "mllm.row_tokens=512",
+        "data.max_length=512",
         "model.activation_checkpointing=none",
     ]  # nothing is left to lower
-    assert mvp(f"train {config} project.dir=none", *smallest) == EXIT_USER_ERROR
+    assert mvp(f"train {config} output_dir=none", *smallest) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.
     middle = run.checkpoint_list()[0]
-    assert mvp(f"train {config} project.dir=resumed resume={middle}") == EXIT_USER_ERROR
+    assert mvp(f"train {config} output_dir=resumed resume={middle}") == EXIT_USER_ERROR
     assert "CUDA out of memory" in capsys.readouterr().err
 
 
@@ -350,7 +351,7 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
 def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config, tmp_path):
     own_engine(config, tmp_path)
     env = {"LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
-    words = ["train", config, "--nproc", "2", "loop.total_steps=2"]
+    words = ["train", config, "--nproc", "2", "train.max_steps=2"]
     code, output = run_process("-m", "mvp_engine.cli", *words, env=env, fresh=True)
     assert code == 0, output
     (run,) = list_runs(tmp_path / "outputs")

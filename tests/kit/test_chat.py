@@ -136,7 +136,7 @@ def test_chat_adapter_equals_peft(folder, image, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    engine = engine_of(folder, Lora(rank=2, targets=["llm"]))
+    engine = engine_of(folder, Lora(rank=2, target_modules=["llm"]))
     for name, param in engine.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param.data, std=0.5)

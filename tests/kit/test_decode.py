@@ -134,7 +134,7 @@ def test_decode_image_each_bad_value_has_its_reason_code(photo, tmp_path):
         ],
     }
     refused("image", reasons, root=folder)
-    refused("image", {"too_large": [photo]}, Limits(image_pixels=128 * 86 - 1))
+    refused("image", {"too_large": [photo]}, Limits(reject_pixels=128 * 86 - 1))
     for size in (-1, "many", float("nan"), [2]):
         refused("image", {"wrong_type": [photo]}, max_pixels=size)
     anywhere = Limits(allow_outside=True)
@@ -250,7 +250,7 @@ def test_decode_video_each_bad_value_has_its_reason_code(tmp_path, monkeypatch):
     reasons = {"missing_file": ["gone.mp4"], "corrupt": corrupt, "wrong_type": [3.0]}
     refused("video", reasons, root=tmp_path)
     refused("video", {"too_long": [raw]}, Limits(video_seconds=2.0))
-    refused("video", {"too_large": [raw]}, Limits(image_pixels=1000))
+    refused("video", {"too_large": [raw]}, Limits(reject_pixels=1000))
     # Decoded smaller, to fit in memory.
     monkeypatch.setattr("mvp_engine.kit.data.read.probe.CLIP_PIXELS", 6 * 16 * 16)
     info, frames = read(Part("video", raw), Limits(fps=2.0))

@@ -128,7 +128,7 @@ def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name, tmp_p
             }
         )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384}
+    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "pack_tokens": 16384}
     settings |= {
         "global_batch_tokens": 16384,
         "cache": str(tmp_path / "cache"),

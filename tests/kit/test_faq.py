@@ -15,14 +15,14 @@ from mvp_engine.kit import MLLMEngine
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
-project: {name: digits}
+run_name: digits
 model: {type: language_model, path: model}
-mllm:
-  micro_batch_tokens: 256
+data:
+  pack_tokens: 256
   sources:
     photos: {path: photos.jsonl}
-data: {num_workers: 0}
-loop: {total_steps: 3}
+  num_workers: 0
+train: {max_steps: 3}
 log: {backends: [jsonl]}
 """
 PAGE = (ROOT / "docs" / "faq.md").read_text()

@@ -27,7 +27,7 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
     settings = MLLMData.model_validate(
         {
             "sources": [{"path": str(folder / "rows.jsonl")}],
-            "micro_batch_tokens": 8192,
+            "pack_tokens": 8192,
             "global_batch_tokens": 8192,
             "max_bad_rows": 1.0,
             "limits": {"allow_outside": False},

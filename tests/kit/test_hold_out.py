@@ -77,9 +77,7 @@ def test_hold_out_divides_a_source_between_train_and_eval(tmp_path):
 )
 def test_hold_out_that_cannot_be_is_an_error(source, expected):
     with pytest.raises(ValueError, match=expected):
-        MLLMData.model_validate(
-            {"sources": [{"path": "rows.jsonl", **source}], "micro_batch_tokens": 64}
-        )
+        MLLMData.model_validate({"sources": [{"path": "rows.jsonl", **source}], "pack_tokens": 64})
 
 
 def test_hold_out_of_a_single_row_is_an_error(tmp_path):

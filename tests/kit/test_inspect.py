@@ -119,7 +119,7 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder, capsys)
     text = "".join(piece.get("text", "") for piece in one["text"])
     assert one["tokens"] == len(processor.tokenizer(text).input_ids) + medium["tokens"]
     assert facts["overlong"] == {"fate": "drop", "rows": 1, "where": ["rows.jsonl:13"]}
-    assert "1 row dropped: rows.jsonl:13; raise mllm.row_tokens" in printed(facts, 80)
+    assert "1 row dropped: rows.jsonl:13; raise data.max_length" in printed(facts, 80)
     assert facts["bad"]["total"] == 2
     plan = facts["plan"]
     assert (plan["rows"], plan["steps"]) == (11, plan["packs"])
@@ -190,17 +190,17 @@ from mvp_engine.engine import Engine
 from mvp_engine.kit import MLLMData
 
 class MyConfig(Config):
-    mllm: MLLMData
+    data: MLLMData
 
 class MyEngine(Engine):
     config_class = MyConfig
 """
 YAML = """
-project: {{name: mine}}
+run_name: mine
 model: {{path: {0}/words}}
-data: {{global_batch_size: 2}}
-mllm:
-  micro_batch_tokens: 512
+data:
+  global_batch_size: 2
+  pack_tokens: 512
   pairs: true
   sources: [{{path: {0}/a.jsonl}}, {{path: {0}/b.jsonl, split: eval}}]
 """
@@ -221,7 +221,7 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path, capsys):
     text = printed(facts, 80)
     assert "\x1b" not in text  # control characters of a row must not reach the terminal
     assert "«Yes\\x1b[2J" in text
-    words = "--split eval mllm.micro_batch_tokens=99"
+    words = "--split eval data.pack_tokens=99"
     facts = inspect(capsys, f"{tmp_path}/train.yaml {words}")
     assert facts["plan"]["micro_batch_tokens"] == 99
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))

@@ -48,9 +48,9 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
         tmp_path / f"{BROKEN}_0.png"
     )  # its header is valid, so only decoding in a worker fails
     cut_off.write_bytes(cut_off.read_bytes()[:100])
-    words = [f"mllm.sources=[{{path: {file}}}]", f"mllm.cache={tmp_path / 'cache'}", "resume=auto"]
+    words = [f"data.sources=[{{path: {file}}}]", f"data.cache={tmp_path / 'cache'}", "resume=auto"]
 
-    assert ranks2.launch(CONFIG, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
+    assert ranks2.launch(CONFIG, *words, f"output_dir={tmp_path / 'straight'}") == [0, 0]
     straight = packs(tmp_path / "straight")
     assert len(straight) % 2 == 0
     epoch = len(straight) // 2
@@ -59,7 +59,7 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
         seen = Counter(row for step in steps for pack in step for row in pack)
         assert seen == Counter(set(range(ROWS)) - {BROKEN})
 
-    same = f"project.dir={tmp_path / 'same'}"
+    same = f"output_dir={tmp_path / 'same'}"
     with RankPool(2) as pool, pytest.raises(EOFError):
         pool.launch(CONFIG, *words, same, "fate.kill_step=4")
     shutil.copytree(tmp_path / "same", tmp_path / "other", symlinks=True)
@@ -68,7 +68,7 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
     assert read_metrics(tmp_path / "same") == read_metrics(tmp_path / "straight")  # to the bit
     assert packs(tmp_path / "same") == straight
 
-    other = f"project.dir={tmp_path / 'other'}"
+    other = f"output_dir={tmp_path / 'other'}"
     assert train(*words, other, "fate.stop_step=5", config=CONFIG) == EXIT_INTERRUPTED
     assert ranks4.launch(CONFIG, *words, other) == [0] * 4
     assert packs(tmp_path / "other") == straight

@@ -167,7 +167,7 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path, 
     wide = write_image(tmp_path / "wide.png", 32, 32)
     content = [*[{"type": "image", "image": wide}] * 4, {"type": "text", "text": "?"}]
     rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat(content, "Four.")]
-    settings = {"row_tokens": 90, "overlong": overlong, "max_bad_rows": 0.7}
+    settings = {"max_length": 90, "overlong": overlong, "max_bad_rows": 0.7}
     kit = vlm_kit(write(tmp_path / "long.jsonl", rows), **settings)
     if overlong == "error":
         with user_error(r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
@@ -223,7 +223,7 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, work
     file = write(tmp_path / "images.jsonl", with_images(tmp_path))
 
     def kit(**settings):
-        return vlm_kit(file, micro_batch_tokens=128, **settings)
+        return vlm_kit(file, pack_tokens=128, **settings)
 
     lenient = kit(max_bad_rows=0.2)
     lenient.dataset("train")
@@ -259,7 +259,7 @@ def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_p
     tokens = int(made(file, qwen3_vl()).dataset("train").plan.tokens[0])
     loaders = []
     for room in (0, 20):
-        kit = made(file, qwen3_vl(), max_bad_rows=1.0, micro_batch_tokens=tokens + room)
+        kit = made(file, qwen3_vl(), max_bad_rows=1.0, pack_tokens=tokens + room)
         loaders.append(kit.loader("train", folder=tmp_path / str(room)))
     one_image(tmp_path, 32)
     lost, grown = (next(iter(loader)) for loader in loaders)
@@ -315,7 +315,7 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
     file = tmp_path / "a.jsonl"
     tries = [
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
-        ({"global_batch_tokens": 300}, "multiple of mllm.micro_batch_tokens"),
+        ({"global_batch_tokens": 300}, "multiple of data.pack_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
         ({"sources": {"a": str(file)}}, r"the source a needs a path: a: {path: FILE}"),
     ]
@@ -323,7 +323,7 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
         with pytest.raises(ValueError, match=words):
             kit(**settings)
     loader = kit(global_batch_tokens=None).loader
-    with user_error(r"give global_batch_size=PACKS, or set mllm.global_batch"):
+    with user_error(r"give global_batch_size=PACKS, or set data.global_batch"):
         loader("train")
     with user_error("no source has split: eval"):
         loader("eval", global_batch_size=1)
@@ -331,7 +331,7 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
     assert MLLMData.model_validate(limits.model_dump()) == limits
     named = {"a": {"path": "a"}, "held": {"name": "b", "path": "c", "split": "eval"}, "gone": None}
-    sources = MLLMData.model_validate({"sources": named, "micro_batch_tokens": 9}).sources
+    sources = MLLMData.model_validate({"sources": named, "pack_tokens": 9}).sources
     named_sources = [(source.name, source.path, source.split) for source in sources]
     assert named_sources == [("a", "a", "train"), ("b", "c", "eval")]
 
@@ -350,7 +350,7 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
         global_batch_size=4,
     )
     for precision in ("bf16", "fp32", "bf16"):  # of one engine after the other
-        loop.precision = precision
+        train.precision = precision
         loader = kit.engine_loader(engine)
         assert (kit.row_encoder.dtype == torch.bfloat16) == (precision == "bf16")
     same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
@@ -367,14 +367,14 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
 
 def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path):
     def loaded():
-        return list(vlm_kit(file, micro_batch_tokens=80, max_bad_rows=0.4).loader("train"))
+        return list(vlm_kit(file, pack_tokens=80, max_bad_rows=0.4).loader("train"))
 
     write_image(tmp_path / "a.png", 8, 8)
     row = chat([{"type": "image", "image": "a.png"}], "a")
     file = write(tmp_path / "rows.jsonl", [row] * 8)
     assert loaded()
     write_image(tmp_path / "a.png", 32, 32)
-    with user_error(r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"):
+    with user_error(r"changed: \d+ tokens, but \d+ when it was planned.*data.cache"):
         loaded()
 
 
@@ -402,7 +402,7 @@ def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path):
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
 def test_loader_opens_each_image_once_an_epoch(tmp_path, monkeypatch, overlong):
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path))
-    kit = made(file, qwen3_vl(), overlong=overlong, row_tokens=256 if overlong == "drop" else 60)
+    kit = made(file, qwen3_vl(), overlong=overlong, max_length=256 if overlong == "drop" else 60)
     dataset = kit.dataset("train", global_batch_size=1)
     opened = Counter()
     open_file = decoders.Image.open

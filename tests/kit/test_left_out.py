@@ -21,19 +21,19 @@ BAD = BadRecord("photos", "photos.jsonl:1", "missing_file", "image: no such file
 def test_no_rows_error_with_bad_rows_names_the_first_and_not_the_pack_size():
     text = str(no_rows("train", "Bad rows: 1 missing_file", [BAD], [], 16))
     assert "Such as photos.jsonl:1: missing_file: image: no such file" in text
-    assert "mllm.micro_batch_tokens" not in text
+    assert "data.pack_tokens" not in text
 
 
 def test_no_rows_error_with_over_long_rows_names_the_keys():
     text = str(no_rows("train", "Bad rows: none", [], [BAD], 16))
-    assert "more than 16 tokens: raise mllm.micro_batch_tokens" in text
+    assert "more than 16 tokens: raise data.pack_tokens" in text
     assert "Such as" not in text
 
 
 def test_missing_eval_split_error_names_hold_out(tmp_path):
     kit = made(write(tmp_path / "rows.jsonl", [chat("hi", "there")]), tokenizer("zephyr"))
     with user_error(
-        r"no source has split: eval. To fix it, .* hold_out.*loop.eval_interval=null",
+        r"no source has split: eval. To fix it, .* hold_out.*eval.steps=null",
     ):
         kit.loader("eval", global_batch_size=1)
 

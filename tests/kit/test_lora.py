@@ -160,16 +160,16 @@ def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path)
     words = f"model.type=language_model model.path={base} lora.rank=2 lora.dropout=0.3".split()
     words += [
         "optim.schedule=constant",
-        "lora.train=['*.norm.weight']",
+        "lora.modules_to_save=['*.norm.weight']",
         "model.freeze=['hf.model.norm.weight']",
     ]
     assert train(*words, config=LM, dir=tmp_path / "straight") == 0
-    assert train(*words, "loop.total_steps=2", config=LM, dir=tmp_path / "run") == 0
+    assert train(*words, "train.max_steps=2", config=LM, dir=tmp_path / "run") == 0
     assert train(*words, "resume=auto", config=LM, dir=tmp_path / "run") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert train(*words, "resume=auto", "workflow=evaluate", config=LM, dir=tmp_path / "run") == 0
     run = list_runs(tmp_path / "run")[0].dir
-    for out in ("merged", "adapter --adapter"):  # model.freeze wins over lora.train
+    for out in ("merged", "adapter --adapter"):  # model.freeze wins over lora.modules_to_save
         assert mvp(f"merge {run} {tmp_path}/{out}") == 0
 
 
@@ -193,13 +193,19 @@ def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path):
 def test_lora_unknown_or_conflicting_targets_are_refused(base, vision_base):
     for lora, words in (
         (
-            Lora(targets=["q_prj"]),
+            Lora(target_modules=["q_prj"]),
             "no linear layers 'q_prj' apart from its head.* such as llm, .*q_proj",
         ),
-        (Lora(targets=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
-        (Lora(targets=["audio"]), "no linear layers 'audio'"),
-        (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
-        (Lora(train=["prjector"]), "lora.train: no parameter name matches 'prjector'"),
+        (Lora(target_modules=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
+        (Lora(target_modules=["audio"]), "no linear layers 'audio'"),
+        (
+            Lora(modules_to_save=["*.q_proj.*"]),
+            "q_proj.weight is trained in full .* so it takes no adapter",
+        ),
+        (
+            Lora(modules_to_save=["prjector"]),
+            "lora.modules_to_save: no parameter name matches 'prjector'",
+        ),
     ):
         with user_error(words):
             MLLMModelKit(lora).build(ModelSource(str(base)))
@@ -230,7 +236,7 @@ def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base):
     check = import_file(ROOT / "skills" / "model" / "check.py")
 
     def model():
-        return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(
+        return MLLMModelKit(Lora(rank=2, target_modules=["llm", "vision"])).build(
             ModelSource(str(vision_base))
         )
 

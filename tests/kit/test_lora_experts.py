@@ -17,7 +17,7 @@ from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-LORA = Lora(rank=8, targets=["q_proj"], target_parameters=BOTH)
+LORA = Lora(rank=8, target_modules=["q_proj"], target_parameters=BOTH)
 IDS = torch.arange(3, 12)[None]
 
 
@@ -65,7 +65,7 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path):
     from transformers import AutoModelForCausalLM
 
     base = folder_of("qwen3_moe", tmp_path)
-    engine = engine_of(base, Lora(rank=8, targets=["q_proj"], target_parameters=BOTH))
+    engine = engine_of(base, Lora(rank=8, target_modules=["q_proj"], target_parameters=BOTH))
     steps(engine)  # so that lora_B is not zero
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     row = BATCH.select([0])
@@ -117,7 +117,7 @@ def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks
 def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     base = folder_of("qwen3_moe", tmp_path)
     words = f"model.type=language_model model.path={base} lora.rank=2 log.backends=[file]".split()
-    assert train(*words, "loop.total_steps=1", config=LM, dir=tmp_path / "run") == 0
+    assert train(*words, "train.max_steps=1", config=LM, dir=tmp_path / "run") == 0
     log = log_of(tmp_path / "run")
     share = "the stacked experts of 2 layers have no adapter and stay frozen, "
     assert share in log
@@ -135,7 +135,10 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
         ),
         (Lora(rank=4, target_parameters=BOTH), "lora.rank=4 is no multiple of 8"),
         (Lora(rank=8, dropout=0.1, target_parameters=BOTH), "stacked experts take no dropout"),
-        (Lora(rank=8, train=["*.experts.*"], target_parameters=BOTH), "is trained in full"),
+        (
+            Lora(rank=8, modules_to_save=["*.experts.*"], target_parameters=BOTH),
+            "is trained in full",
+        ),
     ],
 )
 def test_expert_adapters_that_cannot_be_are_refused(tmp_path, lora, message):

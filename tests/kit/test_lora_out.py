@@ -56,7 +56,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     words = f"model.type=language_model model.path={base} lora.rank=2 optim.lr=0.02".split()
     words += ["optim.schedule=constant", "log.backends=[file,jsonl]", *more]
     assert train(*words, config=LM, dir=straight) == 0
-    two = [f"project.dir={run}", "parallel.shard=2", "loop.total_steps=3"]
+    two = [f"output_dir={run}", "parallel.shard=2", "train.max_steps=3"]
     assert ranks2.launch(LM, *words, *two) == [0, 0]
     assert train(*words, "resume=auto", config=LM, dir=run) == 0
     assert losses(run) == pytest.approx(losses(straight), rel=1e-5)
@@ -96,7 +96,9 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base, 
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    lora = Lora(rank=2, alpha=3.0, targets=["q_proj", "vision"], train=["projector"])
+    lora = Lora(
+        rank=2, alpha=3.0, target_modules=["q_proj", "vision"], modules_to_save=["projector"]
+    )
     engine = engine_of(vision_base, lora)
     model = engine.model
     assert isinstance(model, LanguageModel)
@@ -158,7 +160,7 @@ def test_export_adapter_families_equal_merged_weights(family, tmp_path):
     has = {"gemma3": ["vision"], "qwen2_5_omni_thinker": ["vision", "audio", "projector"]}.get(
         family, []
     )
-    engine = engine_of(tmp_path / "base", Lora(rank=2, targets=["llm", *has]), train=False)
+    engine = engine_of(tmp_path / "base", Lora(rank=2, target_modules=["llm", *has]), train=False)
     with torch.no_grad():
         for name, param in engine.model.named_parameters():
             param += 0.3 * torch.randn_like(param) * (".lora_" in name)
@@ -183,12 +185,12 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path):
         ("gemma", "*embed*", "embed_tokens"),  # ties embeddings and head
     ):
         build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)
-        engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
+        engine = engine_of(tmp_path / family, Lora(rank=2, modules_to_save=[train]))
         with user_error(f"{name}.* trained in full, which a peft folder cannot hold"):
             MLLMModelKit.export_adapter(engine, adapter)
         engine.export_hf(tmp_path / f"{family} merged")
     # A part trained in full that has parameters in modules with submodules.
-    engine = engine_of(llava, Lora(rank=2, train=["vision"]))
+    engine = engine_of(llava, Lora(rank=2, modules_to_save=["vision"]))
     steps(engine, PackedBatch.concat(samples(engine.model, "llava_next")))
     MLLMModelKit.export_adapter(engine, adapter)
     auto = AutoModelForMultimodalLM.from_pretrained(llava)

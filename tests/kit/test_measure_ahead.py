@@ -15,15 +15,17 @@ from mvp_engine.kit.data.read import decoders
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
-project: {name: tiny, dir: outputs}
+run_name: tiny
+output_dir: outputs
 model: {type: language_model, path: model, compile: {llm: eager}}
-mllm:
-  micro_batch_tokens: 256
+data:
+  pack_tokens: 256
   sources:
     images: {path: rows.jsonl}
-data: {global_batch_size: 2, num_workers: 1}
+  global_batch_size: 2
+  num_workers: 1
 optim: {lr: 0.01}
-loop: {total_steps: 2, precision: fp32}
+train: {max_steps: 2, precision: fp32}
 checkpoint: {best_metric: null, interval: null}
 log: {backends: [jsonl], interval: 1}
 """

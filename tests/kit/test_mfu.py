@@ -322,6 +322,4 @@ def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, logg
                 now[0] += seconds
         assert len(texts) == warnings
         assert meter.read({}, 0.0, None)["step_s"] == 50.0  # evaluations are not training time
-    assert texts[0].startswith(
-        "evaluations take 17 % of the time, 2.0 s each: raise loop.eval_interval"
-    )
+    assert texts[0].startswith("evaluations take 17 % of the time, 2.0 s each: raise eval.steps")

@@ -20,18 +20,20 @@ from mvp_engine.runs import list_runs
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
-project: {name: tiny, dir: outputs}
+run_name: tiny
+output_dir: outputs
 model: {type: language_model, path: model}
-mllm:
-  micro_batch_tokens: 256
+data:
+  pack_tokens: 256
   sources:
     images: {path: images.jsonl}
     held: {path: held.jsonl, split: eval}
-data: {global_batch_size: 1, num_workers: 0}
-loop: {total_steps: 1, eval_interval: 1}
+  global_batch_size: 1
+  num_workers: 0
+train: {max_steps: 1}
+eval: {steps: 1, generation: {max_new_tokens: 2}}
 checkpoint: {best_metric: null}
 log: {backends: [jsonl]}
-eval_generation: {max_new_tokens: 2}
 """
 FOLDERS = ["hf_step_1_ema", "hf_step_1"]
 REPORT = ["workflow=report", "resume=auto"]
@@ -71,15 +73,15 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
     config, tmp_path, monkeypatch
 ):
     marks = ["card right", "card wrong", "answers are wrong"]
-    words = ["log.backends=[jsonl,plot]", "project.run_id=run"]
-    assert train(config, "project.dir=outputs/default", *words) == 0
+    words = ["log.backends=[jsonl,plot]", "run_id=run"]
+    assert train(config, "output_dir=outputs/default", *words) == 0
     text = (tmp_path / "outputs" / "default" / "run" / "report.html").read_text()
     assert "How many? 0" in text
     assert not any(mark in text for mark in marks)
     monkeypatch.setattr(
         MLLMEngine, "score", lambda self, ctx, name, answers: [one.sample == 0 for one in answers]
     )
-    assert train(config, "project.dir=outputs/judged", *words) == 0
+    assert train(config, "output_dir=outputs/judged", *words) == 0
     text = (tmp_path / "outputs" / "judged" / "run" / "report.html").read_text()
     assert all(mark in text for mark in marks)
     lines = (tmp_path / "outputs" / "judged" / "run" / "answers.jsonl").read_text().splitlines()
@@ -90,8 +92,8 @@ def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
     "stream", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("images", "held"))]
 )
 def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_path, stream):
-    words = ["log.backends=[jsonl,plot]", "loop.total_steps=2"]
-    words += [f"mllm.sources.{stream}.stream=true"] if stream else []
+    words = ["log.backends=[jsonl,plot]", "train.max_steps=2"]
+    words += [f"data.sources.{stream}.stream=true"] if stream else []
     assert train(config, *words) == 0
     assert "How many? 1" in page(tmp_path)
     assert stream == "held" or "data:image/png" in page(tmp_path)
@@ -106,7 +108,7 @@ def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config, tmp_p
 def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_folder(
     config, tmp_path, capsys
 ):
-    words = "loop.eval_interval=null optim.ema=0.9 optim.lr=0.1 export=link".split()
+    words = "eval.steps=null optim.ema=0.9 optim.lr=0.1 export_link=link".split()
     assert train(config, *words) == 0
     assert train(config, *words, "workflow=export", "resume=auto", "optim.ema=null") == 0
     averages, last = (load_file(weights_of(tmp_path, name)) for name in FOLDERS)
@@ -114,9 +116,9 @@ def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_f
     assert (tmp_path / "link").resolve().name == FOLDERS[1]
     for workflow in ("train", "export", "report"):
         again = [*words, f"workflow={workflow}", "resume=auto"]
-        assert train(config, *again, "export=model") == EXIT_USER_ERROR
+        assert train(config, *again, "export_link=model") == EXIT_USER_ERROR
         assert "no link of an earlier run" in capsys.readouterr().err
-        assert train(config, *again, "export=train.yaml/new") == EXIT_USER_ERROR
+        assert train(config, *again, "export_link=train.yaml/new") == EXIT_USER_ERROR
         assert "nothing can be written into" in capsys.readouterr().err
 
 
@@ -128,11 +130,11 @@ def weights_of(folder, export):
 def test_export_chat_and_push_use_the_best_checkpoint_not_the_last(config, tmp_path, capsys):
     # The loss falls, so the first step is the best one.
     words = ["checkpoint.best_metric=loss", "checkpoint.best_mode=max", "optim.ema=0.5"]
-    words += ["optim.lr=0.01", "optim.schedule=constant", "eval_generation=null"]
+    words += ["optim.lr=0.01", "optim.schedule=constant", "eval.generation=null"]
     words += ["log.backends=[jsonl,file]"]
-    three = [*words, "project.dir=three", "loop.total_steps=3"]
-    assert train(config, *words, "project.dir=one", "export=one_step") == 0
-    assert train(config, *three, "export=three_steps") == 0
+    three = [*words, "output_dir=three", "train.max_steps=3"]
+    assert train(config, *words, "output_dir=one", "export_link=one_step") == 0
+    assert train(config, *three, "export_link=three_steps") == 0
     [run] = list_runs(tmp_path / "three")
     assert [record["step"] for record in run.records("eval")] == [1, 2, 3]
     assert (tmp_path / "three_steps").resolve() == run.dir / "hf_step_1_ema"
@@ -162,7 +164,7 @@ def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config, tmp_pat
         return torch.optim.SGD(model.parameters(), lr=0.5)
 
     monkeypatch.setattr(MLLMEngine, "prepare_optimizer", sgd)
-    words = ["loop.eval_interval=null", "optim.ema=0.9", "export=link"]
+    words = ["eval.steps=null", "optim.ema=0.9", "export_link=link"]
     export = [*words, "workflow=export", "resume=auto"]
     assert train(config, *words) == 0
     assert train(config, *export, "optim.ema=null") == 0
@@ -177,7 +179,7 @@ def test_export_with_ema_and_an_own_optimizer_holds_the_averages(config, tmp_pat
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_eval_generation_completes_at_most_max_samples_rows(config, tmp_path, stream):
     write(tmp_path / "held.jsonl", with_images(tmp_path, 7))
-    words = ["eval_generation.max_samples=3", f"mllm.sources.held.stream={stream}"]
+    words = ["eval.generation.max_samples=3", f"data.sources.held.stream={stream}"]
     assert train(config, *words) == 0
     (file,) = tmp_path.glob("outputs/*/answers.jsonl")
     samples = [json.loads(line)["sample"] for line in file.read_text().splitlines()]
@@ -189,8 +191,8 @@ def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_t
 ):
     write(tmp_path / "held.jsonl", with_images(tmp_path, 24))
     write(tmp_path / "more.jsonl", [chat(f"Say {i}", "yes") for i in range(24)])
-    words = ["eval_generation.max_samples=3", "loop.eval_batches=2", "mllm.micro_batch_tokens=64"]
-    words += ["+mllm.sources.more={path: more.jsonl, split: eval}", "mllm.row_tokens=64"]
+    words = ["eval.generation.max_samples=3", "eval.batches=2", "data.pack_tokens=64"]
+    words += ["+data.sources.more={path: more.jsonl, split: eval}", "data.max_length=64"]
     assert train(config, *words) == 0
     (run,) = list_runs(tmp_path / "outputs")
     assert {"loss_held", "loss_more"} <= list(run.records("eval"))[-1].keys()
@@ -203,8 +205,8 @@ def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config, tm
     drawn = np.random.default_rng(0)
     answers = ["yes " * int(drawn.integers(3, 22)) for _ in range(40)]
     write(tmp_path / "images.jsonl", [chat("Say", answer) for answer in answers])
-    words = "loop.total_steps=null loop.epochs=3 loop.eval_interval=null log.interval=1".split()
-    assert train(config, *words, "mllm.micro_batch_tokens=160") == 0
+    words = "train.max_steps=null train.epochs=3 eval.steps=null log.interval=1".split()
+    assert train(config, *words, "data.pack_tokens=160") == 0
     (run,) = list_runs(tmp_path / "outputs")
     records = list(run.records("train"))
     of_epochs = [sum(record["epoch"] == epoch for record in records) for epoch in range(3)]
@@ -212,33 +214,31 @@ def test_train_for_epochs_announces_their_steps_and_ends_the_schedule(config, tm
     assert run.info["setup"]["total_steps"] == records[-1]["step"] == sum(of_epochs)
 
 
-@pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
+@pytest.mark.parametrize("word", ["data.sources.held.path=gone.jsonl", "data.sources.held=null"])
 def test_train_with_missing_eval_rows_fails_before_the_first_step(config, tmp_path, word):
     assert train(config, word) == EXIT_USER_ERROR
     assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))
-    assert train(config, word, "loop.eval_interval=null") == 0
+    assert train(config, word, "eval.steps=null") == 0
 
 
 def test_rows_that_the_default_loss_would_ignore_are_refused(config, tmp_path, capsys):
     sides = {side: chat("Hi", side)["messages"] for side in ("chosen", "rejected")}
     labels = [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)]
     for rows, word, said in (
-        ([sides] * 4, "mllm.pairs=true", "rejected answers"),
-        (labels, "mllm.fields={label: int}", "mllm.fields has label"),
+        ([sides] * 4, "data.pairs=true", "rejected answers"),
+        (labels, "data.fields={label: int}", "data.fields has label"),
     ):
         write(tmp_path / "images.jsonl", rows)
-        assert train(config, "loop.eval_interval=null", word) == EXIT_USER_ERROR
+        assert train(config, "eval.steps=null", word) == EXIT_USER_ERROR
         assert said in capsys.readouterr().err
     write(tmp_path / "images.jsonl", [sides] * 4)
-    assert train(config, "loop.eval_interval=null") == 0
+    assert train(config, "eval.steps=null") == 0
 
 
 def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_path):
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
-    words = (
-        "loop.eval_interval=null loop.epochs=1 loop.total_steps=null mllm.max_bad_rows=0.5".split()
-    )
+    words = "eval.steps=null train.epochs=1 train.max_steps=null data.max_bad_rows=0.5".split()
     words.append("log.backends=[file]")
     assert train(config, *words) == 0
     (log,) = tmp_path.glob("outputs/*/log.txt")
@@ -248,13 +248,13 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config, tmp_pa
 
 
 def test_plan_of_rows_that_do_not_fit_is_a_user_error(config, capsys):
-    assert mvp(f"plan {config} mllm.row_tokens=2") == EXIT_USER_ERROR
+    assert mvp(f"plan {config} data.max_length=2") == EXIT_USER_ERROR
     assert "no row of train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("size", "packs"),
-    [(["data.global_batch_size=2"], 2), (["mllm.global_batch_tokens=512"], 2), ([], 1)],
+    [(["data.global_batch_size=2"], 2), (["data.global_batch_tokens=512"], 2), ([], 1)],
 )
 def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(
     config, monkeypatch, size, packs
@@ -278,12 +278,12 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
 
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config, capsys):
     for command in (["train", config], ["plan", config], ["data", "inspect", config]):
-        assert main([*command, "mllm.global_batch_tokens=512"]) == EXIT_USER_ERROR
+        assert main([*command, "data.global_batch_tokens=512"]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
         assert "data.global_batch_size" in error
-        assert "mllm.global_batch_tokens" in error
-    assert train(config, "mllm.packs_per_step=2") == EXIT_USER_ERROR
-    words = "unknown key 'mllm.packs_per_step'. Here it is data.global_batch_size"
+        assert "data.global_batch_tokens" in error
+    assert train(config, "data.packs_per_step=2") == EXIT_USER_ERROR
+    words = "unknown key 'data.packs_per_step'. Here it is data.global_batch_size"
     assert words in capsys.readouterr().err
 
 
@@ -298,8 +298,8 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
         with monkeypatch.context() as patch:
             patch.setattr(target, name, fail)
             words = ["checkpoint.best_metric=exact_held", "log.backends=[file]"]
-            words.append(f"project.dir={what}")
-            assert train(config, *words, "loop.total_steps=2") == 0
+            words.append(f"output_dir={what}")
+            assert train(config, *words, "train.max_steps=2") == 0
             (log,) = tmp_path.glob(f"{what}/*/log.txt")
             assert f"{what} failed in the evaluation at step 1" in log.read_text()
             assert "in fail" in log.read_text()  # the traceback
@@ -309,8 +309,8 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
 
 @pytest.mark.slow
 def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
-    words = "loop.eval_interval=null lora.rank=2 lora.targets=[llm] optim.lr=0.5".split()
-    words.append("loop.total_steps=2")
+    words = "eval.steps=null lora.rank=2 lora.target_modules=[llm] optim.lr=0.5".split()
+    words.append("train.max_steps=2")
     assert train(config, *words) == 0
     (run,) = (tmp_path / "outputs").iterdir()
 
@@ -322,5 +322,5 @@ def test_chat_with_a_lora_run_equals_its_export(config, tmp_path, capsys):
 
     untrained = answer("model")
     of_checkpoint = answer(run.name)  # merged for the chat
-    assert train(config, *words, "workflow=export", "resume=auto", "export=link") == 0
+    assert train(config, *words, "workflow=export", "resume=auto", "export_link=link") == 0
     assert answer(str(run)) == of_checkpoint == answer("link") != untrained

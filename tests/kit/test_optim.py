@@ -105,7 +105,7 @@ def read_state(optimizer, param, which):
 
 def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_only_matrices():
     model = net()
-    kit = OptimKit(settings(kind="muon", lr_by_part={"layers.1.*": 0.1}, adamw=["*.down.*"]))
+    kit = OptimKit(settings(name="muon", lr_by_part={"layers.1.*": 0.1}, muon_exclude=["*.down.*"]))
     optimizer = kit.build_optimizer(model)
     names = {param: name for name, param in model.named_parameters()}
     groups = {group["name"]: group for group in optimizer.param_groups}
@@ -121,8 +121,8 @@ def test_parameter_groups_with_muon_give_matrices_of_blocks_to_muon_and_decay_on
 
 
 def test_build_optimizer_with_muon_and_no_blocks_raises_a_user_error():
-    with user_error(r"optim\.kind=muon: Linear has no trainable matrix for Muon"):
-        OptimKit(settings(kind="muon")).build_optimizer(nn.Linear(2, 2))
+    with user_error(r"optim\.name=muon: Linear has no trainable matrix for Muon"):
+        OptimKit(settings(name="muon")).build_optimizer(nn.Linear(2, 2))
 
 
 def test_kit_optimizer_with_default_settings_is_bit_equal_to_fused_adamw():
@@ -151,7 +151,7 @@ def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(
 ):
     model = net()
     optimizer = OptimKit(
-        settings(kind="muon", weight_decay=0.0, state_dtype=state_dtype)
+        settings(name="muon", weight_decay=0.0, state_dtype=state_dtype)
     ).build_optimizer(model)
     before = model.layers[0].up.weight.detach().clone()
     losses = train(model, optimizer, 1)
@@ -165,7 +165,7 @@ def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(
 
 # ---- Skipped steps ------------------------------------------------------------------------------------------------
 
-KINDS = [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
+KINDS = [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"name": "muon"}]
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -289,7 +289,7 @@ def test_load_state_dict_of_another_kind_starts_from_zero_with_a_warning(logged)
     first = OptimKit(settings(ema=0.9)).build_optimizer(model)
     train(model, first, 3)
     saved = first.state_dict()
-    second = OptimKit(settings(kind="muon", ema=0.9)).build_optimizer(model)
+    second = OptimKit(settings(name="muon", ema=0.9)).build_optimizer(model)
     first_order = [p for group in first.param_groups for p in group["params"]]
     states = {p: saved["state"][i] for i, p in enumerate(first_order)}
     renumbered = second.state_dict()

@@ -36,7 +36,7 @@ KINDS = [
     {"state_dtype": "float32"},
     {"state_dtype": "bfloat16"},
     {"state_dtype": "int8"},
-    {"kind": "muon"},
+    {"name": "muon"},
 ]
 
 
@@ -225,7 +225,7 @@ def two_ranks(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"ema": 0.9}, {"kind": "muon"}], ids=["adamw", "muon"])
+@pytest.mark.parametrize("options", [{"ema": 0.9}, {"name": "muon"}], ids=["adamw", "muon"])
 def test_offloaded_states_on_two_shards_are_bit_equal(ranks2, options):
     for expected, found in ranks2.run(two_ranks, options):
         assert same(expected, found)

@@ -63,9 +63,9 @@ LOW_PRECISION = (torch.bfloat16, torch.int8)
 KINDS = [
     {"state_dtype": "float32"},
     {"state_dtype": "int8"},
-    {"kind": "muon"},
+    {"name": "muon"},
     pytest.param({"state_dtype": "bfloat16"}, marks=CAMPAIGN),
-    pytest.param({"kind": "muon", "state_dtype": "int8"}, marks=CAMPAIGN),
+    pytest.param({"name": "muon", "state_dtype": "int8"}, marks=CAMPAIGN),
 ]
 
 
@@ -114,7 +114,7 @@ def is_elementwise(name, found):
 
 ROW_OPTIONS = [
     {"state_dtype": "int8"},
-    {"kind": "muon"},
+    {"name": "muon"},
     {"state_dtype": "bfloat16"},
 ]
 
@@ -185,7 +185,7 @@ def muon_on_a_mesh(shape, placements):
     world = World.join("cpu")
     mesh = init_device_mesh("cpu", shape)
     model = six_matrices(lambda full: distribute_tensor(full, mesh, placements))
-    optimizer = OptimKit(settings(kind="muon")).build_optimizer(model)
+    optimizer = OptimKit(settings(name="muon")).build_optimizer(model)
     steps(model, optimizer, 0, 2)
     found = [full_tensor(param.detach()) for param in model.parameters()]
     dist.barrier()
@@ -212,7 +212,7 @@ def test_muon_on_a_mesh_of_two_dimensions_updates_like_one_rank(ranks4, placemen
     from torch.distributed.tensor import Replicate
 
     model = six_matrices()
-    optimizer = OptimKit(settings(kind="muon")).build_optimizer(model)
+    optimizer = OptimKit(settings(name="muon")).build_optimizer(model)
     steps(model, optimizer, 0, 2)
     on_mesh = [Replicate() if dim == "copy" else Shard(dim) for dim in placements]
     for found in ranks4.run(muon_on_a_mesh, (2, 2), on_mesh):

@@ -36,14 +36,14 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     options = (
         "log.interval=1 log.backends=[jsonl] checkpoint.interval=5 data.micro_batch_size=2".split()
     )
-    options += ["loop.total_steps=10", "loop.eval_interval=5"]
+    options += ["train.max_steps=10", "eval.steps=5"]
     uninterrupted = tmp_path / "uninterrupted"
     resumed = tmp_path / "resumed"
     on_one_rank = tmp_path / "on_one_rank"
     shard = [*options, "parallel.shard=2"]
-    assert ranks2.launch(recipe, *shard, f"project.dir={uninterrupted}") == [0, 0]
+    assert ranks2.launch(recipe, *shard, f"output_dir={uninterrupted}") == [0, 0]
     middle = f"resume={list_runs(uninterrupted)[-1].checkpoint_list()[0]}"
-    assert ranks2.launch(recipe, *shard, middle, f"project.dir={resumed}") == [0, 0]
+    assert ranks2.launch(recipe, *shard, middle, f"output_dir={resumed}") == [0, 0]
     assert train(*options, middle, config=recipe, dir=on_one_rank) == 0
     records = read_metrics(uninterrupted)
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
@@ -83,7 +83,7 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     assert with_ema == pytest.approx(during_training, rel=1e-5)
     assert without_ema != pytest.approx(during_training, rel=1e-3)
 
-    assert train("optim.ema=null loop.total_steps=1", config=recipe, dir=tmp_path / "none") == 0
+    assert train("optim.ema=null train.max_steps=1", config=recipe, dir=tmp_path / "none") == 0
     capsys.readouterr()
     run = list_runs(tmp_path / "none")[-1].dir
     assert mvp(f"merge --ema {run} {tmp_path}/never") == EXIT_USER_ERROR

@@ -66,7 +66,7 @@ def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(
 
 def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", [pair(i) for i in range(9)])
-    kit = made(file, tokenizer("qwen2_5"), micro_batch_tokens=2048)
+    kit = made(file, tokenizer("qwen2_5"), pack_tokens=2048)
     (batch,) = list(kit.loader("train"))
     assert "side" not in batch.sequence_fields
     text = tokenizer("qwen2_5").decode(batch.input_ids)

@@ -11,7 +11,8 @@ from mvp_engine.launch import launch
 pytestmark = pytest.mark.slow
 SHARED = """
 cpu_threads: 1
-loop: {total_steps: 1, eval_interval: 1, precision: fp32}
+train: {max_steps: 1, precision: fp32}
+eval: {steps: 1}
 log: {interval: 1, backends: [jsonl]}
 checkpoint: {best_metric: null}
 """
@@ -19,11 +20,12 @@ PAIRS = """
 engine: preference
 model: {type: language_model, path: FOLDER/model, compile: null}
 preference: {loss: orpo}
-mllm:
+data:
   pairs: true
-  micro_batch_tokens: 128
+  pack_tokens: 128
   sources: [{path: FOLDER/rows.jsonl}, {path: FOLDER/rows.jsonl, split: eval}]
-data: {global_batch_size: 2, num_workers: 0}
+  global_batch_size: 2
+  num_workers: 0
 """
 VIEWS = """
 engine: views.py:Views
@@ -76,8 +78,8 @@ def test_evaluation_on_pipeline_stages_has_the_metrics_of_one_rank(ranks2, tmp_p
     config.write_text(
         (PAIRS if kind == "pairs" else VIEWS).replace("FOLDER", str(tmp_path)) + SHARED
     )
-    assert launch(str(config), [f"project.dir={tmp_path}/one"]) == 0
-    words = [f"project.dir={tmp_path}/two", "parallel.pipeline=2"]
+    assert launch(str(config), [f"output_dir={tmp_path}/one"]) == 0
+    words = [f"output_dir={tmp_path}/two", "parallel.pipeline=2"]
     assert set(ranks2.launch(config, *words)) == {0}
     (one,), (two,) = (read_metrics(tmp_path / folder, "eval") for folder in ("one", "two"))
     assert one.pop("split") == two.pop("split")

@@ -160,8 +160,8 @@ def write_texts(file: Path, rows: int, seed: int = 0) -> None:
 
 def kit(folder: Path, workers: int = 0, **settings: Any) -> MLLMDataKit:
     given = {"sources": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}]}
-    given |= {"micro_batch_tokens": 256, "cache": str(folder / "cache"), **settings}
-    given.setdefault("global_batch_tokens", 4 * given["micro_batch_tokens"])
+    given |= {"pack_tokens": 256, "cache": str(folder / "cache"), **settings}
+    given.setdefault("global_batch_tokens", 4 * given["pack_tokens"])
     return MLLMDataKit(MLLMData.model_validate(given), tokenizer("zephyr"), num_workers=workers)
 
 
@@ -286,7 +286,7 @@ def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder: Path)
 def test_pack_loader_state_of_another_plan_raises(folder: Path) -> None:
     state = kit(folder).loader("train").state_dict()
     for changed in (
-        {"micro_batch_tokens": 512},
+        {"pack_tokens": 512},
         {"global_batch_tokens": 512},
         {"sources": [{"path": f"{folder}/a.jsonl"}]},
     ):
@@ -311,7 +311,7 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     first = kit(tmp_path, workers=2).dataset("train").plan
     assert sum(measured) == 208  # two rows are in both files
     measured.clear()
-    assert kit(tmp_path, micro_batch_tokens=256).dataset("train").plan.digest == first.digest
+    assert kit(tmp_path, pack_tokens=256).dataset("train").plan.digest == first.digest
     assert not measured
     assert (
         kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest
@@ -331,7 +331,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
     def key(name: str = "zephyr", **settings: Any) -> str:
         given = {
             "sources": [{"path": str(folder / "a.jsonl")}],
-            "micro_batch_tokens": 256,
+            "pack_tokens": 256,
             **settings,
         }
         return MLLMDataKit(MLLMData.model_validate(given), tokenizer(name)).row_encoder.fingerprint

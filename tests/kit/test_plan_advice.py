@@ -37,8 +37,8 @@ EXPERTS |= {
     "vocab_size": 32000,
 }
 EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8}
-PACKS = "mllm.micro_batch_tokens=4096"
-FIXED = ["mllm.micro_batch_tokens=8192", "model.activation_checkpointing=none"]
+PACKS = "data.pack_tokens=4096"
+FIXED = ["data.pack_tokens=8192", "model.activation_checkpointing=none"]
 SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
 
 
@@ -88,7 +88,7 @@ def test_shipped_gpu_config_fits_as_its_comment_says(
             "model.activation_checkpointing=selective",
         ),
         (
-            [SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"],
+            [SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "data.max_length=4096"],
             PACKS,
         ),
         (["Qwen/Qwen3-VL-2B-Instruct", "--gpu", "H100", "--tokens", "16384"], "{vision: full}'"),
@@ -118,7 +118,7 @@ def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
 
 
 def test_auto_of_packs_shorter_than_rows_says_what_the_plan_says(models: None, capsys: Any) -> None:
-    words = [SFT, "model.path=Qwen/Qwen3-0.6B", "mllm.row_tokens=8192", "--tokens", "2048"]
+    words = [SFT, "model.path=Qwen/Qwen3-0.6B", "data.max_length=8192", "--tokens", "2048"]
     words += ["model.activation_checkpointing=auto", "--gpu", "L4"]  # slower than the host
     _, facts = estimated(words, capsys)
     peak, seconds = re.findall(r"([\d.]+) of \d+ GiB and ([\d.]+) s", facts["auto"]["reason"])[0]
@@ -145,7 +145,7 @@ def test_plan_with_offload_counts_states_on_the_host_and_their_copies(
         "H100",
         "model.activation_checkpointing=full",
     ]
-    words.append("mllm.micro_batch_tokens=16384")
+    words.append("data.pack_tokens=16384")
     code, without = estimated([*words, "optim.state_dtype=int8"], capsys)
     assert code == EXIT_USER_ERROR  # not even with states in 8 bits
     offers = [advice for advice in without["advice"] if "optim.offload" in advice["words"]]

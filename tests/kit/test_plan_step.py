@@ -372,10 +372,10 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
     assert density * batches.heaviest(size) == pytest.approx(heaviest)
     model = on_meta("qwen3_vl_2b")
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
-    fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
+    fixed = MLLMData(sources=[{"path": "x"}], pack_tokens=size)  # type: ignore[list-item]
     work = Workload(model, PlanSettings(), batches, gpu_by_name("H200"), 1)
     peaks = [
-        choose(config, "mllm", fixed, 2, one).peak
+        choose(config, "data", fixed, 2, one).peak
         for one in (work, replace(work, heaviest=batches.heaviest))
     ]
     encoder = BlockCosts(model, PlanSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
@@ -395,7 +395,7 @@ def test_plan_with_data_advises_packs_that_hold_its_longest_row(
     monkeypatch.setitem(GPUS, "T4", (peak, 0.32, 25, 25, False))
     assert main(words) == EXIT_USER_ERROR
     (advice,) = json.loads(capsys.readouterr().out)["advice"]
-    assert advice["words"].startswith("mllm.micro_batch_tokens=")
+    assert advice["words"].startswith("data.pack_tokens=")
     assert main([*words, *advice["words"].split()]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["peak_gib"] == pytest.approx(advice["peak_gib"])

@@ -32,7 +32,7 @@ RECIPE = ROOT / "recipes" / "preference"
 PairsEngine: Any = import_file(RECIPE / "engine.py").PairsEngine
 PreferenceLoss: Any = import_file(RECIPE / "settings.py").PreferenceLoss
 LOSSES: list[dict[str, Any]] = [
-    {"loss": "sigmoid", "label_smoothing": 0.1},
+    {"loss": "dpo", "label_smoothing": 0.1},
     {"loss": "ipo", "nll": 0.5},
     {"loss": "hinge", "beta": 0.7},
     {"loss": "robust", "label_smoothing": 0.2, "nll": 0.3},
@@ -129,7 +129,7 @@ def padded_loss(settings: Any) -> Tensor:
         means = log_probs / lengths
         ratio = (log_probs - ref)[0] - (log_probs - ref)[1]
         match settings.loss:
-            case "sigmoid":
+            case "dpo":
                 term = (
                     -(1 - eps) * torch.sigmoid(beta * ratio).log()
                     - eps * torch.sigmoid(-beta * ratio).log()
@@ -221,7 +221,7 @@ def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
 def step(engine: Any, settings: Any, micro_batches: list[PackedBatch]) -> Any:
     """Loss and gradients of a step as the model engine divides them, and the metrics."""
     layout = engine.layout
-    engine.config = SimpleNamespace(preference=settings, mllm=SimpleNamespace(tokens_per_pack=40))
+    engine.config = SimpleNamespace(preference=settings, data=SimpleNamespace(tokens_per_pack=40))
     kept, engine.reference = (
         engine.reference,
         None if settings.loss in ("simpo", "orpo") else engine.reference,
@@ -305,7 +305,7 @@ def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(
 
 
 def test_preference_metrics_are_exact_means_over_pairs() -> None:
-    settings = PreferenceLoss(loss="sigmoid", beta=0.3)
+    settings = PreferenceLoss(loss="dpo", beta=0.3)
     _, _, metrics = step(
         engine_on(alone()), settings, [packed([0, 1]), packed([2, PLAIN, 4]), packed([5, 6])]
     )

@@ -134,21 +134,21 @@ def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains
 
 BASE = """
 engine: preference
-project: {name: pairs}
+run_name: pairs
 model: {type: language_model, path: model}
-loop: {total_steps: 1}
+train: {max_steps: 1}
 """
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mllm.pairs=false"], "mllm.pairs=true"),
-        (["preference.loss=kto"], "mllm.fields={label: int}"),
+        (["data.pairs=false"], "data.pairs=true"),
+        (["preference.loss=kto"], "data.fields={label: int}"),
         (["preference.loss=simpo", "preference.reference=copy"], "has no reference model"),
         (["preference.loss=hinge", "preference.label_smoothing=0.1"], "has no label_smoothing"),
         (["preference.reference=adapters_off"], "needs LoRA"),
-        (["lora.rank=4", "lora.train=[projector]"], "preference.reference=copy"),
+        (["lora.rank=4", "lora.modules_to_save=[projector]"], "preference.reference=copy"),
         (
             ["lora.rank=4", "preference.reference=copy", "model.quantize={llm: nf4}"],
             "to adapters_off or cached",
@@ -164,7 +164,7 @@ def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
 ) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
-        BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
+        BASE + "data: {pairs: true, pack_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
     )
     with pytest.raises(UserError) as error:
         compose(file, words)
@@ -174,7 +174,7 @@ def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
 def test_preference_reference_follows_loss_and_lora(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
-        BASE + "mllm: {pairs: true, micro_batch_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
+        BASE + "data: {pairs: true, pack_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
     )
     found = [
         compose(file, words).config.reference

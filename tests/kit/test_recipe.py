@@ -67,13 +67,11 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
         .replace("repeats: 2.0", "stream: true")
     )
     config.write_text(text + "  stream_window: 2\n")
-    words = f"train {config} log.interval=1 loop.epochs=null optim.schedule=constant".split()
+    words = f"train {config} log.interval=1 train.epochs=null optim.schedule=constant".split()
     before = {*active_children()}
-    assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
+    assert main([*words, "output_dir=straight", "train.max_steps=4"]) == 0
     for steps in (1, 3, 4):
-        assert (
-            main([*words, "project.dir=stopped", f"loop.total_steps={steps}", "resume=auto"]) == 0
-        )
+        assert main([*words, "output_dir=stopped", f"train.max_steps={steps}", "resume=auto"]) == 0
     straight, stopped = (
         [(line["step"], line["epoch"], line["loss"]) for line in records(recipe / name)]
         for name in ("straight", "stopped")
@@ -91,7 +89,7 @@ def test_row_encoder_template_without_stop_token_warns_once(tmp_path, logged):
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {
         "sources": [{"path": f"{tmp_path}/a.jsonl"}],
-        "micro_batch_tokens": 99,
+        "pack_tokens": 99,
         "global_batch_tokens": 99,
     }
     for words, warnings in (

@@ -58,14 +58,16 @@ class FaultyEngine(MLLMEngine):
 """
 CONFIG = """
 engine: engine.py:FaultyEngine
-project: {name: tiny, dir: outputs}
+run_name: tiny
+output_dir: outputs
 model: {type: language_model, path: model}
-mllm:
-  micro_batch_tokens: 160
+data:
+  pack_tokens: 160
   sources:
     images: {path: images.jsonl}
-data: {global_batch_size: 2, num_workers: 0}
-loop: {epochs: 1}
+  global_batch_size: 2
+  num_workers: 0
+train: {epochs: 1}
 checkpoint: {interval: 2}
 log: {backends: [jsonl, file]}
 """
@@ -114,7 +116,7 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
     config, tmp_path, capsys
 ):
     words = "optim.lr=50 optim.warmup=0 checkpoint.interval=1 guard.max_skips=3".split()
-    assert mvp(f"train {config}", *words, "loop.epochs=3") == EXIT_USER_ERROR
+    assert mvp(f"train {config}", *words, "train.epochs=3") == EXIT_USER_ERROR
     command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
     [run] = list_runs(tmp_path / "outputs")
     assert mvp(f"check {run.id}") == 0
@@ -128,7 +130,7 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
 
 @pytest.mark.slow
 def test_replay_on_a_stream_names_the_stream_and_the_row(config, tmp_path, capsys):
-    words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
+    words = ["data.sources.images.stream=true", "train.epochs=null", "train.max_steps=8"]
     assert mvp(f"train {config}", *words, "faults.nan=3") == 0
     [run] = list_runs(tmp_path / "outputs")
     assert mvp(f"check {run.id}") == 0

@@ -185,16 +185,24 @@ def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["reward.target=points"], "reward.target=points is no column of numbers"),
-        (["reward.target=gap", "reward.centring=0.1"], "rows with a score are no pairs"),
-        (["reward.target=null"], "or reward.target to a column of scores"),
-        (["reward.target=null", "mllm.pairs=true", "reward.huber=1.0"], "pairs have no targets"),
+        (["reward_loss.target=points"], "reward_loss.target=points is no column of numbers"),
+        (["reward_loss.target=gap", "reward_loss.centring=0.1"], "rows with a score are no pairs"),
+        (["reward_loss.target=null"], "or reward_loss.target to a column of scores"),
+        (
+            ["reward_loss.target=null", "data.pairs=true", "reward_loss.huber=1.0"],
+            "pairs have no targets",
+        ),
     ],
     ids=str,
 )
 def test_reward_config_that_does_not_fit_its_rows_raises(words: list[str], message: str) -> None:
     file = ROOT / "recipes" / "reward_model" / "configs" / "cpu.yaml"
-    valid = ["mllm.pairs=false", "reward.margin=null", "reward.centring=0", "reward.target=gap"]
+    valid = [
+        "data.pairs=false",
+        "reward_loss.margin=null",
+        "reward_loss.centring=0",
+        "reward_loss.target=gap",
+    ]
     compose(file, valid)
     with pytest.raises(UserError, match=message):
         compose(file, [*valid, *words])

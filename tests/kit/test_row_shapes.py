@@ -185,5 +185,5 @@ def test_row_shape_reasoning_without_a_template_for_it_is_refused(encoders, fold
 
 
 def test_row_shape_prompt_only_without_the_setting_names_the_setting(encoders, folder):
-    with pytest.raises(BadRow, match=r"mllm.prompt_only=true"):
+    with pytest.raises(BadRow, match=r"data.prompt_only=true"):
         seen(encoders, "trl_prompt_only", folder, SHAPES["trl_prompt_only"]["row"])

@@ -91,14 +91,14 @@ def write_checkpoint(folder, **tensors):
 @pytest.mark.parametrize("place", ["shared", "rank.00000"])
 def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path, marker, place, capsys):
     """The checksums are right: whoever made it computed them."""
-    assert train("loop.total_steps=3", dir=tmp_path / "runs") == 0
+    assert train("train.max_steps=3", dir=tmp_path / "runs") == 0
     folder = list_runs(tmp_path / "runs")[0].checkpoint_list()[-1]
     reader = checkpoint_format.Reader(folder)
     tensors = {name: reader.read(name) for name in reader.entries}
     tensors[place] = pickled({"step": 3, "bad": Payload(marker)})
     write_checkpoint(tmp_path / "made", **tensors)
     checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
-    assert train("resume=auto loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert train("resume=auto train.max_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
 

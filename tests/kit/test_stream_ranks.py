@@ -98,15 +98,15 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, r
     rows = tmp_path / "rows.jsonl"
     write(rows, [{"text": f"{i} " + "word " * (i % 30)} for i in range(240)])
     words = [
-        f"mllm.sources=[{{path: {rows}, stream: true}}]",
-        "mllm.stream_window=2",
-        "mllm.stream_lanes=2",
+        f"data.sources=[{{path: {rows}, stream: true}}]",
+        "data.stream_window=2",
+        "data.stream_lanes=2",
     ]
     words += [
-        "loop.epochs=1",
+        "train.epochs=1",
         "data.num_workers=0",
         "resume=auto",
-        f"project.dir={tmp_path / 'run'}",
+        f"output_dir={tmp_path / 'run'}",
     ]
     words += ["optim.schedule=constant"]
     assert ranks2.launch(CONFIG, *words, "fate.stop_step=2") == [EXIT_INTERRUPTED] * 2

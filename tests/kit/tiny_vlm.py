@@ -78,9 +78,9 @@ def write(file, rows):
 
 def made(file, processor, config=None, **settings):
     """A data kit for one file; a step has two packs."""
-    given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256}
+    given = {"sources": [{"path": str(file)}], "pack_tokens": 256}
     given |= {"cache": str(file.parent / "cache"), **settings}
-    given.setdefault("global_batch_tokens", 2 * given["micro_batch_tokens"])
+    given.setdefault("global_batch_tokens", 2 * given["pack_tokens"])
     return MLLMDataKit(MLLMData.model_validate(given), processor, model_config=config)
 
 

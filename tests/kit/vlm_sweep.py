@@ -138,7 +138,7 @@ def _rows_of(model, processor, folder):
     """Rows with the media that the model takes, from files."""
     settings = {
         "sources": [{"path": str(folder / "rows.jsonl")}],
-        "micro_batch_tokens": 32768,
+        "pack_tokens": 32768,
     }
     settings |= {
         "global_batch_tokens": 32768,

@@ -183,10 +183,7 @@ def test_sparkline_of_a_falling_loss_falls():
 
 def test_backends_write_all_files_of_a_run(train, tmp_path, capsys):
     assert (
-        train(
-            "log.backends=[terminal,file,jsonl,tensorboard,plot] loop.eval_interval=6", dir=tmp_path
-        )
-        == 0
+        train("log.backends=[terminal,file,jsonl,tensorboard,plot] eval.steps=6", dir=tmp_path) == 0
     )
     [run] = list_runs(tmp_path)
     assert (run.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -230,9 +227,9 @@ def test_tensorboard_after_resume_has_each_step_once(train, tmp_path):
 
 
 def test_log_file_after_resume_is_appended(train, tmp_path):
-    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    assert train("train.max_steps=4", dir=tmp_path) == 0
     before = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
-    assert train("resume=auto loop.total_steps=6", dir=tmp_path) == 0
+    assert train("resume=auto train.max_steps=6", dir=tmp_path) == 0
     after = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
     assert after.startswith(before)
     assert "resume=auto: continuing" in after[len(before) :]
@@ -319,7 +316,7 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
     file = tmp_path / "calls"
     entry = f"{{name:'board.py:Board',file:{file},fails:{fails}}}"
     assert (
-        train(f"log.backends=[file,{entry}] loop.total_steps=4", config=board, dir=tmp_path / "out")
+        train(f"log.backends=[file,{entry}] train.max_steps=4", config=board, dir=tmp_path / "out")
         == 0
     )
     assert file.read_text() == calls
@@ -367,9 +364,7 @@ def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
     )
     fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
-    assert (
-        train(f"log.backends=[{{name:{name},entity:team}}] loop.total_steps=4", dir=tmp_path) == 0
-    )
+    assert train(f"log.backends=[{{name:{name},entity:team}}] train.max_steps=4", dir=tmp_path) == 0
     assert calls[0]["project"] == "tiny"
     assert calls[0]["entity"] == "team"
     assert [c[0] for c in calls[1:-1]] == [1, 2, 4]
@@ -378,7 +373,7 @@ def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
 
 
 def test_only_rank_0_writes_files(ranks2, tmp_path):
-    words = [f"project.dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
+    words = [f"output_dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert len(list_runs(tmp_path)) == 1
     assert len(read_metrics(tmp_path)) == 7

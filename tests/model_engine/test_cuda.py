@@ -56,9 +56,9 @@ def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule():
 
 
 def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path):
-    words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]"]
+    words = ["train.max_steps=6", "log.interval=1", "log.backends=[jsonl]"]
     words += ["data.micro_batch_size=32", "data.global_batch_size=64"]
-    words += ["loop.eval_interval=null", "loop.precision=fp32"]
+    words += ["eval.steps=null", "train.precision=fp32"]
     for device in ("cpu", "cuda"):
         assert train(*words, f"device={device}", config=MAGIC, dir=tmp_path / device) == 0
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "cuda"), rel=1e-3)
@@ -66,11 +66,9 @@ def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path, precision):
-    words = (
-        "loop.total_steps=60 log.interval=20 log.backends=[jsonl] loop.eval_interval=null".split()
-    )
+    words = "train.max_steps=60 log.interval=20 log.backends=[jsonl] eval.steps=null".split()
     for name in ("fp32", precision):
-        assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
+        assert train(*words, f"train.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
 
 
@@ -87,21 +85,23 @@ def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path):
 
 
 def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path):
-    words = ["log.interval=1", "log.backends=[jsonl]", "loop.precision=fp32"]
+    words = ["log.interval=1", "log.backends=[jsonl]", "train.precision=fp32"]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     assert ranks2.launch(
-        TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"
+        TINY, *words, "data.micro_batch_size=2", f"output_dir={tmp_path / 'two'}"
     ) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
 
 
-EXACT = ["loop.precision=fp32", "model.compile=null"]
+EXACT = ["train.precision=fp32", "model.compile=null"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path, precision):
     assert train("device=cpu", config=LM, dir=tmp_path / "cpu") == 0
-    assert train("device=cuda", f"loop.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
+    assert (
+        train("device=cuda", f"train.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
+    )
     tolerance = 1e-3 if precision == "fp32" else 2e-2
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "gpu"), rel=tolerance)
 
@@ -114,5 +114,5 @@ def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
 ):
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
     words = [*EXACT, f"parallel.{layout}=2", f"data.micro_batch_size={micro_batch}"]
-    assert ranks2.launch(LM, *words, f"project.dir={tmp_path / 'two'}") == [0, 0]
+    assert ranks2.launch(LM, *words, f"output_dir={tmp_path / 'two'}") == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)

@@ -84,7 +84,10 @@ def test_step_of_experts_on_one_rank_has_no_host_sync(name, balance, compile):
     if name == "qwen3_moe":
         shape["moe_intermediate_size"] = 64
     part = language_model(
-        shape, precision="bf16", compile=compile, experts=Experts(balance=balance, z=0.001)
+        shape,
+        precision="bf16",
+        compile=compile,
+        experts=Experts(balance=balance, router_z_loss_coef=0.001),
     )
     batches = [mix(99, [40, 13, 30]).pin_memory(), mix(99, [25, 50]).pin_memory()]
     for _ in range(3):  # allocate and compile

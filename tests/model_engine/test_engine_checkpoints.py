@@ -221,8 +221,8 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     (folder / "types.py").write_text(page.split("```python\n")[1].split("```")[0])
     (folder / "engine.py").write_text(RECIPE)
     model = {"type": "token_classifier", "config": overrides_of("qwen3")}
-    write_json(folder / "train.yaml", {"model": model, "loop": {"total_steps": 1}})
-    assert train("project.run_id=a", config=folder / "train.yaml", dir=tmp_path) == 0
+    write_json(folder / "train.yaml", {"model": model, "train": {"max_steps": 1}})
+    assert train("run_id=a", config=folder / "train.yaml", dir=tmp_path) == 0
     words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
     code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)
     assert code == 0, said

@@ -65,7 +65,7 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
 
     for name in ("train_batch", "infer_micro_batches", "describe"):
         monkeypatch.setattr(FSDPEngine, name, watched(name))
-    assert train(f"model.offload={offload}", "loop.total_steps=4", "loop.eval_interval=2") == 0
+    assert train(f"model.offload_outside_steps={offload}", "train.max_steps=4", "eval.steps=2") == 0
     away = {"none": set(), "optimizer": {"optimizer"}, "all": {"model", "optimizer"}}[offload]
     assert seen["describe"] == [away]  # before the first step
     assert seen["train_batch"] == [set()] * 4

@@ -26,8 +26,8 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts.expert_balance import _RouterLoss
 
 BALANCES = {
-    "qwen3_moe": Experts(balance="loss", weight=3.0, z=0.1),
-    "glm4_moe": Experts(balance="bias", rate=0.01, z=0.1),
+    "qwen3_moe": Experts(balance="loss", aux_loss_coef=3.0, router_z_loss_coef=0.1),
+    "glm4_moe": Experts(balance="bias", bias_update_rate=0.01, router_z_loss_coef=0.1),
 }
 
 
@@ -132,7 +132,7 @@ def test_router_losses_alone_do_not_depend_on_the_split(how):
 
 def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers():
     """transformers' loss sums its shares to K, and has one loss for all layers: one layer here."""
-    experts = Experts(balance="loss", weight=0.5)
+    experts = Experts(balance="loss", aux_loss_coef=0.5)
     engine = balanced("mixtral", lr=0.0, shape={"num_hidden_layers": 1}, experts=experts)
     row = micro_batches(3)[0]
     step(engine, [row])
@@ -185,8 +185,8 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "experts", "lr", "start"),
     [
-        ("gpt_oss", Experts(balance="loss", weight=0.05), 0.02, 0.25),
-        ("glm4_moe", Experts(balance="bias", rate=0.002), 0.01, 0.2),
+        ("gpt_oss", Experts(balance="loss", aux_loss_coef=0.05), 0.02, 0.25),
+        ("glm4_moe", Experts(balance="bias", bias_update_rate=0.002), 0.01, 0.2),
     ],
     ids=["loss", "bias"],
 )
@@ -201,7 +201,7 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     if family == "glm4_moe":
         shape["first_k_dense_replace"] = 0
     if steps < 200:  # as fast as 200 steps, without their end
-        faster = {"weight": 2 * experts.weight, "rate": 10 * experts.rate}
+        faster = {"weight": 2 * experts.aux_loss_coef, "rate": 10 * experts.bias_update_rate}
         experts = experts.model_copy(update=faster)
     engine = balanced(family, lr=lr, shape=shape, experts=experts)
     for name, value in [*engine.model.named_parameters(), *engine.model.named_buffers()]:
@@ -220,7 +220,7 @@ def counts_and_weights(layout):
     """After two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
     model = build_model(LanguageModel, "qwen3_vl_moe")
     rows = media_rows(model, layout)
-    experts = Experts(balance="loss", weight=1.0)
+    experts = Experts(balance="loss", aux_loss_coef=1.0)
     engine = engine_of(model, layout, lambda model: sgd(model, 1e-2), experts=experts)
     for _ in range(2):
         step(engine, rows)
@@ -258,13 +258,13 @@ def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
     train, ranks2, tmp_path
 ):
-    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.weight=1.0"]
+    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.aux_loss_coef=1.0"]
     words += ["optim.schedule=constant", "data.micro_batch_size=2"]
-    assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "one") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'two'}"]
+    assert train(*words, "train.max_steps=4", config=LM, dir=tmp_path / "one") == 0
+    cut = [*words, "resume=auto", f"output_dir={tmp_path / 'two'}"]
     cut += ["parallel.shard=2", "parallel.expert=2"]
     for steps in (2, 4):
-        assert ranks2.launch(LM, *cut, f"loop.total_steps={steps}") == [0, 0]
+        assert ranks2.launch(LM, *cut, f"train.max_steps={steps}") == [0, 0]
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     for name in ("expert_load", "expert_load_max"):
         assert [record[name] for record in one] == [record[name] for record in two]

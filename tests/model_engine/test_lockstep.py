@@ -211,7 +211,7 @@ def _host_collectives(config, words, steps):
         setattr(dist, name, counted(name))
     try:
         Meter.keep_slowest = lambda self, at_end=False: None
-        words = [*words, f"loop.total_steps={steps}", f"project.run_id=r{steps}"]
+        words = [*words, f"train.max_steps={steps}", f"run_id=r{steps}"]
         assert launch(config, words) == 0
     finally:
         Meter.keep_slowest = keep_slowest
@@ -235,7 +235,7 @@ SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_
     ids=["module-shard", "module-replicate", "images-shard"],
 )
 def test_step_on_a_planned_loader_has_one_host_collective(ranks2, tmp_path, config, words):
-    words = [*words, f"project.dir={tmp_path}", "loop.eval_interval=null", "log.interval=1000"]
+    words = [*words, f"output_dir={tmp_path}", "eval.steps=null", "log.interval=1000"]
     words += ["checkpoint.interval=null", "log.backends=[]"]
     three, eight = (ranks2.run(_host_collectives, str(config), words, steps) for steps in (3, 8))
     assert [many - few for few, many in zip(three, eight, strict=True)] == [5, 5]

@@ -82,7 +82,7 @@ def test_every_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families)
 def one(tmp_path_factory):
     """What one rank made of five steps."""
     folder = tmp_path_factory.mktemp("one")
-    words = ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]
+    words = ["eval.steps=5", "data.micro_batch_size=8", f"output_dir={folder}"]
     assert launch(str(LM), words) == 0
     return folder
 
@@ -100,7 +100,7 @@ def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     request, one, tmp_path, ranks, layout
 ):
     pool = request.getfixturevalue(f"ranks{ranks}")
-    words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    words = ["eval.steps=5", "data.micro_batch_size=2", f"output_dir={tmp_path}"]
     assert pool.launch(LM, *words, *layout) == [0] * ranks
     for split in ("train", "eval"):
         assert_metrics(read_metrics(tmp_path, split), read_metrics(one, split), loss=1e-5)
@@ -117,7 +117,7 @@ def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
 )
 def test_bf16_on_every_layout_is_close_to_fp32(one, ranks2, tmp_path, word):
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
-    words = [word, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    words = [word, "train.precision=bf16", "data.micro_batch_size=2", f"output_dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert_metrics(read_metrics(tmp_path), read_metrics(one), loss=2e-2, grad_norm=1e-1)
 
@@ -130,15 +130,15 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
     steps = campaign_size(6, 8)
     # Of a constant schedule, so that a shorter run is the same run, cut.
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]
-    assert train(*words, f"loop.total_steps={steps}", config=LM, dir=tmp_path / "straight") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
+    assert train(*words, f"train.max_steps={steps}", config=LM, dir=tmp_path / "straight") == 0
+    cut = [*words, "resume=auto", f"output_dir={tmp_path / 'cut'}"]
     both = ["parallel.shard=2", "parallel.ulysses=2"]
-    assert ranks4.launch(LM, *cut, *both, "loop.total_steps=3") == [0] * 4
-    assert ranks2.launch(LM, *cut, "parallel.tensor=2", "loop.total_steps=5") == [0] * 2
-    assert train(*cut, "loop.total_steps=6", config=LM, dir=tmp_path / "cut") == 0
+    assert ranks4.launch(LM, *cut, *both, "train.max_steps=3") == [0] * 4
+    assert ranks2.launch(LM, *cut, "parallel.tensor=2", "train.max_steps=5") == [0] * 2
+    assert train(*cut, "train.max_steps=6", config=LM, dir=tmp_path / "cut") == 0
     if steps > 6:
         words = ["parallel.shard=4", "data.micro_batch_size=1"]
-        assert ranks4.launch(LM, *cut, *words, f"loop.total_steps={steps}") == [0] * 4
+        assert ranks4.launch(LM, *cut, *words, f"train.max_steps={steps}") == [0] * 4
     assert_metrics(read_metrics(tmp_path / "cut"), read_metrics(tmp_path / "straight"), loss=1e-5)
 
 

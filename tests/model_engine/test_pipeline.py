@@ -313,13 +313,13 @@ def test_stages_load_their_slices_of_a_folder(on_ranks, tmp_path):
 def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
     train, ranks2, ranks4, tmp_path
 ):
-    words = ["data.micro_batch_size=2", "optim.schedule=constant", "loop.eval_interval=2"]
-    assert train(*words, "loop.total_steps=6", config=LM, dir=tmp_path / "one") == 0
-    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
+    words = ["data.micro_batch_size=2", "optim.schedule=constant", "eval.steps=2"]
+    assert train(*words, "train.max_steps=6", config=LM, dir=tmp_path / "one") == 0
+    cut = [*words, "resume=auto", f"output_dir={tmp_path / 'cut'}"]
     stages = [*cut, "parallel.pipeline=2"]
-    assert ranks2.launch(LM, *stages, "loop.total_steps=2") == [0] * 2
-    assert ranks4.launch(LM, *stages, "parallel.shard=2", "loop.total_steps=4") == [0] * 4
-    assert train(*cut, "loop.total_steps=6", config=LM, dir=tmp_path / "cut") == 0
+    assert ranks2.launch(LM, *stages, "train.max_steps=2") == [0] * 2
+    assert ranks4.launch(LM, *stages, "parallel.shard=2", "train.max_steps=4") == [0] * 4
+    assert train(*cut, "train.max_steps=6", config=LM, dir=tmp_path / "cut") == 0
     for split in ("train", "eval"):
         one, many = (read_metrics(tmp_path / name, split) for name in ("one", "cut"))
         assert_metrics(many, one, loss=1e-5, grad_norm=1e-4)

@@ -17,13 +17,13 @@ from mvp_engine.runs import list_runs
 
 RECIPES = ROOT / "recipes"
 FEW_STEPS = [
-    "loop.total_steps=3",
+    "train.max_steps=3",
     "data.num_workers=0",
     "log.interval=1",
     "log.backends=[jsonl]",
     "checkpoint.interval=null",
 ]
-FEW_TOKENS = ["eval_generation.max_new_tokens=2", "eval_generation.every_n_samples=50"]
+FEW_TOKENS = ["eval.generation.max_new_tokens=2", "eval.generation.every_n_samples=50"]
 # Little data for each config. Stages stand after those whose exports they start from.
 SIZES = {
     "magic_transformer/train": ["task.train_problems=1000", "task.eval_problems=500"],
@@ -49,21 +49,21 @@ SIZES = {
     "distil/cpu": ["made.rows=60", *FEW_TOKENS],
     "contrastive/train": [],
     "digits_flow/train": ["dit.width=16", "generated=20"],
-    "table_vla/cpu": ["table.demonstrations=40", "rollouts.episodes=4", "rollouts.max_steps=8"],
+    "table_vla/cpu": ["table.demonstrations=40", "simulation.episodes=4", "simulation.max_steps=8"],
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
     "qwen_omni/cpu": [
         "spoken.sentences=120",
         "spoken.held_out=10",
-        "eval_generation.speech=null",
+        "eval.generation.speech=null",
         *FEW_TOKENS,
     ],
 }
 # One controller starts the ranks of these.
 RL_SIZES = {
     "reverse_rl/grpo": ["made.rows=60"],
-    "reverse_rl/ppo": ["made.rows=60", "rl.prompts=8"],
+    "reverse_rl/ppo": ["made.rows=60", "rl.prompts_per_step=8"],
     "digits_rl/grpo": ["made.digits=60"],
 }
 NO_HELD_OUT_ROWS = {"preference/sft_text", "preference/sft_images"}
@@ -102,7 +102,7 @@ def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(pools, tmp_pat
     # The default suite has fewer packs than ranks; test_exactness.py has uneven parts of samples.
     suites = {"digits_vlm/train": ["4"]}, dict.fromkeys(SIZES, pools)
     for name, layouts in suites[campaign_size(0, 1)].items():
-        words = [f"project.dir={tmp_path}", *FEW_STEPS, *SIZES[name]]
+        words = [f"output_dir={tmp_path}", *FEW_STEPS, *SIZES[name]]
         assert launch(str(config_file(name)), words) == 0, name
         alone = {split: read_metrics(tmp_path, split) for split in ("train", "eval")}
         for layout in layouts:
@@ -116,16 +116,16 @@ def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(pools, tmp_pat
 @pytest.mark.parametrize("name", [*SIZES, *RL_SIZES])
 def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(pools, stages, name):
     """All metrics, of the whole split and of a part of it."""
-    words = [f"project.dir={stages}", *FEW_STEPS, *{**SIZES, **RL_SIZES}[name]]
+    words = [f"output_dir={stages}", *FEW_STEPS, *{**SIZES, **RL_SIZES}[name]]
     # Enough training for some right answers.
-    steps = [] if name in RL_SIZES else ["loop.total_steps=30"]
-    assert launch(str(config_file(name)), [*words, *steps, "loop.eval_interval=null"]) == 0
+    steps = [] if name in RL_SIZES else ["train.max_steps=30"]
+    assert launch(str(config_file(name)), [*words, *steps, "eval.steps=null"]) == 0
     if name in NO_HELD_OUT_ROWS:
         return
     if FEW_TOKENS[0] in words:
-        words += ["eval_generation.max_new_tokens=8", "eval_generation.every_n_samples=3"]
+        words += ["eval.generation.max_new_tokens=8", "eval.generation.every_n_samples=3"]
     words += ["workflow=evaluate", "resume=auto"]
-    for limit in ("loop.eval_batches=null", "loop.eval_batches=1"):
+    for limit in ("eval.batches=null", "eval.batches=1"):
         assert launch(str(config_file(name)), [*words, limit]) == 0
         alone = last_evaluation(stages)
         for layout in pools:

@@ -16,7 +16,7 @@ from mvp_engine.kit.preference import info_nce, siglip
 from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "contrastive" / "configs" / "train.yaml"
-SHORT = ["loop.total_steps=4", "loop.eval_interval=4", "log.interval=1", "log.backends=[jsonl]"]
+SHORT = ["train.max_steps=4", "eval.steps=4", "log.interval=1", "log.backends=[jsonl]"]
 SHORT += [
     "data.global_batch_size=96",
     "optim.warmup=0",
@@ -26,7 +26,7 @@ SHORT += [
 
 
 def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
-    given = [*SHORT, f"project.dir={folder}", *words]
+    given = [*SHORT, f"output_dir={folder}", *words]
     if ranks is None:
         assert launch(str(CONFIG), given) == 0
     else:
@@ -87,9 +87,9 @@ def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(tm
     config = ROOT / "tests" / "recipes" / "packed_views" / "train.yaml"
     found = []
     for name, words in (("whole", []), ("split", ["data.micro_batch_size=5"])):
-        assert launch(str(config), [f"project.dir={tmp_path / name}", *words]) == 0
+        assert launch(str(config), [f"output_dir={tmp_path / name}", *words]) == 0
         found.append(read_metrics(tmp_path / name))
-    words = [f"project.dir={tmp_path}/ranks", "data.micro_batch_size=4", "parallel.shard=2"]
+    words = [f"output_dir={tmp_path}/ranks", "data.micro_batch_size=4", "parallel.shard=2"]
     assert set(ranks2.launch(config, *words)) == {0}
     for records in (found[1], read_metrics(tmp_path / "ranks")):
         for one, other in zip(found[0], records, strict=True):
@@ -99,7 +99,7 @@ def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(tm
 
 
 def test_contrastive_dropout_has_the_same_masks_in_both_forwards(tmp_path):
-    words = ["towers.dropout=0.5", "loop.total_steps=1"]
+    words = ["towers.dropout=0.5", "train.max_steps=1"]
     whole = trained(tmp_path, *words, "data.micro_batch_size=96")
     wanted, norm = plain_first_step("infonce", *words)
     assert whole[0]["loss"] == pytest.approx(wanted, rel=1e-5)
@@ -121,7 +121,7 @@ def test_contrastive_losses_equal_their_formulas():
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
 def test_contrastive_learns_held_out_numbers_both_ways(tmp_path, loss):
-    words = [f"project.dir={tmp_path}", f"contrastive.loss={loss}", "log.backends=[jsonl]"]
+    words = [f"output_dir={tmp_path}", f"contrastive.loss={loss}", "log.backends=[jsonl]"]
     assert launch(str(CONFIG), words) == 0
     last = read_metrics(tmp_path, "eval")[-1]
     assert min(last["accuracy_first_to_second"], last["accuracy_second_to_first"]) >= 0.95

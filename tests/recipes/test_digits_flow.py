@@ -12,8 +12,8 @@ from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "digits_flow" / "configs" / "train.yaml"
 SHORT = [
-    "loop.total_steps=4",
-    "loop.eval_interval=4",
+    "train.max_steps=4",
+    "eval.steps=4",
     "log.interval=1",
     "log.backends=[jsonl]",
     "dit.width=16",
@@ -28,7 +28,7 @@ SHORT += [
 
 
 def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
-    given = [*SHORT, f"project.dir={folder}", *words]
+    given = [*SHORT, f"output_dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
     return read_metrics(folder) + read_metrics(folder, "eval")
@@ -48,9 +48,9 @@ def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path, rank
 
 def test_digits_flow_resume_continues_bit_equal(tmp_path):
     """Noise and times of the steps after the resume are those of a training without a stop."""
-    words = ["optim.schedule=constant", "checkpoint.interval=2", "project.run_id=one"]
+    words = ["optim.schedule=constant", "checkpoint.interval=2", "run_id=one"]
     whole = trained(tmp_path / "whole", *words)
-    trained(tmp_path / "parts", *words, "loop.total_steps=2", "loop.eval_interval=null")
+    trained(tmp_path / "parts", *words, "train.max_steps=2", "eval.steps=null")
     resumed = trained(tmp_path / "parts", *words, "resume=auto")
     by_step = {record["step"]: record["loss"] for record in resumed if record["split"] == "train"}
     for record in whole:
@@ -62,9 +62,7 @@ def test_digits_flow_resume_continues_bit_equal(tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_flow_draws_right_digits_that_are_no_copies(tmp_path, seed):
     assert (
-        launch(
-            str(CONFIG), [f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl,plot]"]
-        )
+        launch(str(CONFIG), [f"output_dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl,plot]"])
         == 0
     )
     last = read_metrics(tmp_path, "eval")[-1]

@@ -22,7 +22,7 @@ SMALL = [
     "data.num_workers=0",
     "log.interval=1",
     "log.backends=[jsonl]",
-    "loop.eval_interval=null",
+    "eval.steps=null",
 ]
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "clip_fraction")
 
@@ -31,7 +31,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "entropy", "clip_fraction")
 def base(tmp_path_factory):
     """A folder with the data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("digits")
-    words = [*SMALL, f"project.dir={folder}", "loop.total_steps=2", "mllm.micro_batch_tokens=512"]
+    words = [*SMALL, f"output_dir={folder}", "train.max_steps=2", "data.pack_tokens=512"]
     assert launch(str(CONFIGS / "sft.yaml"), words) == 0
     return folder
 
@@ -39,15 +39,15 @@ def base(tmp_path_factory):
 def trained(base: Path, name: str, *more: str) -> list[dict[str, Any]]:
     words = [
         *SMALL,
-        f"project.dir={base / name}",
+        f"output_dir={base / name}",
         f"made.folder={base}/digits_rl_data",
-        "export=null",
+        "export_link=null",
     ]
     words += [
         f"model.path={base}/digits_rl_base",
-        "loop.total_steps=2",
-        "rl.prompts=6",
-        "rl.group=4",
+        "train.max_steps=2",
+        "rl.prompts_per_step=6",
+        "rl.num_generations=4",
     ]
     assert launch(str(CONFIGS / "grpo.yaml"), [*words, "reward.workers=0", *more]) == 0
     return read_metrics(base / name)
@@ -96,7 +96,7 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base, monkeypatch):
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_digits_rl_gpu_configs_compose(name):
     config = compose(
-        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.questions.path=y.jsonl"]
+        CONFIGS / f"{name}.yaml", ["model.path=x", "data.sources.questions.path=y.jsonl"]
     ).config
     assert (config.groups.actor.ranks, config.lora is None) == (
         (8, True) if name == "gpu8" else (None, False)
@@ -110,7 +110,7 @@ def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path, seed)
     for _, *words in readme_commands("digits_rl"):
         if words[0] == "train" and "gpu" not in words[1]:
             assert (
-                main([*words, f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl]"])
+                main([*words, f"output_dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl]"])
                 == 0
             ), words
             last = read_metrics(tmp_path, "eval")[-1]

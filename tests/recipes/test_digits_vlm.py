@@ -27,20 +27,20 @@ SMALL = [f"model.config.{key}" for key in SMALL]
 QUICK = [
     "data.num_workers=0",
     "log.interval=1",
-    "loop.eval_interval=null",
+    "eval.steps=null",
     "digits.drawings=1",
     "digits.count=60",
 ]
 QUICK += [
-    "mllm.micro_batch_tokens=256",
-    "loop.total_steps=6",
-    "loop.epochs=null",
+    "data.pack_tokens=256",
+    "train.max_steps=6",
+    "train.epochs=null",
     "log.backends=[terminal,file,jsonl]",
 ]
 
 
 def run(folder: Path, *more: str) -> int:
-    return launch(str(CONFIG), [f"project.dir={folder}", *SMALL, *QUICK, *more])
+    return launch(str(CONFIG), [f"output_dir={folder}", *SMALL, *QUICK, *more])
 
 
 def losses(folder: Path) -> list[float]:
@@ -89,7 +89,7 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained, capsys):
 @pytest.mark.campaign
 def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained, campaign_size):
     run_dir = list_runs(trained)[0].dir
-    words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
+    words = [f"output_dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
     words += ["data.global_batch_size=2"]  # three packs for two ranks
     assert launch(str(CONFIG), words) == 0
     answers = (run_dir / "answers.jsonl").read_text()
@@ -112,7 +112,7 @@ def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained):
 
     from mvp_engine.kit.tiny_processors import CHAT_TOKENS, VISION_TOKENS
 
-    composed = compose(str(CONFIG), [f"project.dir={trained}", *QUICK])
+    composed = compose(str(CONFIG), [f"output_dir={trained}", *QUICK])
     engine = composed.engine_class
     kit = engine.data_kit(composed.config)
     assert isinstance(kit, MLLMDataKit)

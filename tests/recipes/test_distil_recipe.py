@@ -21,9 +21,9 @@ SMALL = [
     "data.num_workers=0",
     "log.interval=1",
     "log.backends=[jsonl]",
-    "eval_generation=null",
+    "eval.generation=null",
 ]
-SMALL += ["mllm.micro_batch_tokens=256", "data.global_batch_size=2", "optim.warmup=0"]
+SMALL += ["data.pack_tokens=256", "data.global_batch_size=2", "optim.warmup=0"]
 NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 
 
@@ -31,17 +31,22 @@ NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 def base(tmp_path_factory):
     """A folder with the data and the export of a short training of the teacher."""
     folder = tmp_path_factory.mktemp("distil")
-    words = [*SMALL, f"project.dir={folder}", "loop.total_steps=3", "loop.eval_interval=null"]
+    words = [*SMALL, f"output_dir={folder}", "train.max_steps=3", "eval.steps=null"]
     assert launch(str(CONFIGS / "teacher_cpu.yaml"), words) == 0
     return folder
 
 
 def trained(base: Path, name: str, *words: str, ranks=None) -> list[dict[str, Any]]:
-    given = [*SMALL, f"project.dir={base / name}", f"made.folder={base}/distil_data", "export=null"]
+    given = [
+        *SMALL,
+        f"output_dir={base / name}",
+        f"made.folder={base}/distil_data",
+        "export_link=null",
+    ]
     given += [
         f"distil.teacher={base}/distil_teacher_model",
-        "loop.total_steps=3",
-        "loop.eval_interval=3",
+        "train.max_steps=3",
+        "eval.steps=3",
     ]
     given += ["distil.nll=0.2", "optim.schedule=constant", *words]
     if ranks is None:
@@ -65,16 +70,16 @@ def test_distil_one_process_and_sharded_ranks_train_alike(base, ranks2):
 
 
 def test_distil_resumed_run_is_bit_equal(base):
-    whole = trained(base, "whole", "loop.eval_interval=null")
-    trained(base, "cut", "loop.eval_interval=null", "loop.total_steps=2")
-    resumed = trained(base, "cut", "loop.eval_interval=null", "resume=auto")
+    whole = trained(base, "whole", "eval.steps=null")
+    trained(base, "cut", "eval.steps=null", "train.max_steps=2")
+    resumed = trained(base, "cut", "eval.steps=null", "resume=auto")
     assert [record["loss"] for record in resumed] == [record["loss"] for record in whole]
 
 
 def test_distil_teacher_of_another_vocabulary_is_a_user_error(base, capsys):
     words = [
         *SMALL,
-        f"project.dir={base}/other",
+        f"output_dir={base}/other",
         f"made.folder={base}/distil_data",
         "model.config.vocab_size=340",
     ]
@@ -90,7 +95,7 @@ def test_distil_estimate_counts_the_teacher(base, capsys):
         "--json",
         "--gpu",
         "H100",
-        f"project.dir={base}",
+        f"output_dir={base}",
         "made.rows=60",
     ]
     words += [f"distil.teacher={base}/distil_teacher_model"]
@@ -101,8 +106,8 @@ def test_distil_estimate_counts_the_teacher(base, capsys):
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_distil_gpu_configs_compose(name):
-    given = ["model.path=x", "distil.teacher=y", "mllm.sources.rows.path=z.jsonl"]
+    given = ["model.path=x", "distil.teacher=y", "data.sources.rows.path=z.jsonl"]
     config = compose(CONFIGS / f"{name}.yaml", given).config
     assert (config.distil.teacher, config.parallel.shard) == ("y", 8 if name == "gpu8" else 1)
     with pytest.raises(UserError, match="distillation reads rows with one answer"):
-        compose(CONFIGS / f"{name}.yaml", [*given, "mllm.pairs=true"])
+        compose(CONFIGS / f"{name}.yaml", [*given, "data.pairs=true"])

@@ -26,10 +26,10 @@ SMALL = [
 ]
 SHORT = [
     *SMALL,
-    "loop.total_steps=3",
-    "loop.eval_interval=3",
-    "mllm.micro_batch_tokens=256",
-    "eval_generation=null",
+    "train.max_steps=3",
+    "eval.steps=3",
+    "data.pack_tokens=256",
+    "eval.generation=null",
 ]
 NUMBERS = ("loss", "rewards/chosen", "rewards/rejected", "margin", "nll", "grad_norm")
 
@@ -38,7 +38,7 @@ NUMBERS = ("loss", "rewards/chosen", "rewards/rejected", "margin", "nll", "grad_
 def base(tmp_path_factory):
     """A folder with the synthetic text data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("preference")
-    words = [*SMALL, f"project.dir={folder}", "loop.total_steps=2", "mllm.micro_batch_tokens=512"]
+    words = [*SMALL, f"output_dir={folder}", "train.max_steps=2", "data.pack_tokens=512"]
     assert launch(str(CONFIGS / "sft_text.yaml"), words) == 0
     return folder
 
@@ -50,11 +50,16 @@ def trained(
     out = base / name
     given = [
         *SHORT,
-        f"project.dir={out}",
+        f"output_dir={out}",
         f"made.folder={base}/preference_data/text",
         "data.global_batch_size=2",
     ]
-    given += [f"model.path={base}/preference_text_base", "export=null", "optim.lr=1e-3", *words]
+    given += [
+        f"model.path={base}/preference_text_base",
+        "export_link=null",
+        "optim.lr=1e-3",
+        *words,
+    ]
     if ranks is None:
         assert launch(str(CONFIGS / f"{config}.yaml"), given) == 0
     else:
@@ -92,16 +97,16 @@ def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
 def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(base, ranks2):
     words = [
         *SHORT,
-        f"project.dir={base}/nodes",
+        f"output_dir={base}/nodes",
         f"made.folder={base}/preference_data/text",
-        "export=null",
+        "export_link=null",
     ]
     words += [
         f"model.path={base}/preference_text_base",
         "data.global_batch_size=2",
-        "loop.eval_interval=null",
+        "eval.steps=null",
     ]
-    words += ["preference.reference=cached", "loop.total_steps=1", "mllm.cache=null"]
+    words += ["preference.reference=cached", "train.max_steps=1", "data.cache=null"]
     config = str(CONFIGS / "dpo_text.yaml")
     assert ranks2.run(launch_with_own_cache, config, words, base / "caches") == [0, 0]
     assert len(list((base / "caches").glob("*/mvp_engine/data/reference_log_probs-*.npy"))) == 1
@@ -112,10 +117,10 @@ def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base):
         "lora.rank=4",
         "preference.reference=adapters_off",
         "lora.dropout=0.1",
-        "loop.eval_interval=null",
+        "eval.steps=null",
     ]
     lora += ["preference.nll=0", "optim.schedule=constant"]
-    trained(base, "parts", *lora, "loop.total_steps=2", "checkpoint.interval=1")
+    trained(base, "parts", *lora, "train.max_steps=2", "checkpoint.interval=1")
     resumed = trained(base, "parts", *lora, "resume=auto")
     other = trained(base, "other", *lora)
     assert resumed == other
@@ -125,7 +130,7 @@ def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base):
 
 
 def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base, ranks2):
-    lora = ["lora.rank=4", "loop.eval_interval=null", "preference.reference=copy"]
+    lora = ["lora.rank=4", "eval.steps=null", "preference.reference=copy"]
     copy = trained(base, "lora_copy", *lora)
     lora[-1] = "preference.reference=adapters_off"
     assert_same(trained(base, "lora_off", *lora), copy)
@@ -133,16 +138,16 @@ def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base, ranks2)
 
 
 def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base, capsys):
-    words = ["preference.reference=cached", "loop.eval_interval=null", f"mllm.cache={base}/lost"]
-    trained(base, "lost", *words, "loop.total_steps=1", "checkpoint.interval=1")
+    words = ["preference.reference=cached", "eval.steps=null", f"data.cache={base}/lost"]
+    trained(base, "lost", *words, "train.max_steps=1", "checkpoint.interval=1")
     for file in (base / "lost").glob("reference_log_probs-*.npy"):
         file.unlink()
     given = [
         *SHORT,
-        f"project.dir={base}/lost",
+        f"output_dir={base}/lost",
         f"made.folder={base}/preference_data/text",
         *words,
-        "export=null",
+        "export_link=null",
     ]
     given += [f"model.path={base}/preference_text_base", "data.global_batch_size=2", "resume=auto"]
     assert main(["train", str(CONFIGS / "dpo_text.yaml"), *given]) == EXIT_USER_ERROR
@@ -159,7 +164,7 @@ def test_preference_kto_ranks_agree_on_the_kl_term(base, ranks2):
 @pytest.mark.parametrize(("name", "reference"), [("gpu1", "adapters_off"), ("gpu8", "copy")])
 def test_preference_gpu_configs_compose_and_name_missing_keys(name, reference, capsys):
     config = compose(
-        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
+        CONFIGS / f"{name}.yaml", ["model.path=x", "data.sources.pairs.path=y.jsonl"]
     ).config
     assert config.reference == reference
     assert main(["config", str(CONFIGS / f"{name}.yaml")]) in (0, EXIT_USER_ERROR)
@@ -176,7 +181,7 @@ def test_preference_readme_commands_learn_preferences(tmp_path, kind, bound):
             and any(f"_{kind}" in word for word in words)
             and "--nproc" not in words
         ):
-            assert main([*words, f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0, words
+            assert main([*words, f"output_dir={tmp_path}", "log.backends=[jsonl]"]) == 0, words
             last = read_metrics(tmp_path, "eval")[-1] if "dpo" in words[1] else {}
             if last:
                 assert last["accuracy"] >= bound

@@ -23,16 +23,16 @@ TASKS = ("count", "largest", "next", "reverse")
 SMALL = ["made.modules=20", "made.chats=60", "log.interval=1", "log.backends=[terminal,file,jsonl]"]
 QUICK = {
     "pretrain_cpu": [
-        "loop.total_steps=8",
-        "eval_generation.every_n_samples=20",
-        "eval_generation.max_new_tokens=4",
+        "train.max_steps=8",
+        "eval.generation.every_n_samples=20",
+        "eval.generation.max_new_tokens=4",
     ],
-    "sft_cpu": ["eval_generation.every_n_samples=10"],
+    "sft_cpu": ["eval.generation.every_n_samples=10"],
 }
 QUICK["sft_cpu"] += [
-    "loop.total_steps=6",
-    "loop.eval_interval=6",
-    "eval_generation.max_new_tokens=4",
+    "train.max_steps=6",
+    "eval.steps=6",
+    "eval.generation.max_new_tokens=4",
 ]
 
 
@@ -50,7 +50,7 @@ def ran(tmp_path_factory):
         if stage is None or "--nproc" in words:  # needs GPUs or several processes
             continue
         more = [] if words[0] == "data" else QUICK[stage]
-        assert main([*words, f"project.dir={folder}", *SMALL, *more]) == 0, words
+        assert main([*words, f"output_dir={folder}", *SMALL, *more]) == 0, words
         seen.append((words[0], stage, "workflow=report" in words))
     monkeypatch.undo()
     wanted = [("train", stage, report) for stage in QUICK for report in (False, True)]
@@ -70,7 +70,7 @@ def records(folder: Path, stage: str, split: str) -> list[dict[str, Any]]:
 
 def kit_of(folder: Path, stage: str, *words: str):
     composed = compose(
-        FOLDER / "configs" / f"{stage}_cpu.yaml", [f"project.dir={folder}", *SMALL, *words]
+        FOLDER / "configs" / f"{stage}_cpu.yaml", [f"output_dir={folder}", *SMALL, *words]
     )
     engine = composed.engine_class
     return engine.data_kit(composed.config)
@@ -176,8 +176,8 @@ def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran):
     assert kit.processor.decode(trained) == "6<|im_end|>98<|im_end|>"
 
 
-CHATS = ["mllm.sources.chats.path=a.jsonl", "mllm.sources.held_chats.path=b.jsonl", "model.path=x"]
-TEXTS = ["mllm.sources.texts.path=a.jsonl", "mllm.sources.held_texts.path=b.jsonl", "processor=x"]
+CHATS = ["data.sources.chats.path=a.jsonl", "data.sources.held_chats.path=b.jsonl", "model.path=x"]
+TEXTS = ["data.sources.texts.path=a.jsonl", "data.sources.held_texts.path=b.jsonl", "processor=x"]
 WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sft_gpu8": CHATS}
 WANTED |= {"sft_long_gpu8": CHATS, "sft_fp8_gpu1": CHATS, "sft_moe_gpu8": CHATS}
 WANTED |= {"pretrain_moe_gpu8": TEXTS, "sft_megatron_gpu8": CHATS}
@@ -187,7 +187,7 @@ WANTED |= {"pretrain_moe_gpu8": TEXTS, "sft_megatron_gpu8": CHATS}
 def test_qwen3_gpu_configs_compose_and_name_missing_keys(name):
     file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
     config = compose(file, words).config
-    assert (config.loop.precision, config.data.micro_batch_size) == ("bf16", 1)
+    assert (config.train.precision, config.data.micro_batch_size) == ("bf16", 1)
     assert config.model.compile == (None if config.model.backend == "megatron" else "inductor")
     ranks = 8 if name.endswith("gpu8") else 1
     sizes = config.parallel.model_dump(
@@ -195,7 +195,7 @@ def test_qwen3_gpu_configs_compose_and_name_missing_keys(name):
     )
     assert math.prod(sizes.values()) == ranks
     data_ranks = config.parallel.shard
-    assert config.mllm.global_batch_tokens % (data_ranks * config.mllm.row_tokens) == 0
+    assert config.data.global_batch_tokens % (data_ranks * config.data.max_length) == 0
     for i, word in enumerate(words):
         with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
             compose(file, words[:i] + words[i + 1 :])
@@ -207,7 +207,7 @@ def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b():
     config = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
     model = engine_class("language_model").build_model(ModelSource(None, config.model.config))
     assert sum(param.numel() for param in model.parameters()) == 1_720_574_976
-    assert (config.optim.schedule, config.guard.spike_sigmas, config.mllm.sources[0].stream) == (
+    assert (config.optim.schedule, config.guard.spike_sigmas, config.data.sources[0].stream) == (
         "wsd",
         6.0,
         True,
@@ -228,24 +228,24 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
     kind, task = ("texts", "docs") if "pretrain" in name else ("chats", "next")
     names = {"train": kind, "eval": f"held_{kind}"}
     words = [
-        f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names
+        f"data.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names
     ]
     words += [
-        f"project.dir={tmp_path}",
-        f"loop.precision={'bf16' if 'fp8' in name else 'fp32'}",
+        f"output_dir={tmp_path}",
+        f"train.precision={'bf16' if 'fp8' in name else 'fp32'}",
         "model.compile=null",
-        "mllm.micro_batch_tokens=512",
+        "data.pack_tokens=512",
     ]
     words += [
         "data.num_workers=0",
-        "loop.total_steps=2",
-        "mllm.global_batch_tokens=512",
-        "eval_generation=null",
+        "train.max_steps=2",
+        "data.global_batch_tokens=512",
+        "eval.generation=null",
         "parallel={shard: 1, expert: 1, ulysses: 1, context: 1}",
     ]
     words += [
         "log.interval=1",
-        "loop.eval_batches=1",
+        "eval.batches=1",
         "optim.warmup=0",
         "optim.lr=1e-3",
     ]
@@ -259,7 +259,7 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
             "vocab_size=1024",
         ]
         words += [f"model.config.{one}" for one in tiny] + [
-            "mllm.row_tokens=512",
+            "data.max_length=512",
             f"processor={ran / 'qwen3_base'}",
         ]
     else:
@@ -269,6 +269,6 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
 
 
 def test_qwen3_sft_without_pretraining_export_is_a_user_error(tmp_path, capsys):
-    words = [f"project.dir={tmp_path}", *SMALL]
+    words = [f"output_dir={tmp_path}", *SMALL]
     assert launch(str(FOLDER / "configs" / "sft_cpu.yaml"), words) == EXIT_USER_ERROR
     assert "qwen3_base is not a folder" in capsys.readouterr().err

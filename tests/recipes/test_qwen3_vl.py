@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 RECIPE = ROOT / "recipes" / "qwen3_vl"
 QUICK = ["shapes.rows=60", "data.num_workers=0"]
 SIZES = [
-    "mllm.micro_batch_tokens=320",
-    "eval_generation.max_new_tokens=3",
+    "data.pack_tokens=320",
+    "eval.generation.max_new_tokens=3",
     "log.backends=[file,jsonl]",
 ]
 STEPS = {"words": 12, "align": 6, "pretrain": 10, "instruct": 6, "instruct_lora": 6}
@@ -40,7 +40,7 @@ def chain(tmp_path_factory):
                 words = [word.replace("recipes/", f"{ROOT}/recipes/", 1) for word in words[1:]]
                 small = {"train": [*QUICK, *SIZES], "data": QUICK}.get(words[0], [])
                 if words[0] == "train":
-                    small = [*small, f"loop.total_steps={STEPS[Path(words[1]).stem]}"]
+                    small = [*small, f"train.max_steps={STEPS[Path(words[1]).stem]}"]
                 assert main([*words, *small]) == 0, words
     return folder / "outputs"
 
@@ -142,7 +142,7 @@ def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(cha
 
 def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(tmp_path, capsys):
     assert (
-        main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"])
+        main(["train", str(RECIPE / "configs" / "align.yaml"), f"output_dir={tmp_path}"])
         == EXIT_USER_ERROR
     )
     assert "it is what the stage before exports, so train that first" in capsys.readouterr().err
@@ -188,16 +188,16 @@ REAL = {  # the sizes of Qwen3-VL-2B
 def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(name, sources, tmp_path):
     config = str(RECIPE / "configs" / f"{name}.yaml")
     with pytest.raises(
-        UserError, match=rf"has keys without a value.* mllm\.sources\.{sources[0]}\.path=\.\.\."
+        UserError, match=rf"has keys without a value.* data\.sources\.{sources[0]}\.path=\.\.\."
     ):
         compose(config, [])
     (tmp_path / "config.json").write_text(json.dumps(REAL))
     words = [
         f"model.path={tmp_path}",
-        *(f"mllm.sources.{source}.path=rows.jsonl" for source in sources),
+        *(f"data.sources.{source}.path=rows.jsonl" for source in sources),
     ]
     found = compose(config, words).config
-    assert found.loop.precision == "bf16"
+    assert found.train.precision == "bf16"
     assert found.parallel.shard == (8 if name.endswith("8") else 1)
     model = MLLMModelKit(found.lora).build(found.model)
     assert set(MLLMModelKit.parts(model).values()) == {"vision", "projector", "llm"}

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 def words(folder: Path, *more: str) -> list[str]:
     few = [*FEW, *SMALL, "log.backends=[terminal,file,jsonl]"]
-    return [f"project.dir={folder}", *few, "loop.total_steps=6", "loop.eval_interval=null", *more]
+    return [f"output_dir={folder}", *few, "train.max_steps=6", "eval.steps=null", *more]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def trained(folder):
         for command in readme_commands("qwen_audio"):
             if "--nproc" in command or any("gpu" in word for word in command):
                 continue
-            fewer = [f"project.dir={folder}", *FEW]
+            fewer = [f"output_dir={folder}", *FEW]
             if command[1] == "train":
-                fewer = words(folder, "loop.eval_interval=6", "checkpoint.interval=3")
+                fewer = words(folder, "eval.steps=6", "checkpoint.interval=3")
             assert main([*command[1:], *fewer]) == 0, command
             seen.append(command[1])
     assert seen == ["train", "train", "data"]
@@ -159,11 +159,11 @@ def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path, capsys):
     for name, trains in (("gpu1", "0 %"), ("gpu8", "95.7 %")):  # Whisper's positions never train
         file = str(CONFIGS / f"{name}.yaml")
         assert launch(file, []) == EXIT_USER_ERROR
-        assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
+        assert "data.sources.eval.path=... data.sources.train.path=..." in capsys.readouterr().err
         given = [
-            f"project.dir={tmp_path}",
-            "mllm.sources.train.path=a.jsonl",
-            "mllm.sources.eval.path=b.jsonl",
+            f"output_dir={tmp_path}",
+            "data.sources.train.path=a.jsonl",
+            "data.sources.eval.path=b.jsonl",
         ]
         assert launch(file, [*given, "parallel.shard=1"]) == EXIT_USER_ERROR
         assert "without model.path" in capsys.readouterr().err

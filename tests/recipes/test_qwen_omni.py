@@ -29,8 +29,8 @@ speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    sizes = ["loop.total_steps=3", "loop.eval_interval=3", "eval_generation.speech.max_frames=6"]
-    return [f"project.dir={folder}", *FEW, *sizes, "log.backends=[terminal,file,jsonl]", *more]
+    sizes = ["train.max_steps=3", "eval.steps=3", "eval.generation.speech.max_frames=6"]
+    return [f"output_dir={folder}", *FEW, *sizes, "log.backends=[terminal,file,jsonl]", *more]
 
 
 @speaks
@@ -46,7 +46,7 @@ def test_qwen_omni_readme_commands_run(tmp_path, monkeypatch, capsys):
             for word in command
         ]
         assert (
-            main([*command[1:], *fewer.get(command[1], [f"project.dir={tmp_path}", *FEW])]) == 0
+            main([*command[1:], *fewer.get(command[1], [f"output_dir={tmp_path}", *FEW])]) == 0
         ), command
         seen.append(command[1])
     assert seen == ["train", "train", "data", "data", "chat"]
@@ -101,7 +101,7 @@ def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path):
     assert {key: config[key] for key in names} == {key: ids[token] for key, token in names.items()}
     assert max(ids.values()) < config["thinker_config"]["audio_token_id"]
     talker = config["talker_config"]
-    assert talker["num_code_groups"] == composed.config.mllm.speech.books == data.BOOKS
+    assert talker["num_code_groups"] == composed.config.data.speech.books == data.BOOKS
     assert (
         talker["code_predictor_config"]["vocab_size"] == data.CODES == talker["codec_eos_token_id"]
     )
@@ -143,21 +143,21 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path, capsys):
     for name in ("gpu1", "gpu8"):
         file = str(CONFIGS / f"{name}.yaml")
         assert launch(file, []) == EXIT_USER_ERROR
-        assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
+        assert "data.sources.eval.path=... data.sources.train.path=..." in capsys.readouterr().err
         given = [
-            f"project.dir={tmp_path}",
-            "mllm.sources.train.path=a.jsonl",
-            "mllm.sources.eval.path=b.jsonl",
+            f"output_dir={tmp_path}",
+            "data.sources.train.path=a.jsonl",
+            "data.sources.eval.path=b.jsonl",
         ]
         config = compose(file, given).config
-        assert config.mllm.speech.books == 16
+        assert config.data.speech.books == 16
         assert config.model.type == "omni_model"
 
 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("mllm.speech=null", "eval_generation.speech needs a model that speaks"),
+        ("data.speech=null", "eval.generation.speech needs a model that speaks"),
         (
             "parallel.shard=2",
             "ranks that share a model (parallel.shard > 1) do not speak in evaluations",
@@ -173,13 +173,13 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word, sa
     ("words", "said"),
     [
         (
-            ["mllm.speech=null"],
-            "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech",
+            ["data.speech=null"],
+            "model.type=omni_model: its talker learns from spoken answers. Set data.speech",
         ),
-        (["model.type=language_model"], "mllm.speech: model.type=language_model has no talker"),
+        (["model.type=language_model"], "data.speech: model.type=language_model has no talker"),
     ],
 )
 def test_talker_without_speech_and_speech_without_talker_are_user_errors(words, said):
-    composed = compose(str(CONFIGS / "cpu.yaml"), ["eval_generation=null", *words])
+    composed = compose(str(CONFIGS / "cpu.yaml"), ["eval.generation=null", *words])
     with pytest.raises(UserError, match=said):
         composed.engine_class.data_kit(composed.config)

@@ -27,13 +27,13 @@ from mvp_engine.tools.push import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
-SMALL = ["made.rows=40", "log.interval=1", "log.backends=[jsonl]", "export=null"]
+SMALL = ["made.rows=40", "log.interval=1", "log.backends=[jsonl]", "export_link=null"]
 SHORT = [
-    "loop.total_steps=3",
-    "loop.eval_interval=3",
-    "loop.eval_batches=1",
-    "rl.prompts=4",
-    "rl.group=4",
+    "train.max_steps=3",
+    "eval.steps=3",
+    "eval.batches=1",
+    "rl.prompts_per_step=4",
+    "rl.num_generations=4",
 ]
 SHORT += ["reward.workers=0", "optim.lr=3e-3"]
 
@@ -42,14 +42,14 @@ SHORT += ["reward.workers=0", "optim.lr=3e-3"]
 def base(tmp_path_factory):
     """A folder with the data and the export of a short SFT."""
     folder = tmp_path_factory.mktemp("reverse")
-    words = [*SMALL[:-1], f"project.dir={folder}", "loop.total_steps=16", "loop.eval_interval=null"]
-    words += ["mllm.micro_batch_tokens=512", "optim.warmup=0"]
+    words = [*SMALL[:-1], f"output_dir={folder}", "train.max_steps=16", "eval.steps=null"]
+    words += ["data.pack_tokens=512", "optim.warmup=0"]
     assert launch(str(CONFIGS / "sft.yaml"), words) == 0
     return folder
 
 
 def words_of(base: Path, name: str, *more: str) -> list[str]:
-    words = [*SMALL, *SHORT, f"project.dir={base / name}", f"made.folder={base}/reverse_data"]
+    words = [*SMALL, *SHORT, f"output_dir={base / name}", f"made.folder={base}/reverse_data"]
     return [*words, f"model.path={base}/reverse_base", *more]
 
 
@@ -75,7 +75,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor])
 
 
 def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base):
-    records = trained(base, "grpo", "log.backends=[jsonl,plot]", f"export={base}/model")
+    records = trained(base, "grpo", "log.backends=[jsonl,plot]", f"export_link={base}/model")
     first = records[0]
     assert first["gap"] < 2e-5
     assert first["gap/text"] < 2e-5
@@ -91,14 +91,14 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base):
     assert "rollouts" in (run.dir / "report.html").read_text().lower()
     card = model_card(run, base / "model", "me/reverse")
     assert "by reinforcement learning (grpo; fine-tuning of all weights)" in card
-    assert "| `rl.group` | 4 |" in card
+    assert "| `rl.num_generations` | 4 |" in card
     assert "global_batch_size" not in card
 
 
 def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base):
-    words = ["rl.updates=1", "loop.eval_interval=null"]
+    words = ["rl.updates=1", "eval.steps=null"]
     skipped = trained(base, "single", *words)
-    measured = trained(base, "measured", *words, "rollout.gap_interval=1")
+    measured = trained(base, "measured", *words, "generation.gap_interval=1")
     assert "gap/text" in skipped[0]
     assert "gap/text" not in skipped[1]
     assert skipped[1]["gap"] < 2e-5
@@ -109,7 +109,7 @@ def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base):
 
 @pytest.mark.campaign(only=True)
 def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base):
-    words = ["evaluation={samples: 2, temperature: 1.0}", "loop.eval_interval=3"]
+    words = ["evaluation={samples: 2, temperature: 1.0}", "eval.steps=3"]
     before = trained(base, "report", *words)
     run = list_runs(base / "report")[-1]
     rollouts = (run.dir / "rollouts.jsonl").read_text()
@@ -126,10 +126,13 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     [
         pytest.param(
             "grpo",
-            ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"],
+            ["rl.async_steps=1", "rl.dynamic_sampling=1", "rl.kl_coef=0.1"],
             marks=pytest.mark.campaign(only=True),
         ),  # see also tests/kit/rl/test_rl_runs.py
-        ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
+        (
+            "ppo",
+            ["rl.prompts_per_step=6", "rl.num_generations=1", "rl.updates=2", "rl.critic_warmup=1"],
+        ),
     ],
 )
 def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base, config, words):
@@ -158,10 +161,10 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base, config, words):
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
 def test_rl_algorithms_train_a_step(base, algorithm):
     words = [
-        "loop.total_steps=1",
-        "loop.eval_interval=null",
+        "train.max_steps=1",
+        "eval.steps=null",
         "rl.clip=null",
-        "rl.kl=0.01",
+        "rl.kl_coef=0.01",
         "rl.updates=1",
     ]
     (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
@@ -176,10 +179,10 @@ def test_rl_algorithms_train_a_step(base, algorithm):
 def test_rl_adapters_off_is_the_reference_of_lora(base):
     words = [
         "lora.rank=4",
-        "lora.targets=[llm]",
-        "rl.kl=0.1",
-        "loop.eval_interval=null",
-        "loop.total_steps=2",
+        "lora.target_modules=[llm]",
+        "rl.kl_coef=0.1",
+        "eval.steps=null",
+        "train.max_steps=2",
     ]
     off = trained(base, "lora_off", *words)
     copy = trained(base, "lora_copy", *words, "groups.reference={}")
@@ -191,7 +194,7 @@ def test_rl_adapters_off_is_the_reference_of_lora(base):
 
 @pytest.mark.campaign(only=True)
 def test_rl_separate_sampler_group_gives_the_same_training(base):
-    words = ["loop.eval_interval=null", "rl.behind=1"]
+    words = ["eval.steps=null", "rl.async_steps=1"]
     shared = trained(base, "shared", *words)
     assert trained(base, "apart", *words, "groups.rollout={}") == shared
 
@@ -209,12 +212,12 @@ def test_rl_under_torchrun_is_refused_with_the_fix():
     [
         ("groups.actor.ranks=2", "workers.where=spawn"),
         ("parallel.shard=2", "groups.actor.parallel"),
-        ("rl.group=1", "rl.group to 2 or more"),
-        ("rollout.backend=vllm", "rollout.urls"),
-        ("eval_generation.max_new_tokens=3", "evaluation.samples"),
-        ("evaluation.samples=2", "evaluation.temperature"),
-        ("rollout.max_new_tokens=5000", "mllm.micro_batch_tokens"),
-        ("rl.kl=0.1 rl.kl_estimator=k1", "Set k2 or k3"),
+        ("rl.num_generations=1", "rl.num_generations to 2 or more"),
+        ("generation.backend=vllm", "generation.urls"),
+        ("eval.generation.max_new_tokens=3", "eval.samples"),
+        ("eval.samples=2", "eval.temperature"),
+        ("generation.max_new_tokens=5000", "data.pack_tokens"),
+        ("rl.kl_coef=0.1 rl.kl_estimator=k1", "Set k2 or k3"),
         (
             "workers.where=spawn groups.actor.ranks=3 groups.actor.parallel.shard=2",
             "groups.actor.parallel (shard=2) does not multiply to groups.actor.ranks=3: set groups.actor.ranks=2",
@@ -232,10 +235,10 @@ def test_rl_config_errors_name_the_fix(base, word, text, capsys):
 
 
 def test_rl_gap_above_the_limit_stops_before_the_first_update(base, capsys):
-    words = words_of(base, "gap", "rollout.max_gap=1e-12", "rl.importance_cap=2")
+    words = words_of(base, "gap", "generation.max_gap=1e-12", "rl.importance_cap=2")
     assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert "rollout.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
+    assert "generation.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
     assert "assistant" in error  # the text before the worst tokens
     assert read_metrics(base / "gap") == []
 
@@ -267,7 +270,7 @@ def test_rl_gpu_configs_compose(name):
     config = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
     assert config.rl.algorithm == "grpo"
     assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
-    assert (config.rollout.backend, len(config.rollout.urls)) == (
+    assert (config.generation.backend, len(config.generation.urls)) == (
         ("vllm", 1) if name == "vllm_gpu1" else ("packed", 0)
     )
 
@@ -287,8 +290,8 @@ def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("config", ["grpo", "ppo"])
 def test_rl_spawned_ranks_train_as_the_local_process(base, config):
-    words = ["rl.prompts=6", "rl.updates=2", "rl.kl=0.05"]
-    words += ["rl.group=1", "rl.critic_warmup=1"] if config == "ppo" else []
+    words = ["rl.prompts_per_step=6", "rl.updates=2", "rl.kl_coef=0.05"]
+    words += ["rl.num_generations=1", "rl.critic_warmup=1"] if config == "ppo" else []
     local = trained(base, f"local_{config}", *words, config=config)
     spawn = [*words, "workers.where=spawn"]
     assert trained(base, f"spawn_{config}", *spawn, config=config) == local
@@ -299,13 +302,13 @@ def test_rl_spawned_ranks_train_as_the_local_process(base, config):
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize(
-    "words", [["rl.behind=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]]
+    "words", [["rl.async_steps=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]]
 )
 def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base, tmp_path, words):
-    settings = [word for word in words_of(base, "x", *words) if not word.startswith("project.dir")]
+    settings = [word for word in words_of(base, "x", *words) if not word.startswith("output_dir")]
     settings += [
-        "loop.total_steps=70",
-        "loop.eval_interval=20",
+        "train.max_steps=70",
+        "eval.steps=20",
         "checkpoint.interval=1",
         "reward.workers=2",
     ]
@@ -344,7 +347,7 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
         "workers.where=spawn",
         "groups.actor.ranks=2",
         "checkpoint.interval=1",
-        "loop.eval_interval=null",
+        "eval.steps=null",
     ]
     undisturbed = trained(base, "alive", *words, "log.backends=[file,jsonl]")
     original = RLEngine.train_pre_step
@@ -367,7 +370,7 @@ def test_rl_readme_commands_learn_from_half_right_to_right(tmp_path):
     """On two idle cores: GRPO in under 3 minutes, PPO in under 4."""
     shown = {}
     for config, metric in (("sft", "exact_held_out"), ("grpo", "pass@1"), ("ppo", "pass@1")):
-        words = [f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+        words = [f"output_dir={tmp_path}", "log.backends=[jsonl]"]
         assert main(["train", str(CONFIGS / f"{config}.yaml"), *words]) == 0
         shown[config] = read_metrics(tmp_path, "eval")[-1][metric]
     assert shown["sft"] <= 0.5

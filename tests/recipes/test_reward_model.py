@@ -13,43 +13,43 @@ pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reward_model" / "configs"
 SHORT = [
     "made.rows=60",
-    "loop.total_steps=2",
-    "loop.eval_interval=2",
+    "train.max_steps=2",
+    "eval.steps=2",
     "data.num_workers=0",
     "log.backends=[jsonl]",
 ]
 
 
 def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path):
-    words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
+    words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"output_dir={tmp_path}", "log.interval=1"]
     assert main(["train", *words]) == 0
     first = read_metrics(tmp_path)
     assert {"accuracy", "margin", "rewards/chosen"} <= read_metrics(tmp_path, "eval")[-1].keys()
     export = tmp_path / "reward_model"
     assert "Qwen3ForSequenceClassification" in (export / "config.json").read_text()
-    words = [*words, f"model.path={export.resolve()}", "optim.lr=1e-9", "export=null"]
+    words = [*words, f"model.path={export.resolve()}", "optim.lr=1e-9", "export_link=null"]
     assert main(["train", *words]) == 0
     assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
 
 
 def test_reward_model_on_images_trains_and_loads_its_export(tmp_path):
-    words = [str(CONFIGS / "cpu_images.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
+    words = [str(CONFIGS / "cpu_images.yaml"), *SHORT, f"output_dir={tmp_path}", "log.interval=1"]
     assert main(["train", *words]) == 0
     first = read_metrics(tmp_path)
     assert "accuracy" in read_metrics(tmp_path, "eval")[-1]
     export = (tmp_path / "reward_images_model").resolve()
-    assert main(["train", *words, f"model.path={export}", "optim.lr=1e-9", "export=null"]) == 0
+    assert main(["train", *words, f"model.path={export}", "optim.lr=1e-9", "export_link=null"]) == 0
     assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
 
 
 def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path, capsys):
     folder = tmp_path / "reward_data"
-    config = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={tmp_path}"])
+    config = compose(CONFIGS / "cpu.yaml", [*SHORT, f"output_dir={tmp_path}"])
     kit = config.engine_class.data_kit(config.config)
     last = int(next(iter(kit.loader("train", global_batch_size=1))).input_ids[-1])
     words = [
         *SHORT,
-        f"project.dir={tmp_path}",
+        f"output_dir={tmp_path}",
         f"made.folder={folder}",
         f"model.config.pad_token_id={last}",
     ]
@@ -60,7 +60,7 @@ def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_reward_model_gpu_configs_compose(name):
     config = compose(
-        CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]
+        CONFIGS / f"{name}.yaml", ["model.path=x", "data.sources.pairs.path=y.jsonl"]
     ).config
     assert (config.model.type, config.lora is None) == ("value_model", name == "gpu8")
 
@@ -73,7 +73,7 @@ def test_reward_model_readme_command_learns_held_out_pairs(tmp_path, name, bound
             [
                 "train",
                 str(CONFIGS / f"{name}.yaml"),
-                f"project.dir={tmp_path}",
+                f"output_dir={tmp_path}",
                 "log.backends=[jsonl]",
             ]
         )

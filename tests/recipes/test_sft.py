@@ -12,16 +12,17 @@ from mvp_engine.engine.hooks import EngineHooks
 
 CONFIG = """
 model: {type: language_model, path: model}
-mllm:
-  micro_batch_tokens: 256
+data:
+  pack_tokens: 256
   sources:
     images: {path: images.jsonl}
     others: {path: others.jsonl}
     held: {path: held.jsonl, split: eval}
-data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
-loop: {total_steps: 2, eval_interval: 1}
+  global_batch_size: 2
+  num_workers: 0
+train: {max_steps: 2}
+eval: {steps: 1, generation: {max_new_tokens: 2, max_samples: 1}}
 log: {interval: 1, backends: [jsonl]}
-eval_generation: {max_new_tokens: 2, max_samples: 1}
 """
 
 
@@ -37,7 +38,7 @@ def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, w
     for engine in ("sft", "mvp_engine.kit:MLLMEngine"):
         folder = vlm_folder / engine.rpartition(":")[2]
         assert (
-            main(["train", "train.yaml", f"engine={engine}", f"project.dir={folder}", *words]) == 0
+            main(["train", "train.yaml", f"engine={engine}", f"output_dir={folder}", *words]) == 0
         )
         results.append(read_metrics(folder) + read_metrics(folder, "eval"))
     assert results[0] == results[1]

@@ -28,11 +28,16 @@ from mvp_engine.runs import Run
 CONFIGS = ROOT / "recipes" / "table_vla" / "configs"
 SHORT = [
     "table.demonstrations=40",
-    "loop.total_steps=2",
-    "loop.eval_interval=2",
+    "train.max_steps=2",
+    "eval.steps=2",
     "data.num_workers=0",
 ]
-SHORT += ["rollouts.episodes=4", "rollouts.max_steps=8", "log.backends=[jsonl]", "log.interval=1"]
+SHORT += [
+    "simulation.episodes=4",
+    "simulation.max_steps=8",
+    "log.backends=[jsonl]",
+    "log.interval=1",
+]
 # Needs nothing but torch, numpy and transformers: it imports the file next to the weights.
 ACT = """
 import json, sys
@@ -73,7 +78,7 @@ def test_table_expert_succeeds_and_a_guesser_gets_a_quarter(world):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table")
-    composed = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={folder}"])
+    composed = compose(CONFIGS / "cpu.yaml", [*SHORT, f"output_dir={folder}"])
     made = composed.engine_class
     return made(composed.config, World.join("cpu"), Run.create(folder, "table", None))
 
@@ -121,12 +126,12 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path, c
     words = [
         str(CONFIGS / "cpu.yaml"),
         *SHORT,
-        f"project.dir={tmp_path}",
-        "rollouts=null",
-        "loop.eval_interval=null",
+        f"output_dir={tmp_path}",
+        "simulation=null",
+        "eval.steps=null",
     ]
     assert main(["train", *words, "table.version=v2.1", "table.codec=libx264"]) == 0
-    words += ["table.version=v2.1", "table.codec=libx264", "resume=auto", "loop.total_steps=3"]
+    words += ["table.version=v2.1", "table.codec=libx264", "resume=auto", "train.max_steps=3"]
     capsys.readouterr()
     assert main(["train", *words, "actions.normalize=min_max"]) == EXIT_USER_ERROR
     assert "another normalization (mode)" in capsys.readouterr().err
@@ -152,14 +157,14 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
     root = write_folder(tmp_path / "robot", "v3.0", "libx264")
     given = [
         f"model.path={tmp_path / 'pi0'}",
-        f"mllm.sources.robot.path={root}",
-        "mllm.sources.robot.hold_out=0.34",
+        f"data.sources.robot.path={root}",
+        "data.sources.robot.hold_out=0.34",
     ]
     given += [
-        f"project.dir={tmp_path}",
-        f"mllm.cache={tmp_path}",
+        f"output_dir={tmp_path}",
+        f"data.cache={tmp_path}",
         "data.num_workers=0",
-        "loop.precision=fp32",
+        "train.precision=fp32",
     ]
     name, *others = words
     assert main(["check", str(CONFIGS / f"{name}.yaml"), *given, *others, "--json"]) == 0
@@ -169,9 +174,9 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
 
 @pytest.mark.campaign(only=True)
 def test_table_vla_readme_command_learns_the_task(tmp_path):
-    words = [str(CONFIGS / "cpu.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+    words = [str(CONFIGS / "cpu.yaml"), f"output_dir={tmp_path}", "log.backends=[jsonl]"]
     assert main(["train", *words]) == 0
-    assert main(["evaluate", *words, "resume=auto", "rollouts.episodes=200"]) == 0
+    assert main(["evaluate", *words, "resume=auto", "simulation.episodes=200"]) == 0
     metrics = read_metrics(tmp_path, "eval")[-1]
     assert metrics["success"] >= 0.8
     assert metrics["success_without_instruction"] <= 0.35

@@ -28,12 +28,12 @@ SMALL = [
     "model.config.hidden_size=16",
     "model.config.intermediate_size=16",
 ]
-QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup=0"]
+QUICK = ["data.num_workers=0", "log.interval=1", "eval.steps=null", "optim.warmup=0"]
 QUICK += ["log.backends=[terminal,file,jsonl]"]  # a plot takes half a second
 
 
 def run(folder: Path, *more: str) -> int:
-    return launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder}", *SMALL, *QUICK, *more])
+    return launch(str(CONFIGS / "cpu.yaml"), [f"output_dir={folder}", *SMALL, *QUICK, *more])
 
 
 def write_images(folder: Path, count: int = 12) -> Path:
@@ -60,8 +60,8 @@ def test_vit_readme_commands_run_and_reach_accuracy(tmp_path, monkeypatch):
     for words in readme_commands("vit_classification"):
         if "--nproc" in words or any("gpu" in word for word in words):
             continue
-        fewer = ["loop.total_steps=60", "optim.warmup=20", "data.num_workers=0"]
-        assert main([*words[1:], *fewer, f"project.dir={tmp_path}"]) == 0, words
+        fewer = ["train.max_steps=60", "optim.warmup=20", "data.num_workers=0"]
+        assert main([*words[1:], *fewer, f"output_dir={tmp_path}"]) == 0, words
         seen.append(words[1])
     assert seen == ["train", "train", "evaluate"]
     accuracy = read_metrics(tmp_path, "eval")[-1]["accuracy"]
@@ -81,7 +81,7 @@ def own(tmp_path_factory):
     words += [
         "data.micro_batch_size=4",
         "data.global_batch_size=8",
-        "loop.epochs=6",
+        "train.epochs=6",
         "optim.lr=0.01",
     ]
     assert run(folder, *words, "checkpoint.interval=3") == 0
@@ -166,7 +166,7 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2, ow
         assert torch.equal(tensor, average), name
     # The same from two ranks with sharded weights.
     words2 = [
-        f"project.dir={folder}",
+        f"output_dir={folder}",
         *SMALL,
         *QUICK,
         *again,
@@ -197,8 +197,8 @@ def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(
     newest = list_runs(folder)[0].dir
     assert run(folder, *words, "workflow=export", f"resume={newest}") == 0
     [export] = newest.glob("hf_step_*")
-    more = [f"project.dir={folder / 'next'}", *QUICK, f"model.path={export}", "images.root=null"]
-    more += ["loop.total_steps=1", "optim.lr=1e-9"]
+    more = [f"output_dir={folder / 'next'}", *QUICK, f"model.path={export}", "images.root=null"]
+    more += ["train.max_steps=1", "optim.lr=1e-9"]
     assert launch(str(CONFIGS / "cpu.yaml"), [*more, "model.config=null"]) == 0
     trained = Reader(list_runs(folder / "next")[0].dir / "checkpoints" / "latest")
     before = AutoModelForImageClassification.from_pretrained(export).state_dict()
@@ -248,10 +248,10 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
 
     base = write_folder(tmp_path / "base", kind)
     words = [
-        f"project.dir={tmp_path / 'refused'}",
+        f"output_dir={tmp_path / 'refused'}",
         *QUICK,
         f"model.path={base}",
-        "loop.total_steps=2",
+        "train.max_steps=2",
     ]
     words += ["lora.rank=2", "optim.ema=null", "optim.lr=0.01", "data.micro_batch_size=8"]
     config = str(CONFIGS / "cpu.yaml")
@@ -261,7 +261,7 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     words += ["model.config=null"]
     assert launch(config, words) == EXIT_USER_ERROR
     assert "images.size=32, but" in capsys.readouterr().err
-    words += ["images.size=16", f"project.dir={tmp_path / 'runs'}"]
+    words += ["images.size=16", f"output_dir={tmp_path / 'runs'}"]
     assert launch(config, words) == 0
     run = list_runs(tmp_path / "runs")[0].dir
     saved = Reader(run / "checkpoints" / "latest").entries
@@ -282,11 +282,11 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
         )
     if kind != "vit":
         return
-    assert launch(config, [*words, "resume=auto", "loop.total_steps=3"]) == 0
+    assert launch(config, [*words, "resume=auto", "train.max_steps=3"]) == 0
     changed = load_file(base / "model.safetensors")
     changed["layernorm.weight"] += 1.0
     save_file(changed, base / "model.safetensors", {"format": "pt"})
-    assert launch(config, [*words, "resume=auto", "loop.total_steps=4"]) == EXIT_USER_ERROR
+    assert launch(config, [*words, "resume=auto", "train.max_steps=4"]) == EXIT_USER_ERROR
     assert "leaves out the frozen vit.layernorm.weight" in capsys.readouterr().err
 
 

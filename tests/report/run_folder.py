@@ -60,6 +60,6 @@ def run_folder(folder, **info):
     (folder / "bad_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
     long = {"source": "own", "where": "rows:9", "reason": "too long"}
     (folder / "overlong_rows.jsonl").write_text(json.dumps(long) + "\n")
-    (folder / "config.yaml").write_text("loop: {total_steps: 40}\n")
+    (folder / "config.yaml").write_text("train: {max_steps: 40}\n")
     (folder / "processor").mkdir()
     return Run(folder)

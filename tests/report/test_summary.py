@@ -28,7 +28,7 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_
         "left out    5 rows (web: 4 corrupt, own: 1 too long)",
         f"mvp chat {tmp_path}",
         f"resume={tmp_path} workflow=export --nproc 2",
-        f"resume={tmp_path} loop.total_steps=80 --nproc 2",
+        f"resume={tmp_path} train.max_steps=80 --nproc 2",
     ):
         assert part in text, text
     (tmp_path / "hf").mkdir()

@@ -21,7 +21,7 @@ SMALL += [
     "digits.drawings=1",
     "digits.count=40",
     "data.global_batch_size=1",
-    "eval_generation.every_n_samples=4",
+    "eval.generation.every_n_samples=4",
 ]
 BROKEN = """
 import torch
@@ -97,7 +97,7 @@ def test_check_of_recipes_without_packs_passes_or_names_the_mean(tmp_path):
         ("Blank", [], ["the export differs from the trained model"]),
         (
             "Bare",
-            ["eval_generation=null"],
+            ["eval.generation=null"],
             ["the export does not load", "a resumed training differs", "no metric of the task"],
         ),
     ],
@@ -115,5 +115,5 @@ def test_check_of_training_rows_in_the_eval_split_fails(small):
     folder = small[-1].partition("=")[2]
     source = f"path: {folder}/train_one.jsonl, name: one"
     sources = f"[{{{source}}},{{{source}, split: eval}}]"
-    found = CHECK.problems(CONFIG, [*small, f"mllm.sources={sources}"])
+    found = CHECK.problems(CONFIG, [*small, f"data.sources={sources}"])
     assert any("held-out rows of one are training rows" in problem for problem in found), found

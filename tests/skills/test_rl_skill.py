@@ -79,10 +79,10 @@ def words(tmp_path_factory):
     return [
         *small,
         "model.path=null",
-        f"project.dir={folder}",
+        f"output_dir={folder}",
         "made.rows=40",
         "reward.workers=0",
-        "rl.prompts=4",
+        "rl.prompts_per_step=4",
     ]
 
 
@@ -106,8 +106,8 @@ def test_rl_check_of_a_recipe_with_an_error_names_it(name, said, words):
 
 
 def engine(words: list[str], name: str) -> str:
-    folder = next(word for word in words if word.startswith("project.dir="))
-    return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
+    folder = next(word for word in words if word.startswith("output_dir="))
+    return f"engine={Path(folder.removeprefix('output_dir=')) / 'engines.py'}:{name}"
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def run(check, *words: str) -> int:
 
 
 def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(capfd):
-    assert run(CHECK.main, str(CONFIGS / "grpo.yaml"), "rl.group=1") == 2
+    assert run(CHECK.main, str(CONFIGS / "grpo.yaml"), "rl.num_generations=1") == 2
     assert capfd.readouterr().err.startswith(
         "check.py: error: rl.algorithm=grpo compares the completions"
     )

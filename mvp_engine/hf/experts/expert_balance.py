@@ -109,7 +109,7 @@ class ExpertBalance(BlockContext):
         if not is_triple or output[0].shape[-1] != self.sizes[layer]:
             raise UserError(
                 f"experts: {type(router).__name__} does not return logits, scores and indices, so its experts cannot "
-                "be balanced. Set experts.balance=none and experts.z=0"
+                "be balanced. Set experts.balance=none and experts.router_z_loss_coef=0"
             )
         return output
 
@@ -140,7 +140,10 @@ class ExpertBalance(BlockContext):
                 bias: Any = getattr(router, _BIAS)
                 if bias.is_meta:  # another pipeline stage holds it
                     continue
-                step_E = self.settings.rate * (mean_L[layer] - counts_LE[layer, :size]).sign()
+                step_E = (
+                    self.settings.bias_update_rate
+                    * (mean_L[layer] - counts_LE[layer, :size]).sign()
+                )
                 bias += torch.where(keep, 0.0, step_E).to(bias.dtype)
         load_L = counts_LE.amax(1) / mean_L
         return {"expert_load": load_L.mean(), "expert_load_max": load_L.max()}
@@ -155,9 +158,9 @@ class ExpertBalance(BlockContext):
         seen_L = total_L > 0
         ratio_L = torch.where(seen_L, self.last_weight * self._top_k_L / total_L, 1.0)
         factor_L = torch.where(seen_L, self._sizes_L * ratio_L / total_L, 0.0)
-        weight = self.settings.weight if self.settings.balance == "loss" else 0.0
+        weight = self.settings.aux_loss_coef if self.settings.balance == "loss" else 0.0
         self.coefficients_LE = (weight * factor_L[:, None] * self.last_LE).float()
-        self.z_L = (self.settings.z * ratio_L).float()
+        self.z_L = (self.settings.router_z_loss_coef * ratio_L).float()
 
     # ---- State ----------------------------------------------------------------------------------------------------
 
@@ -179,12 +182,12 @@ def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]
         if len(routers) != 1:
             raise UserError(
                 f"experts: no router next to {name} of {model_type}, so its experts cannot be balanced. "
-                "Set experts.balance=none and experts.z=0"
+                "Set experts.balance=none and experts.router_z_loss_coef=0"
             )
         found.append((routers[0], local_experts.num_experts(experts)))
     if not found:
         raise UserError(
-            f"experts: {model_type} has no experts to balance. Set experts.balance=none and experts.z=0"
+            f"experts: {model_type} has no experts to balance. Set experts.balance=none and experts.router_z_loss_coef=0"
         )
     return found
 

@@ -55,17 +55,17 @@ class _LoraB(nn.Linear):
 def add_adapters(model: nn.Module, settings: Lora) -> None:
     """Freeze a model and add adapters to its target layers.
 
-    Parameters in `settings.train` stay trainable, and so do those that pretrained folders lack, such as a new head:
+    Parameters in `settings.modules_to_save` stay trainable, and so do those that pretrained folders lack, such as a new head:
     a `PackedModel` knows them, another module may name patterns of them in an attribute `fresh`.
     """
     subject: Any = model
     fresh = getattr(model, "fresh", ())
     trained = _trained_in_full(model, settings, fresh)
-    layers = _target_layers(model, settings.targets, trained)
+    layers = _target_layers(model, settings.target_modules, trained)
     for name in layers:
         if f"{name}.weight" in trained:
             raise UserError(
-                f"lora: {name}.weight is trained in full (lora.train), so it takes no adapter (lora.targets)"
+                f"lora: {name}.weight is trained in full (lora.modules_to_save), so it takes no adapter (lora.target_modules)"
             )
     for name, param in model.named_parameters():
         param.requires_grad_(name in trained)
@@ -78,8 +78,8 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
 
 def _trained_in_full(model: nn.Module, settings: Lora, fresh: tuple[str, ...]) -> set[str]:
     trained: set[str] = set()
-    for pattern in settings.train:
-        trained.update(matching(model, pattern, "lora.train"))
+    for pattern in settings.modules_to_save:
+        trained.update(matching(model, pattern, "lora.modules_to_save"))
     for name, _ in model.named_parameters():
         if any(fnmatchcase(name, new) for new in fresh):
             trained.add(name)
@@ -155,7 +155,7 @@ def _target_layers(
             known: list[str] = [part for part in PARTS if part in parts.values()]
             known += difflib.get_close_matches(target, last_names, n=4, cutoff=0.0)
             raise UserError(
-                f"lora.targets: {class_name} has no linear layers {target!r} apart from its head. "
+                f"lora.target_modules: {class_name} has no linear layers {target!r} apart from its head. "
                 f"Name a part or a pattern of layers, such as {', '.join(known)}"
             )
         found |= {name: linears[name] for name in linears if name in matches}
@@ -255,7 +255,7 @@ def shard_adapters(model: PackedModel, mesh: DeviceMesh, plan: Mapping[str, str]
             layer.lora_product = _product(_row_product, mesh)
         elif style not in _WHOLE:
             raise UserError(
-                f"lora: the tensor-parallel style {style!r} of {name} takes no adapter. Leave it out of lora.targets, "
+                f"lora: the tensor-parallel style {style!r} of {name} takes no adapter. Leave it out of lora.target_modules, "
                 "or set parallel.shard instead of parallel.tensor"
             )
 
@@ -385,7 +385,9 @@ def _adapt_stacked(experts: Any, key: str, param: nn.Parameter, settings: Lora) 
     if param.ndim != 3:
         raise UserError(f"{TARGETS}: {key} has {param.ndim} dimensions; stacked matrices have 3")
     if param.requires_grad:
-        raise UserError(f"{TARGETS}: {key} is trained in full (lora.train), so it takes no adapter")
+        raise UserError(
+            f"{TARGETS}: {key} is trained in full (lora.modules_to_save), so it takes no adapter"
+        )
     total, *sizes = param.shape
     outputs, inputs = reversed(sizes) if experts.is_transposed else sizes
     adapter = StackedAdapter(total, settings.rank, inputs, outputs, param.device)

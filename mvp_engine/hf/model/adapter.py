@@ -76,7 +76,7 @@ class ModelAdapter:
     def balance_experts(self, settings: Experts, device: torch.device) -> None:
         """Set `expert_balance`."""
         raise UserError(
-            f"experts.balance and experts.z are for Hugging Face models; {self.name} is none"
+            f"experts.balance and experts.router_z_loss_coef are for Hugging Face models; {self.name} is none"
         )
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:

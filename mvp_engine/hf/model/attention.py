@@ -217,7 +217,7 @@ def packed_attention(
     if isinstance(attention_mask, Chunks) and max_length_q > attention_mask.size:
         raise UnsupportedAttention(
             f"{layer} attends in chunks of {attention_mask.size} tokens, and a sequence has {max_length_q}: "
-            "packed attention supports shorter sequences. Set mllm.row_tokens"
+            "packed attention supports shorter sequences. Set data.max_length"
         )
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedAttention(

@@ -215,7 +215,7 @@ def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
         held_there += after if index == link.stages - 1 else []
         if _trains([model]) and not _trains(held_there):
             raise UserError(
-                f"{key}: stage {index} would have no trained parameters (model.freeze, lora.targets). "
+                f"{key}: stage {index} would have no trained parameters (model.freeze, lora.target_modules). "
                 "Set parallel.shard instead"
             )
     parts = parts_of(model)

@@ -109,11 +109,11 @@ class ActionFacts(PlanFacts):
         if image is None:
             raise UserError(f"mvp plan does not know the images of {config.model_type}")
         item_tokens = image[1]
-        row_tokens = CAMERAS * item_tokens + PROMPT_TOKENS
-        rows = max(1, tokens // row_tokens)
+        max_length = CAMERAS * item_tokens + PROMPT_TOKENS
+        rows = max(1, tokens // max_length)
         images = assumed_media(config, CAMERAS * rows * item_tokens, None)
         assert images is not None
-        ids = torch.zeros(rows, row_tokens, dtype=torch.long)
+        ids = torch.zeros(rows, max_length, dtype=torch.long)
         ids[:, : CAMERAS * item_tokens] = config.image_token_id
         spec = self.model.action_spec
         noise = torch.empty(rows, draws, spec.chunk, spec.action_dim, device="meta")
@@ -124,7 +124,7 @@ class ActionFacts(PlanFacts):
             f"packs of {count(rows, 'row')}, assumed: {CAMERAS} cameras of {item_tokens:,} tokens and a prompt of "
             f"{PROMPT_TOKENS}, {count(draws, 'draw')} of noise each"
         )
-        return batch, row_tokens, text
+        return batch, max_length, text
 
 
 class Pi0Facts(ActionFacts):

@@ -52,7 +52,7 @@ class ActionEngine(MLLMEngine):
     def make_env(self, num_envs: int) -> VectorEnv:
         """The environment of rollouts, with gymnasium's vector API. A recipe with `rollouts` gives it."""
         raise UserError(
-            f"rollouts: {type(self).__name__} has no environment. Give it make_env(num_envs), or set rollouts=null"
+            f"rollouts: {type(self).__name__} has no environment. Give it make_env(num_envs), or set simulation=null"
         )
 
     # ---- Parts --------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class ActionEngine(MLLMEngine):
     def data_kit(cls, config: ActionConfig) -> ActionDataKit:  # type: ignore[override]
         model_config = read_config(config.model.path, config.model.config)
         return ActionDataKit(
-            config.mllm,
+            config.data,
             config.actions,
             cls.make_processor(config),
             model_config=model_config,
@@ -115,7 +115,7 @@ class ActionEngine(MLLMEngine):
             drawn = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
             noise = torch.cat([one.noise for one in drawn])
         chunks = sample_actions(
-            self.model_engine, batch, noise, None, self.config.mllm.tokens_per_pack
+            self.model_engine, batch, noise, None, self.config.data.tokens_per_pack
         )
         states = np.stack([one.state for one in observations])
         return self.data.normalization.unnormalize_actions(chunks, states)
@@ -141,7 +141,7 @@ class ActionEngine(MLLMEngine):
 
     def roll_out(self, task: str | None = None) -> list[EpisodeResult]:
         """The rollouts that the config asks for, of all ranks. `task` replaces the instruction."""
-        settings = self.config.rollouts
+        settings = self.config.simulation
         assert settings is not None
         # Where ranks run one forward together, all of them run the same episodes.
         alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
@@ -168,7 +168,7 @@ class ActionEngine(MLLMEngine):
     # ---- Evaluation and report ----------------------------------------------------------------------------
 
     def eval_end(self, ctx: StepContext) -> None:
-        if self.config.rollouts is None:
+        if self.config.simulation is None:
             return
         self.episodes = self.roll_out()
         self.log_rollouts(ctx, self.episodes)

@@ -1,6 +1,6 @@
-"""ActionDataKit: the data kit for action models. Sources of `mllm.sources` that are LeRobot folders give frames.
+"""ActionDataKit: the data kit for action models. Sources of `data.sources` that are LeRobot folders give frames.
 
-    kit = ActionDataKit(config.mllm, config.actions, tokenizer, model_config=config)
+    kit = ActionDataKit(config.data, config.actions, tokenizer, model_config=config)
     kit.normalization                            # from parquet files alone
     loader = kit.engine_loader(engine, "train")  # in prepare_dataloader
 
@@ -83,7 +83,7 @@ class ActionDataKit(MLLMDataKit):
         if not any(is_lerobot(one.path) for one in self.sources("train")):
             paths = ", ".join(str(one.path) for one in self.sources("train"))
             raise UserError(
-                f"mllm.sources: none of split train is a LeRobot folder with meta/info.json ({paths}), and an action "
+                f"data.sources: none of split train is a LeRobot folder with meta/info.json ({paths}), and an action "
                 "model learns from one"
             )
         encoder = self.row_encoder
@@ -99,12 +99,12 @@ class ActionDataKit(MLLMDataKit):
     def _check_text(self, cotrains: bool) -> None:
         if cotrains and self.settings.overlong in ("truncate", "shrink"):
             raise UserError(
-                f"mllm.overlong={self.settings.overlong}: rows of images and text for pi0 are not made shorter. Set "
-                "mllm.overlong=drop"
+                f"data.overlong={self.settings.overlong}: rows of images and text for pi0 are not made shorter. Set "
+                "data.overlong=drop"
             )
         if self.actions.text_weight and not cotrains:
             raise UserError(
-                f"actions.text_weight={self.actions.text_weight}: all of mllm.sources are LeRobot folders without text "
+                f"actions.text_weight={self.actions.text_weight}: all of data.sources are LeRobot folders without text "
                 "to learn. Set it to 0, or add a source of questions and answers"
             )
 

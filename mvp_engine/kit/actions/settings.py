@@ -26,7 +26,7 @@ Times = Annotated[
 
 
 class ActionData(Section):
-    """The config section of the action kit (`actions:`). The folders themselves are sources of `mllm.sources`."""
+    """The config section of the action kit (`actions:`). The folders themselves are sources of `data.sources`."""
 
     state: str = "observation.state"
     """The feature with the robot's state."""
@@ -50,7 +50,7 @@ class ActionData(Section):
     """Weight of the token loss of other rows (images and text), which are trained with the same packs."""
 
 
-class Rollouts(Section):
+class Simulation(Section):
     """Closed-loop rollouts in every evaluation."""
 
     episodes: Count = 50
@@ -68,11 +68,11 @@ class ActionConfig(MLLMConfig):
 
     actions: ActionData = ActionData()
     """Features of LeRobot folders, normalization, draws of noise."""
-    rollouts: Rollouts | None = None
+    rollouts: Simulation | None = None
     """Roll out the policy in every evaluation; null: evaluations have losses only."""
 
     @model_validator(mode="after")
     def _generates_no_text(self) -> ActionConfig:
-        if self.eval_generation is not None:
-            raise ValueError("eval_generation: an action model answers no prompts. Use rollouts")
+        if self.eval.generation is not None:
+            raise ValueError("eval.generation: an action model answers no prompts. Use rollouts")
         return self

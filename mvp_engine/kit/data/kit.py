@@ -1,6 +1,6 @@
 """MLLMDataKit: from rows of text, images, video and audio in files to packed batches.
 
-    kit = MLLMDataKit(config.mllm, processor, model_config=read_config(path, {}))
+    kit = MLLMDataKit(config.data, processor, model_config=read_config(path, {}))
     print(kit.summary("train"))
     loader = kit.engine_loader(engine, "train")  # in prepare_dataloader
 
@@ -54,11 +54,11 @@ class MLLMDataKit(MeasuredSources):
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
         super().__init__(settings, num_workers)
-        row_tokens = settings.row_tokens or settings.tokens_per_pack
+        max_length = settings.max_length or settings.tokens_per_pack
         self.row_encoder = self.encoder_class(
             processor,
             settings.limits,
-            max_tokens=min(row_tokens, settings.tokens_per_pack),
+            max_tokens=min(max_length, settings.tokens_per_pack),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -86,7 +86,7 @@ class MLLMDataKit(MeasuredSources):
         packs = global_batch_size or self.settings.global_batch_packs(None)
         if packs is None:
             raise UserError(
-                "data: the global batch is not set: give global_batch_size=PACKS, or set mllm.global_batch_tokens"
+                "data: the global batch is not set: give global_batch_size=PACKS, or set data.global_batch_tokens"
             )
         mixture, costs = self.measured(split)
         return self.dataset_class(
@@ -195,7 +195,7 @@ class MLLMDataKit(MeasuredSources):
         config = engine.config
         packs = self._engine_packs(engine)
         # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
-        bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
+        bf16 = precision_on(engine.device, config.train.precision) == "bf16"
         self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
             "global_batch_size": packs,
@@ -210,7 +210,7 @@ class MLLMDataKit(MeasuredSources):
             return self.stream_loader(split, **options)
         if split != "train":
             # A part of a split is drawn from all of it: in order it would be of the first source.
-            options["max_packs"] = config.loop.eval_batches
+            options["max_packs"] = config.eval.batches
             # Every rank has packs to evaluate, however few an optimizer step has.
             options["global_batch_size"] = max(packs, engine.layout.data_size)
         loader = self.loader(split, **options)
@@ -282,7 +282,7 @@ class MLLMDataKit(MeasuredSources):
         packs = self.settings.global_batch_packs(data.global_batch_size)
         if packs is not None and packs != engine.global_batch_size:
             raise UserError(
-                f"mllm.global_batch_tokens: {type(engine).__name__} does not read it. "
+                f"data.global_batch_tokens: {type(engine).__name__} does not read it. "
                 f"Set data.global_batch_size={packs} instead"
             )
         return engine.global_batch_size

@@ -384,7 +384,7 @@ def refuse_overlong(mixture: Mixture, costs: list[Costs], max_tokens: int) -> No
     if found:
         raise UserError(
             f"data: {count(len(found), 'row')} of more than {max_tokens} tokens, such as {_names(found)}: raise "
-            "mllm.micro_batch_tokens or mllm.row_tokens, or set mllm.overlong to drop, truncate or shrink"
+            "data.pack_tokens or data.max_length, or set data.overlong to drop, truncate or shrink"
         )
 
 
@@ -392,7 +392,7 @@ def no_source(split: str) -> UserError:
     """The error for a split that the config gives no rows."""
     fix = f"give a source split: {split}"
     if split == "eval":
-        fix += " or hold_out, a share of its rows; or set loop.eval_interval=null"
+        fix += " or hold_out, a share of its rows; or set eval.steps=null"
     return UserError(f"data: no source has split: {split}. To fix it, {fix}")
 
 
@@ -405,8 +405,8 @@ def no_rows(
         text += f". Such as {bad[0].where}: {bad[0].reason}: {bad[0].detail}"
     if long:
         text += (
-            f". Over-long rows have more than {max_tokens} tokens: raise mllm.micro_batch_tokens or "
-            "mllm.row_tokens, or set mllm.overlong"
+            f". Over-long rows have more than {max_tokens} tokens: raise data.pack_tokens or "
+            "data.max_length, or set data.overlong"
         )
     return UserError(text)
 

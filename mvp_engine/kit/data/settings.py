@@ -26,7 +26,7 @@ DATA_KIT_FIX = (
 )
 MIN_STALL_SECONDS = 300.0
 GLOBAL_BATCH_TOKENS = 16384  # what global_batch_tokens=auto stands for with many rows
-DEFAULT_PACK_TOKENS = 4096  # what micro_batch_tokens=auto stands for without a GPU
+DEFAULT_PACK_TOKENS = 4096  # what pack_tokens=auto stands for without a GPU
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
 
@@ -183,14 +183,14 @@ class MLLMData(Section):
 
     sources: list[DataSource] = Field(min_length=1)
     """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null."""
-    micro_batch_tokens: Count | Literal["auto"]
+    pack_tokens: Count | Literal["auto"]
     """The most tokens of a pack. One pack is one micro-batch. auto: the size that trains fastest in the memory of the
-    GPU, at least row_tokens; it needs row_tokens and global_batch_tokens (docs/performance.md)."""
+    GPU, at least max_length; it needs max_length and global_batch_tokens (docs/performance.md)."""
     global_batch_tokens: Count | Literal["auto"] | None = None
-    """The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs. auto:
+    """The global batch in tokens, a multiple of pack_tokens; null: data.global_batch_size, in packs. auto:
     16,384, or fewer, so that an epoch of few rows has 30 steps where its longest row allows it."""
-    row_tokens: Count | None = None
-    """The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens."""
+    max_length: Count | None = None
+    """The most tokens of a row (of a preference pair: of both sides together); null: pack_tokens."""
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
     """What happens to a longer row: dropped, truncated, its images shrunk, or an error. A row that still does not fit
     is dropped."""
@@ -274,14 +274,12 @@ class MLLMData(Section):
                         f"columns: {{{old}: {new}}}: nothing reads a column {new}; "
                         f"choose one of {', '.join(sorted(known))}"
                     )
-        if self.micro_batch_tokens == "auto":
+        if self.pack_tokens == "auto":
             self._check_auto()
         elif isinstance(self.global_batch_tokens, int) and (
-            self.global_batch_tokens % self.micro_batch_tokens
+            self.global_batch_tokens % self.pack_tokens
         ):
-            raise ValueError(
-                "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"
-            )
+            raise ValueError("data.global_batch_tokens must be a multiple of data.pack_tokens")
         sources = with_held_out(self.sources)
         for split in {source.split for source in sources}:
             _check_split(split, [source for source in sources if source.split == split])
@@ -289,21 +287,21 @@ class MLLMData(Section):
 
     def _check_auto(self) -> None:
         """Neither the rows that are left out nor the global batch may depend on the GPU."""
-        if self.row_tokens is None or self.global_batch_tokens is None:
+        if self.max_length is None or self.global_batch_tokens is None:
             raise ValueError(
-                "mllm.micro_batch_tokens=auto needs mllm.row_tokens, the most tokens of a row, and "
-                "mllm.global_batch_tokens, the tokens of an optimizer step: set both"
+                "data.pack_tokens=auto needs data.max_length, the most tokens of a row, and "
+                "data.global_batch_tokens, the tokens of an optimizer step: set both"
             )
-        if self.global_batch_tokens != "auto" and self.global_batch_tokens < self.row_tokens:
+        if self.global_batch_tokens != "auto" and self.global_batch_tokens < self.max_length:
             raise ValueError(
-                f"mllm.global_batch_tokens={self.global_batch_tokens} is less than one row may have: raise it to "
-                f"mllm.row_tokens={self.row_tokens}, or more"
+                f"data.global_batch_tokens={self.global_batch_tokens} is less than one row may have: raise it to "
+                f"data.max_length={self.max_length}, or more"
             )
 
     @property
     def default_pack_tokens(self) -> int:
-        """What auto stands for without a GPU; `row_tokens` is set then."""
-        return max(DEFAULT_PACK_TOKENS, self.row_tokens or 0)
+        """What auto stands for without a GPU; `max_length` is set then."""
+        return max(DEFAULT_PACK_TOKENS, self.max_length or 0)
 
     @property
     def stall_seconds(self) -> float:
@@ -312,17 +310,17 @@ class MLLMData(Section):
 
     @property
     def tokens_per_pack(self) -> int:
-        """`micro_batch_tokens` as a number, after the engine has chosen it."""
-        if self.micro_batch_tokens == "auto":
+        """`pack_tokens` as a number, after the engine has chosen it."""
+        if self.pack_tokens == "auto":
             raise UserError(
-                "mllm.micro_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
+                "data.pack_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
             )
-        return self.micro_batch_tokens
+        return self.pack_tokens
 
     def check_global_batch(self, global_batch_size: int | None) -> None:
         if self.global_batch_tokens is not None and global_batch_size is not None:
             raise UserError(
-                "data.global_batch_size (in packs) and mllm.global_batch_tokens both set the global batch: "
+                "data.global_batch_size (in packs) and data.global_batch_tokens both set the global batch: "
                 "remove one of them"
             )
 
@@ -336,7 +334,7 @@ class MLLMData(Section):
             return global_batch_size
         if self.global_batch_tokens == "auto":
             raise UserError(
-                "mllm.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
+                "data.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
             )
         return self.global_batch_tokens // self.tokens_per_pack
 

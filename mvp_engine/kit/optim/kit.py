@@ -32,7 +32,7 @@ class OptimKit:
     def build_optimizer(self, model: nn.Module) -> KitOptimizer:
         settings = self.settings
         groups = parameter_groups(model, settings)
-        if settings.kind == "muon":
+        if settings.name == "muon":
             groups = self._split_off_muon(model, groups)
         names: dict[Tensor, str] = {}
         for name, param in model.named_parameters():
@@ -43,7 +43,7 @@ class OptimKit:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            momentum=settings.momentum,
+            momentum=settings.muon_momentum,
             state_dtype=settings.state_dtype,
             ema=settings.ema,
             seed=self.seed,
@@ -66,8 +66,8 @@ class OptimKit:
     ) -> list[dict[str, Any]]:
         """Split each group in two: what AdamW updates, and what Muon updates."""
         for_muon = _matrices_of_blocks(model) - without_decay(model)
-        for pattern in self.settings.adamw:
-            for name in matching(model, pattern, "optim.adamw"):
+        for pattern in self.settings.muon_exclude:
+            for name in matching(model, pattern, "optim.muon_exclude"):
                 for_muon.discard(model.get_parameter(name))
         split: list[dict[str, Any]] = []
         for group in groups:
@@ -80,8 +80,8 @@ class OptimKit:
                 split.append({**group, "params": taken, "kind": "muon", "name": name})
         if all(group.get("kind") != "muon" for group in split):
             raise UserError(
-                f"optim.kind=muon: {type(model).__name__} has no trainable matrix for Muon. It updates those inside of "
-                "blocks, which are the entries of a model's lists (nn.ModuleList). Set optim.kind=adamw"
+                f"optim.name=muon: {type(model).__name__} has no trainable matrix for Muon. It updates those inside of "
+                "blocks, which are the entries of a model's lists (nn.ModuleList). Set optim.name=adamw"
             )
         return split
 

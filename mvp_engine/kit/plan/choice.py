@@ -1,4 +1,4 @@
-"""The choice of `mllm.micro_batch_tokens=auto` and `model.activation_checkpointing=auto`.
+"""The choice of `data.pack_tokens=auto` and `model.activation_checkpointing=auto`.
 
 Every pack size and every mode of activation checkpointing that the config leaves open is estimated. Of those that fit
 into the GPU, the choice is the one with the shortest step; of nearly equal ones, the one with least activation
@@ -125,7 +125,7 @@ def choose(
     room: float | None = None,
 ) -> Choice:
     """`packs_per_step`: those of a config that fixes the pack size. `room`: the bytes to fill, by default `USABLE`."""
-    if data.micro_batch_tokens == AUTO:
+    if data.pack_tokens == AUTO:
         sizes = list(_pack_sizes(data, work.data_ranks))
     else:
         sizes = [(data.tokens_per_pack, packs_per_step or work.data_ranks)]
@@ -145,7 +145,7 @@ def choose(
     else:
         best = min(estimates, key=lambda option: option.peak)
     values: dict[str, Any] = {}
-    if data.micro_batch_tokens == AUTO:
+    if data.pack_tokens == AUTO:
         values = pack_values(section, best.tokens, best.packs)
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = best.mode
@@ -178,7 +178,7 @@ def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
     """(tokens of a pack, packs of the global batch): one micro-batch per rank and step, then more and smaller ones."""
     assert isinstance(data.global_batch_tokens, int)
     total = data.global_batch_tokens
-    least = data.row_tokens or 1
+    least = data.max_length or 1
     if total // ranks < least:  # fewer packs than ranks
         yield least, max(1, total // least)
         return

@@ -72,7 +72,7 @@ class PlanSettings(Settings):
 
         Pipeline stages count as shards: a rank holds as many weights.
         """
-        precision = config.loop.precision
+        precision = config.train.precision
         layout = ("ulysses", "context", "tensor", "expert", "reshard")
         return cls.from_config(
             config,

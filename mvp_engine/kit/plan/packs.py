@@ -20,7 +20,7 @@ from mvp_engine.kit.data.pack.plan import make_packs
 from mvp_engine.kit.data.settings import MLLMData
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
-IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
+IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without data.limits.max_pixels
 MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
 ENCODERS = ("vision_config", "audio_config")
 FULL = 0.9  # of the tokens of a pack that counts as full
@@ -121,11 +121,11 @@ def assumed_packs(
     if of_model is not None:
         return Packs(*of_model)
     config = facts.backbone.config
-    row_tokens = min(tokens, data.row_tokens or tokens)
+    max_length = min(tokens, data.max_length or tokens)
     ids = torch.zeros(tokens, dtype=torch.long)
     media = dict[str, Media]()
     text = (
-        f"full packs of {tokens:,} tokens, assumed; rows of {row_tokens:,} tokens (mllm.row_tokens)"
+        f"full packs of {tokens:,} tokens, assumed; rows of {max_length:,} tokens (data.max_length)"
     )
     items = assumed_media(config, int(tokens * media_share), data.limits.max_pixels)
     if items is not None:
@@ -139,20 +139,20 @@ def assumed_packs(
         text += f", {count(number, kind)} of {item_tokens:,} tokens per pack (--media-share)"
     elif media_share and any(getattr(config, name, None) for name in ENCODERS):
         text += "; the encoder is not counted"
-    batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
-    return Packs(batch, data.row_tokens, text)
+    batch = PackedBatch.from_sequences(list(ids.split(max_length)), media=media)
+    return Packs(batch, data.max_length, text)
 
 
 def assumed_batches(
     facts: PlanFacts, data: MLLMData, media_share: float = MEDIA_SHARE
 ) -> Callable[[int], PackedBatch]:
     """Micro-batches by their number of tokens, of whole rows."""
-    row_tokens = data.row_tokens or data.tokens_per_pack
+    max_length = data.max_length or data.tokens_per_pack
 
     @cache
     def batch(tokens: int) -> PackedBatch:
         of_model = facts.assumed_batch(tokens)
-        whole = tokens - tokens % min(row_tokens, tokens)
+        whole = tokens - tokens % min(max_length, tokens)
         return (
             of_model[0] if of_model else assumed_packs(facts, data, whole, media_share).sampled[0]
         )

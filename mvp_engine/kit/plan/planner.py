@@ -203,7 +203,7 @@ class Planner:
         step_s = slower * step_facts["step_s"]
         tokens = step_facts["tokens_per_step"] * packs_per_step // micro_batches
         share = packs_per_step / (micro_batches * ranks)  # some ranks may wait
-        steps = _total_steps(config.loop, packs.steps_per_epoch)
+        steps = _total_steps(config.train, packs.steps_per_epoch)
         return {
             "config": self.question.what,
             "gpus": gpus,
@@ -384,11 +384,11 @@ def _check_gpus(gpus: int, parallel: Any) -> None:
         raise UserError(f"--gpus {gpus}: the parallel layout of the config needs {needed}; {hint}")
 
 
-def _total_steps(loop: Any, steps_per_epoch: int | None) -> int | None:
+def _total_steps(train: Any, steps_per_epoch: int | None) -> int | None:
     """The steps of the training run; None if its length is not known."""
-    limits = [loop.total_steps]
-    if loop.epochs is not None and steps_per_epoch is not None:
-        limits.append(loop.epochs * steps_per_epoch)
+    limits = [train.max_steps]
+    if train.epochs is not None and steps_per_epoch is not None:
+        limits.append(train.epochs * steps_per_epoch)
     return min((steps for steps in limits if steps), default=None)
 
 
@@ -633,7 +633,7 @@ def _pack_sizes(planner: Planner, config: Any, gpus: int) -> Iterator[Change]:
         tokens = data.tokens_per_pack >> halvings
         if tokens < (longest or SMALLEST_PACK):
             return
-        values = {f"{planner.section}.micro_batch_tokens": tokens}
+        values = {f"{planner.section}.pack_tokens": tokens}
         if data.global_batch_tokens is None and planner.has_global_batch:
             values["data.global_batch_size"] = packs << halvings
         notes = () if longest else (f"rows of more than {tokens:,} tokens are left out",)

@@ -73,7 +73,7 @@ class Simulation:
         self.size = size
         self.gpus_per_node = gpus_per_node
         self._codes = dict[int, int]()  # see ShapesOnly
-        precision = "bf16" if config.loop.precision == "auto" else config.loop.precision
+        precision = "bf16" if config.train.precision == "auto" else config.train.precision
         settings = Settings.from_config(config, precision)
         # Neither changes a collective.
         self.settings = replace(settings, compile=None, offload="none")

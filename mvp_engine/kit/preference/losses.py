@@ -2,7 +2,7 @@
 
 Legend: T tokens, S sequences.
 
-The chosen and the rejected side of a pair are adjacent sequences of one pack (`mllm.pairs`), so `x_S - x_S.roll(-1)`
+The chosen and the rejected side of a pair are adjacent sequences of one pack (`data.pairs`), so `x_S - x_S.roll(-1)`
 is, at a chosen side, its value minus that of its rejected side. All values are computed for all sequences and masked:
 no shape depends on the data, and only the functions for batches on the host read values.
 """
@@ -154,7 +154,7 @@ def check_pairs(batches: list[PackedBatch]) -> None:
     for batch in batches:
         fields: Any = batch.sequence_fields
         if "side" not in fields:
-            raise UserError("the batch has no sides: load preference rows with mllm.pairs=true")
+            raise UserError("the batch has no sides: load preference rows with data.pairs=true")
         sides = fields["side"].tolist()
         samples = fields["sample"].tolist() if "sample" in fields else [0] * len(sides)
         index = 0

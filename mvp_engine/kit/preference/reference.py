@@ -54,7 +54,7 @@ def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings | None = No
     """A second model engine on the layout of the first: in a forward step both run the same micro-batch."""
     config = engine.config
     if settings is None:
-        settings = Settings.from_config(config, precision_on(engine.device, config.loop.precision))
+        settings = Settings.from_config(config, precision_on(engine.device, config.train.precision))
     dtype = DTYPES[settings.precision]
     # Half of the memory, and exact: the folder has this dtype.
     if model.export_dtype == dtype and dtype != torch.float32:

@@ -90,8 +90,8 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
     finished = [value for value in facts["finished"] if value is not None]
     if finished and mean(finished) < FEW_FINISHED:
         warnings.append(
-            f"{1 - mean(finished):.0%} of the completions were cut after rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens}: raise it, or train the policy to stop (SFT)"
+            f"{1 - mean(finished):.0%} of the completions were cut after generation.max_new_tokens="
+            f"{config.generation.max_new_tokens}: raise it, or train the policy to stop (SFT)"
         )
     return warnings
 

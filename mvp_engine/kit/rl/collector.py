@@ -1,6 +1,6 @@
 """Collector: prompts from the loader, samples from the rollout, rewards: the experience of one step after another.
 
-With `rl.behind` the experience of the next step is begun before the update of this one. It is part of a checkpoint, as
+With `rl.async_steps` the experience of the next step is begun before the update of this one. It is part of a checkpoint, as
 the weights that sampled it are gone by then.
 """
 
@@ -118,7 +118,7 @@ class Collector:
         self.config = config
         self.feed = feed
         self.sample = sample
-        self._apart = apart and config.rl.behind > 0
+        self._apart = apart and config.rl.async_steps > 0
         self._thread = ThreadPoolExecutor(1, "mvp-rollout")
         self._pending: Begun | None = None
         self._cursor: dict[str, Any] = {}  # the state of the feed before what is pending
@@ -134,7 +134,7 @@ class Collector:
         begun = self._pending or self._begin(sync)
         self._pending = None
         experience = begun.result()
-        if self.config.rl.behind and experience is not None and not last:
+        if self.config.rl.async_steps and experience is not None and not last:
             self._pending = self._begin(sync)
         return experience
 
@@ -183,7 +183,7 @@ class Collector:
 
     def _take(self) -> Experience | None:
         """The next prompts of the loader."""
-        epochs = self.config.loop.epochs
+        epochs = self.config.train.epochs
         while epochs is None or self.feed.epoch < epochs:
             if taken := self.feed.take():
                 place = self.feed.advance(len(taken))
@@ -257,15 +257,15 @@ class Learner:
         if rl.norm is not None:
             options["norm"] = rl.norm
         if options.get("norm") == "constant":
-            options["length"] = float(self.config.rollout.max_new_tokens)
-        if rl.kl and not self.algorithm.kl_in_reward:
-            options["kl"] = rl.kl
+            options["length"] = float(self.config.generation.max_new_tokens)
+        if rl.kl_coef and not self.algorithm.kl_in_reward:
+            options["kl"] = rl.kl_coef
             options["kl_estimator"] = rl.kl_estimator or "k3"
         return PolicyLoss(
             **options,
             dual_clip=rl.dual_clip,
             entropy=rl.entropy,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.generation.temperature,
             importance_cap=rl.max_importance,
         )
 
@@ -276,8 +276,8 @@ class Learner:
         """
         rl = self.config.rl
         single = rl.updates == 1 and rl.max_importance is None
-        in_reward = bool(rl.kl) and self.algorithm.kl_in_reward
-        is_due = step == 1 or step % self.config.rollout.gap_interval == 0
+        in_reward = bool(rl.kl_coef) and self.algorithm.kl_in_reward
+        is_due = step == 1 or step % self.config.generation.gap_interval == 0
         return on_policy and (is_due or in_reward or not single)
 
     def prepare(
@@ -292,10 +292,10 @@ class Learner:
         fields: dict[str, Tensor] = {}
         if self.measures_gap(step, on_policy) or (not on_policy and rl.max_importance is not None):
             fields["old_log_probs"] = self._log_probs(batch)
-        if rl.kl:
+        if rl.kl_coef:
             fields["reference_log_probs"] = self._reference_log_probs(batch)
         kl_T = None
-        if rl.kl and self.algorithm.kl_in_reward:
+        if rl.kl_coef and self.algorithm.kl_in_reward:
             estimator = rl.kl_estimator or "k1"
             old_T = fields.get("old_log_probs", batch.token_fields["sampler_log_probs"])
             kl_T = kl_penalty(old_T, fields["reference_log_probs"], estimator)
@@ -310,9 +310,9 @@ class Learner:
             batch.sequence_fields["group"],
             values_T=values_T,
             kl_T=kl_T,
-            kl=rl.kl,
+            kl=rl.kl_coef,
             gamma=rl.gamma,
-            lam=rl.lam,
+            lam=rl.gae_lambda,
         )
         return with_fields(batch, fields)
 
@@ -321,7 +321,7 @@ class Learner:
             batch,
             ["log_probs"],
             budget=self.config.budget,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.generation.temperature,
             adapters=adapters,
         )["log_probs"].float()
 
@@ -332,7 +332,7 @@ class Learner:
             batch,
             ["log_probs"],
             budget=self.config.budget,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.generation.temperature,
         )
         return found["log_probs"].float()
 

@@ -60,7 +60,7 @@ from mvp_engine.worker.launchers import WorkerDied
 
 
 class RLMeter(Meter):
-    evaluation_keys = "evaluation.samples"
+    evaluation_keys = "eval.samples"
 
     def __init__(self, world: World, folder: Path, step: int) -> None:
         super().__init__(world, folder, step)
@@ -90,8 +90,15 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
-CARD_KEYS = ["rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl"]
-CARD_KEYS += ["rollout.max_new_tokens", "rollout.temperature"]
+CARD_KEYS = [
+    "rl.algorithm",
+    "rl.prompts_per_step",
+    "rl.num_generations",
+    "rl.updates",
+    "rl.clip",
+    "rl.kl_coef",
+]
+CARD_KEYS += ["generation.max_new_tokens", "generation.temperature"]
 
 
 class RLEngine(MLLMEngine):
@@ -99,7 +106,7 @@ class RLEngine(MLLMEngine):
     config: RLConfig
     title = "What the policy answers"
     batch_unit = "prompt"
-    batch_size_keys = ("rl.prompts",)
+    batch_size_keys = ("rl.prompts_per_step",)
     trains_in_process = False
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_engine: ModelGroups  # type: ignore[assignment]
@@ -113,9 +120,9 @@ class RLEngine(MLLMEngine):
                 f"model are workers.where=spawn groups.actor.ranks={world.size}"
             )
         # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
-        self.precision = precision_on(world.device, config.loop.precision)
+        self.precision = precision_on(world.device, config.train.precision)
         self.model_device = world.device
-        completions = count(config.rl.group, "completion")
+        completions = count(config.rl.num_generations, "completion")
         updates = count(config.rl.updates, "optimizer step")
         self.batch_division = f"with {completions} each, in {updates}"
         if config.workers.where != "local":
@@ -144,7 +151,7 @@ class RLEngine(MLLMEngine):
 
     @property
     def samples_per_step(self) -> float | None:
-        return self.global_batch_size * self.config.rl.group
+        return self.global_batch_size * self.config.rl.num_generations
 
     def check_stages(self) -> Mapping[str, CheckStage]:
         return {"rollouts": partial(rollout_stage, self)}
@@ -168,26 +175,26 @@ class RLEngine(MLLMEngine):
 
     @classmethod
     def data_kit(cls, config: RLConfig) -> MLLMDataKit:  # type: ignore[override]
-        mllm = prompt_settings(config.mllm, config.rollout.max_new_tokens)
-        return super().data_kit(config.model_copy(update={"mllm": mllm}))
+        data = prompt_settings(config.data, config.generation.max_new_tokens)
+        return super().data_kit(config.model_copy(update={"data": data}))
 
     @property
     def global_batch_size(self) -> int:
         """Prompts in one step."""
-        return self.config.rl.prompts
+        return self.config.rl.prompts_per_step
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
         return prompt_loader(
             self.data,
             split,
-            prompts=self.config.rl.prompts,
+            prompts=self.config.rl.prompts_per_step,
             seed=self.config.seed,
             folder=self.run.dir,
         )
 
     def prepare_rollout(self) -> Rollout:
-        """The sampler that `rollout.backend` names."""
-        settings = self.config.rollout
+        """The sampler that `generation.backend` names."""
+        settings = self.config.generation
         if settings.backend == "packed":
             group = self.model_engine.sampler or self.model_engine.actor
             return PackedRollout(group, budget=self.config.budget)
@@ -272,7 +279,7 @@ class RLEngine(MLLMEngine):
         self.meter = RLMeter(self.world, self.run.dir, self.step)
         self.rollout_log.rewind(self.step)
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
-        apart = self.config.rollout.backend != "packed" or self.model_engine.samples_apart
+        apart = self.config.generation.backend != "packed" or self.model_engine.samples_apart
         collector = Collector(self.config, self.feed, self._sample, apart=apart)
         self.collector = self._closing.enter_context(closing(collector))
         self.collector.load_state_dict(self.model_engine.restored_pending)
@@ -346,7 +353,7 @@ class RLEngine(MLLMEngine):
         if "old_log_probs" in batch.token_fields:
             gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
             # The policy has moved since older weights sampled: no limit says what is too far.
-            gap.check(self.config.rollout.max_gap if on_policy else None, self.tokenizer)
+            gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
         ctx.micro_batches = [batch]
         ctx.count("tokens", batch.num_tokens)
@@ -355,7 +362,7 @@ class RLEngine(MLLMEngine):
         self.meter.mark("update")
         updates = self.learner.update(ctx.micro_batches[0], on_policy, ctx.step)
         if on_policy and "old_log_probs" not in batch.token_fields:
-            check_mean_gap(updates.metrics().get("gap"), self.config.rollout.max_gap)
+            check_mean_gap(updates.metrics().get("gap"), self.config.generation.max_gap)
         return updates
 
     def train_pre_step(self, ctx: StepContext) -> None:
@@ -367,8 +374,8 @@ class RLEngine(MLLMEngine):
         """The rollout samples with the weights of this step from now on."""
         actor = self.model_engine.actor
         weights = None  # the actor itself generates
-        if self.config.rollout.backend != "packed":
-            between_gpus = self.config.rollout.sync in ("ipc", "nccl")
+        if self.config.generation.backend != "packed":
+            between_gpus = self.config.generation.sync in ("ipc", "nccl")
             weights = actor.weights(on_device=between_gpus)
         elif self.model_engine.sampler is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
@@ -377,11 +384,11 @@ class RLEngine(MLLMEngine):
 
     def _sample(self, prompts: list[Prompt]) -> Experience:
         """Samples of prompts, and their rewards."""
-        settings = self.config.rollout
+        settings = self.config.generation
         sampling = Sampling(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
-            samples=self.config.rl.group,
+            samples=self.config.rl.num_generations,
             seed=derived_seed(self.config.seed, "rollout"),
             stop=tuple(self.data.eos_token_ids),
         )
@@ -411,7 +418,7 @@ class RLEngine(MLLMEngine):
         rewards = self.rewards(prompts, samples)
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
-        _log_all(ctx, pass_metrics(samples, rewards, self.config.evaluation.right_from))
+        _log_all(ctx, pass_metrics(samples, rewards, self.config.eval.pass_threshold))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
             self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
@@ -421,9 +428,9 @@ class RLEngine(MLLMEngine):
 
     def _complete(self, prompts: list[Prompt]) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
-        settings = self.config.evaluation
+        settings = self.config.eval
         decoding = Decoding(
-            max_new_tokens=self.config.rollout.max_new_tokens,
+            max_new_tokens=self.config.generation.max_new_tokens,
             stop=self.data.eos_token_ids,
             temperature=settings.temperature,
             samples=settings.samples,

@@ -94,7 +94,7 @@ class ModelGroups:
             spec = self._trained_spec(0, model=model, optim=optim)
             self.critic = self._start("critic", groups.critic, spec)
         frozen = self._spec(optim=None, lora=None)
-        if config.rl.kl and (groups.reference is not None or config.lora is None):
+        if config.rl.kl_coef and (groups.reference is not None or config.lora is None):
             group = groups.reference or Group(parallel=groups.actor.parallel)
             self.reference = self._start("reference", group, frozen)
         if groups.rollout is not None:

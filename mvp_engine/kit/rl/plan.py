@@ -1,6 +1,6 @@
 """`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
 
-A step is estimated with completions of `rollout.max_new_tokens`. Generation reads all weights once for each new token
+A step is estimated with completions of `generation.max_new_tokens`. Generation reads all weights once for each new token
 of the prompts that are completed together; that of a server is not counted.
 """
 
@@ -55,7 +55,7 @@ class RLPlanner(Planner):
                 "pipeline=1 and as many more shards, whose ranks hold as many weights"
             )
         reference = config.groups.reference
-        is_copy = config.rl.kl > 0 and (reference is not None or config.lora is None)
+        is_copy = config.rl.kl_coef > 0 and (reference is not None or config.lora is None)
         here = reference is None or reference.shares_actor
         return replace(super().settings(config), reference_copy=is_copy and here)
 
@@ -65,14 +65,14 @@ class RLPlanner(Planner):
     def prompt_tokens(self) -> np.ndarray:
         """Tokens of each prompt; without data, as many as a completion has."""
         if self.is_assumed:
-            return np.array([self.config.rollout.max_new_tokens])
+            return np.array([self.config.generation.max_new_tokens])
         _, costs = self.data_kit(self.config).measured("train")
         tokens = np.concatenate([cost.tokens for cost in costs])
         return tokens[tokens > 0]
 
     def _tokens_per_step(self, config: Any) -> float:
-        length = float(self.prompt_tokens.mean()) + config.rollout.max_new_tokens
-        return float(config.rl.prompts * config.rl.group * length)
+        length = float(self.prompt_tokens.mean()) + config.generation.max_new_tokens
+        return float(config.rl.prompts_per_step * config.rl.num_generations * length)
 
     def packs_per_step(self, config: Any, gpus: int) -> int:
         return math.ceil(self._tokens_per_step(config) / self.data(config).tokens_per_pack)
@@ -82,7 +82,7 @@ class RLPlanner(Planner):
         key = (data.tokens_per_pack, 0)
         if key not in self._packs:
             if self.is_assumed:
-                rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
+                rows = {"max_length": 2 * config.generation.max_new_tokens}
                 data = data.model_copy(update=rows)
                 facts = facts_of(self.model(config), config)
                 share = self.question.media_share
@@ -136,7 +136,7 @@ class RLPlanner(Planner):
         critic = config.groups.critic
         if ALGORITHMS[config.rl.algorithm].has_critic and critic.shares_actor:
             memory["critic"] = sum(memory[name] for name in STATIC)
-        if config.rollout.backend != "packed":
+        if config.generation.backend != "packed":
             return memory
         cache = self._cache_bytes(config, gpus) / GIB
         if cache > sum(memory[name] for name in DYNAMIC):
@@ -149,17 +149,17 @@ class RLPlanner(Planner):
         update = sum(seconds[name] for name in UPDATE)
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
-        more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl else 1)}
+        more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl_coef else 1)}
         if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.shares_actor:
             more["critic"] = forward + update + optimizer
-        if config.rollout.backend == "packed" and config.groups.rollout is None:
+        if config.generation.backend == "packed" and config.groups.rollout is None:
             more["generation"] = self._generation_seconds(config, gpus)
         return more
 
     def _together(self, config: Any, gpus: int) -> tuple[int, int]:
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
         ranks = max(1, gpus // self.settings(config).text_ranks)
-        prompts = math.ceil(config.rl.prompts / ranks)
+        prompts = math.ceil(config.rl.prompts_per_step / ranks)
         budget = self.data(config).tokens_per_pack
         at_a_time = min(prompts, max(1, int(budget // self.prompt_tokens.mean())))
         return at_a_time, math.ceil(prompts / at_a_time)
@@ -173,8 +173,8 @@ class RLPlanner(Planner):
         settings = self.settings(config)
         token = 2 * text.num_hidden_layers * kv_heads * head_size * settings.compute_bytes
         at_a_time, _ = self._together(config, gpus)
-        length = float(self.prompt_tokens.mean()) + config.rollout.max_new_tokens
-        return at_a_time * config.rl.group * length * token / settings.tensor
+        length = float(self.prompt_tokens.mean()) + config.generation.max_new_tokens
+        return at_a_time * config.rl.num_generations * length * token / settings.tensor
 
     def _generation_seconds(self, config: Any, gpus: int) -> float:
         settings = self.settings(config)
@@ -183,7 +183,10 @@ class RLPlanner(Planner):
         read = weights / settings.tensor + self._cache_bytes(config, gpus) / 2
         gpu = gpu_by_name(self.gpu)
         return (
-            times * config.rollout.max_new_tokens * read / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
+            times
+            * config.generation.max_new_tokens
+            * read
+            / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
         )
 
 
@@ -195,16 +198,16 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     samples = dataset.first[dataset.rows[:, 0]] + dataset.rows[:, 1]
     tokens = np.concatenate([cost.tokens for cost in kit.measured("train")[1]])
     longest = dataset[int(tokens[samples].argmax())]
-    new = config.rollout.max_new_tokens
-    group = config.rl.group
-    budget = config.mllm.tokens_per_pack
+    new = config.generation.max_new_tokens
+    group = config.rl.num_generations
+    budget = config.data.tokens_per_pack
     packs = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
         packs.largest = [*packs.largest, _pack([longest], new, group, budget)]
-    packs.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
+    packs.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts_per_step)
     mean = float(tokens[tokens > 0].mean())
     packs.text = (
-        f"{count(config.rl.prompts, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
+        f"{count(config.rl.prompts_per_step, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
         f"in packs of up to {budget:,}"
     )
     return packs

@@ -55,12 +55,12 @@ def prompt_settings(data: MLLMData, max_new_tokens: int) -> MLLMData:
     room = data.tokens_per_pack - max_new_tokens
     if room < 1:
         raise UserError(
-            f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in mllm.micro_batch_tokens="
-            f"{data.tokens_per_pack}: raise mllm.micro_batch_tokens"
+            f"generation.max_new_tokens={max_new_tokens} leaves no room for a prompt in data.pack_tokens="
+            f"{data.tokens_per_pack}: raise data.pack_tokens"
         )
-    row_tokens = min(data.row_tokens or room, room)
+    max_length = min(data.max_length or room, room)
     return data.model_copy(
-        update={"prompt_only": "always", "pairs": False, "row_tokens": row_tokens}
+        update={"prompt_only": "always", "pairs": False, "max_length": max_length}
     )
 
 

@@ -54,7 +54,7 @@ class Answer:
 
     text: str  # without special tokens
     tokens: list[int]
-    reason: str  # "stop", or "length": cut after rollout.max_new_tokens
+    reason: str  # "stop", or "length": cut after generation.max_new_tokens
     log_probs: list[float]
     version: int  # of the weights that wrote it
 

@@ -157,7 +157,7 @@ CONTEXT = 12  # tokens that are shown before each of the worst ones
 
 
 class GapTooLarge(UserError):
-    """Sampler and trainer differ by more than `rollout.max_gap`."""
+    """Sampler and trainer differ by more than `generation.max_gap`."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,12 @@ class Gap:
             if name not in over
         ]
         lines = [
-            f"rollout.max_gap={max_gap}: log-probs of sampler and trainer differ by {'; '.join(found)}"
+            f"generation.max_gap={max_gap}: log-probs of sampler and trainer differ by {'; '.join(found)}"
             + (f"; but by {', '.join(others)}" if others else "")
             + ". The worst tokens:",
             *(f"  {one.text(tokenizer)}" for one in self.worst if one.modality in over),
             "The sampler has other weights, another temperature or precision, or computes other features of media. "
-            "rl.importance_cap corrects for a small gap; rollout.max_gap=null trains with any.",
+            "rl.importance_cap corrects for a small gap; generation.max_gap=null trains with any.",
         ]
         raise GapTooLarge("\n".join(lines))
 
@@ -235,9 +235,9 @@ def check_mean_gap(gap: tuple[float, float] | None, max_gap: float | None) -> No
     mean = gap[0] / max(gap[1], 1.0)
     if not mean <= max_gap:
         raise GapTooLarge(
-            f"rollout.max_gap={max_gap}: log-probs of sampler and trainer differ by {mean:.4f} on average. With "
-            "rollout.gap_interval=1 the worst tokens are shown. rl.importance_cap corrects for a small gap; "
-            "rollout.max_gap=null trains with any"
+            f"generation.max_gap={max_gap}: log-probs of sampler and trainer differ by {mean:.4f} on average. With "
+            "generation.gap_interval=1 the worst tokens are shown. rl.importance_cap corrects for a small gap; "
+            "generation.max_gap=null trains with any"
         )
 
 

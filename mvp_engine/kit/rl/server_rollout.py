@@ -28,7 +28,7 @@ from mvp_engine.kit.rl.rollout import Buckets, Reason, Sample, Sampling
 
 if TYPE_CHECKING:
     from mvp_engine.kit.rl.prompts import Prompt
-    from mvp_engine.kit.rl.settings import RolloutSettings
+    from mvp_engine.kit.rl.settings import GenerationSettings
 
 API_KEY = "ROLLOUT_API_KEY"  # environment variable: the key of servers that want one
 LOGGER = logging.getLogger("mvp_engine")
@@ -62,7 +62,7 @@ class ServerRollout(ABC):
     ) -> None:
         self.servers = [Server(url, health=self.health, api_key=api_key) for url in urls]
         if not self.servers:
-            raise UserError("rollout.urls is empty: name a server, as http://localhost:8000")
+            raise UserError("generation.urls is empty: name a server, as http://localhost:8000")
         self.banned = sorted(banned)
         self.concurrency = concurrency
         self.wait_seconds = wait_seconds
@@ -210,9 +210,9 @@ class ServerRollout(ABC):
         found = [self.biased_log_prob(server, prompt, token) for token in tokens[:2]]
         if min(found) < -0.5:
             raise UserError(
-                f"rollout.urls: {server.url} reports log-probs of the model before temperature and logit biases "
+                f"generation.urls: {server.url} reports log-probs of the model before temperature and logit biases "
                 f"({min(found):.3f} for a token that a bias makes certain), not those that it samples with: start "
-                "vLLM with --logprobs-mode processed_logprobs, or set rollout.temperature=1 with a text model"
+                "vLLM with --logprobs-mode processed_logprobs, or set generation.temperature=1 with a text model"
             )
         self._probed.add(server)
 
@@ -236,18 +236,18 @@ class ServerRollout(ABC):
         reason: Reason = "stop" if ends else "length"
         if len(log_probs) != len(tokens) or None in log_probs:
             raise UserError(
-                f"rollout.urls: {server.url} returned {len(log_probs)} log-probs for {count(len(tokens), 'token')}"
+                f"generation.urls: {server.url} returned {len(log_probs)} log-probs for {count(len(tokens), 'token')}"
             )
         if reason == "length" and len(tokens) < sampling.max_new_tokens:
             last = f"after token {tokens[-1]}" if tokens else "before the first token"
             raise UserError(
-                f"rollout.urls: {server.url} ended a completion {last}, after {len(tokens)} of "
+                f"generation.urls: {server.url} ended a completion {last}, after {len(tokens)} of "
                 f"{sampling.max_new_tokens} tokens; the stop tokens of the run are {list(sampling.stop)}. The server "
                 "has stop tokens of its own or leaves them out, or its context is too short (--max-model-len)"
             )
         if forbidden := set(tokens) & set(self.banned):
             raise UserError(
-                f"rollout.urls: {server.url} sampled token {min(forbidden)}, a placeholder of media, against its "
+                f"generation.urls: {server.url} sampled token {min(forbidden)}, a placeholder of media, against its "
                 "logit bias: use a server that applies logit_bias"
             )
         return Sample(index, tokens, log_probs, version, reason)
@@ -269,7 +269,7 @@ class ServerRollout(ABC):
             else "it changed the ids of a text: use a server that takes prompts as token ids"
         )
         raise UserError(
-            f"rollout.urls: {server.url} has another prompt than the trainer for {prompt.where}: {len(ids)} tokens "
+            f"generation.urls: {server.url} has another prompt than the trainer for {prompt.where}: {len(ids)} tokens "
             f"against {len(ours)}, first difference at {at}: {ids[at : at + 8]} against {ours[at : at + 8]}; {fix}"
         )
 
@@ -281,13 +281,13 @@ def request_seed(seed: int, prompt: Prompt) -> int:
 
 
 def server_rollout(
-    settings: RolloutSettings,
+    settings: GenerationSettings,
     *,
     folder: str | Path,
     wait_seconds: float,
     banned: Collection[int] = (),
 ) -> ServerRollout:
-    """The rollout of `rollout.backend` vllm or openai. `folder`: of the run, for files that hold weights.
+    """The rollout of `generation.backend` vllm or openai. `folder`: of the run, for files that hold weights.
 
     `wait_seconds`: how long to wait where no server answers.
     """
@@ -340,13 +340,13 @@ class OpenAIRollout(ServerRollout):
             self._models[server] = server.get("/v1/models")["data"][0]["id"]
         except (ServerRefused, LookupError, TypeError) as error:
             raise UserError(
-                f"rollout.urls: {server.url} lists no model at /v1/models ({error}): it is no OpenAI-compatible server"
+                f"generation.urls: {server.url} lists no model at /v1/models ({error}): it is no OpenAI-compatible server"
             ) from None
 
     def complete(self, server: Server, index: int, prompt: Prompt, how: Sampling) -> list[Sample]:
         if prompt.media:
             raise UserError(
-                f"{prompt.where}: rollout.backend=openai takes no media with token ids: set rollout.backend=vllm or "
+                f"{prompt.where}: generation.backend=openai takes no media with token ids: set generation.backend=vllm or "
                 "packed"
             )
         answer = self._completions(
@@ -363,7 +363,7 @@ class OpenAIRollout(ServerRollout):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != how.samples:
             raise UserError(
-                f"rollout.urls: {server.url} returned {len(choices)} of {how.samples} completions"
+                f"generation.urls: {server.url} returned {len(choices)} of {how.samples} completions"
             )
         samples = []
         for choice in choices:
@@ -394,7 +394,7 @@ class OpenAIRollout(ServerRollout):
         try:
             return server.post("/v1/completions", body)
         except ServerRefused as error:
-            raise UserError(f"rollout.urls: {error}") from None
+            raise UserError(f"generation.urls: {error}") from None
 
 
 def token_ids(server: Server, choice: dict[str, Any]) -> list[int]:
@@ -409,7 +409,7 @@ def token_ids(server: Server, choice: dict[str, Any]) -> list[int]:
     if content and all("id" in one for one in content):
         return [int(one["id"]) for one in content]
     raise UserError(
-        f"rollout.urls: {server.url} returns no token ids, only text, and a text that is tokenized again may give "
+        f"generation.urls: {server.url} returns no token ids, only text, and a text that is tokenized again may give "
         "other tokens than those that were sampled: use a server that has return_token_ids (vLLM), "
         "return_tokens_as_token_ids (vLLM, SGLang) or ids in logprobs.content (llama.cpp)"
     )
@@ -423,7 +423,7 @@ def token_log_probs(server: Server, choice: dict[str, Any]) -> list[float]:
     if log_probs.get("content") is not None:
         return [one["logprob"] for one in log_probs["content"]]
     raise UserError(
-        f"rollout.urls: {server.url} returns no log-probs of the sampled tokens: use a server that has logprobs in "
+        f"generation.urls: {server.url} returns no log-probs of the sampled tokens: use a server that has logprobs in "
         "/v1/completions"
     )
 
@@ -458,7 +458,9 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"rollout.urls: {url} is no URL of a server, as http://localhost:8000")
+            raise UserError(
+                f"generation.urls: {url} is no URL of a server, as http://localhost:8000"
+            )
         self._https = parts.scheme == "https"
         self._host = parts.hostname
         self._port = parts.port

@@ -117,7 +117,7 @@ class RL(Section):
         return self.importance_cap
 
 
-class RolloutSettings(Section):
+class GenerationSettings(Section):
     """Who generates, and how."""
 
     backend: Literal["packed", "vllm", "openai"] = "packed"
@@ -140,15 +140,15 @@ class RolloutSettings(Section):
     weights."""
 
     @model_validator(mode="after")
-    def _weights_reach_the_sampler(self) -> RolloutSettings:
+    def _weights_reach_the_sampler(self) -> GenerationSettings:
         if self.backend == "openai" and self.sync != "none":
             raise ValueError(
-                "rollout.backend=openai: an OpenAI-compatible server takes no weights, so every completion is from "
-                "the model that it was started with. Set rollout.sync=none if you want that, or rollout.backend=vllm"
+                "generation.backend=openai: an OpenAI-compatible server takes no weights, so every completion is from "
+                "the model that it was started with. Set generation.sync=none if you want that, or generation.backend=vllm"
             )
         if self.backend == "vllm" and self.sync == "none":
             raise ValueError(
-                "rollout.sync=none is of rollout.backend=openai: set file, ipc or nccl"
+                "generation.sync=none is of generation.backend=openai: set file, ipc or nccl"
             )
         return self
 
@@ -183,7 +183,7 @@ class Evaluation(Section):
     @model_validator(mode="after")
     def _samples_differ(self) -> Evaluation:
         if self.samples > 1 and not self.temperature:
-            raise ValueError("samples > 1 would all be the same: set evaluation.temperature, to 1")
+            raise ValueError("samples > 1 would all be the same: set eval.temperature, to 1")
         return self
 
 
@@ -230,11 +230,11 @@ class Groups(Section):
     critic: Group = Group()
     """The value model of ppo."""
     reference: Group | None = None
-    """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else as {}."""
+    """The frozen reference of rl.kl_coef; null: with LoRA the actor without its adapters, else as {}."""
     reward: Group = Group()
     """The reward model of reward.model."""
     rollout: Group | None = None
-    """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
+    """A group of its own that generates, for generation.backend=packed; null: the actor generates."""
 
 
 class RLConfig(MLLMConfig):
@@ -242,7 +242,7 @@ class RLConfig(MLLMConfig):
 
     rl: RL = RL()
     """The algorithm and the size of a step."""
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: GenerationSettings = GenerationSettings()
     """Generation of completions."""
     reward: RewardSettings = RewardSettings()
     """Computation of rewards."""
@@ -266,31 +266,33 @@ class RLConfig(MLLMConfig):
         for name, group in self.groups:
             if group is not None:
                 group.check_layout(name, actor.ranks or 1)
-        if self.groups.rollout is not None and self.rollout.backend != "packed":
-            raise ValueError("groups.rollout is for rollout.backend=packed: servers generate")
-        if self.rollout.backend != "packed" and not self.rollout.urls:
-            raise ValueError(f"rollout.backend={self.rollout.backend} needs rollout.urls")
+        if self.groups.rollout is not None and self.generation.backend != "packed":
+            raise ValueError("groups.rollout is for generation.backend=packed: servers generate")
+        if self.generation.backend != "packed" and not self.generation.urls:
+            raise ValueError(f"generation.backend={self.generation.backend} needs generation.urls")
         return self
 
     @model_validator(mode="after")
     def _algorithm_fits(self) -> RLConfig:
         rl = self.rl
         needs_groups = ("grpo", "dr_grpo", "rloo", "gspo", "cispo")
-        if rl.algorithm in needs_groups and rl.group == 1:
+        if rl.algorithm in needs_groups and rl.num_generations == 1:
             raise ValueError(
-                f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.group to 2 or more"
+                f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.num_generations to 2 or more"
             )
         in_rewards = ("rloo", "reinforce_pp", "ppo")
-        if rl.kl and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
+        if rl.kl_coef and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
             raise ValueError(
                 f"rl.kl_estimator=k1: {rl.algorithm} has the KL divergence in its loss, where the gradient of k1 is 0 "
                 "in expectation. Set k2 or k3"
             )
-        if rl.updates > rl.prompts:
-            raise ValueError(f"rl.updates={rl.updates} is more than rl.prompts={rl.prompts}")
-        if rl.dynamic_sampling and rl.group == 1:
+        if rl.updates > rl.prompts_per_step:
             raise ValueError(
-                "rl.dynamic_sampling compares the completions of a prompt: set rl.group"
+                f"rl.updates={rl.updates} is more than rl.prompts_per_step={rl.prompts_per_step}"
+            )
+        if rl.dynamic_sampling and rl.num_generations == 1:
+            raise ValueError(
+                "rl.dynamic_sampling compares the completions of a prompt: set rl.num_generations"
             )
         return self
 
@@ -304,28 +306,28 @@ class RLConfig(MLLMConfig):
                 "parallel: the controller is one process. Set groups.actor.parallel, groups.actor.ranks and "
                 "workers.where=spawn"
             )
-        if self.eval_generation is not None:
-            raise ValueError("eval_generation is of SFT: an RL run has evaluation.samples")
+        if self.eval.generation is not None:
+            raise ValueError("eval_generation is of SFT: an RL run has eval.samples")
         if self.optim.ema is not None:
             raise ValueError("optim.ema: workers keep no EMA weights. Leave it out")
-        if "auto" in (self.mllm.micro_batch_tokens, self.model.activation_checkpointing):
+        if "auto" in (self.data.pack_tokens, self.model.activation_checkpointing):
             raise ValueError(
-                "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
+                "data.pack_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
                 f"number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
             )
-        if (self.data.global_batch_size or 1) > 1 or self.mllm.global_batch_tokens is not None:
+        if (self.data.global_batch_size or 1) > 1 or self.data.global_batch_tokens is not None:
             raise ValueError(
-                "data.global_batch_size and mllm.global_batch_tokens are of SFT: a step of RL has rl.prompts prompts"
+                "data.global_batch_size and data.global_batch_tokens are of SFT: a step of RL has rl.prompts_per_step prompts"
             )
         if self.model.type in ("value_model", "action_model"):
             raise ValueError(
                 f"model.type={self.model.type}: a policy writes text. Set model.type=language_model"
             )
-        if self.mllm.pairs:
-            raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")
+        if self.data.pairs:
+            raise ValueError("data.pairs: RL needs prompts, not pairs. Set it to false")
         return self
 
     @property
     def budget(self) -> int:
         """The most tokens of a forward."""
-        return self.mllm.tokens_per_pack
+        return self.data.tokens_per_pack

@@ -108,7 +108,7 @@ class VLLMRollout(ServerRollout):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != how.samples:
             raise UserError(
-                f"rollout.urls: {server.url} returned {len(choices)} of {how.samples} completions"
+                f"generation.urls: {server.url} returned {len(choices)} of {how.samples} completions"
             )
         return [self._sample(server, index, choice, how) for choice in choices]
 
@@ -188,7 +188,7 @@ class VLLMRollout(ServerRollout):
         start = START % self.transfer.backend
         hint = f" {self.transfer.hint}" if self.transfer.hint else ""
         fix = "" if error.status == 400 else f". Start the server as: {start}{hint}"
-        return UserError(f"rollout.urls: {error}{fix}")
+        return UserError(f"generation.urls: {error}{fix}")
 
 
 def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
@@ -203,7 +203,7 @@ def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
         data = None
     if data is None or media_type is None:
         raise UserError(
-            f"{where}: rollout.backend=vllm sends media as files, and this {kind} is none: set rollout.backend=packed"
+            f"{where}: generation.backend=vllm sends media as files, and this {kind} is none: set generation.backend=packed"
         )
     encoded = base64.b64encode(data).decode()
     return {"type": f"{kind}_url", "url": f"data:{media_type};base64,{encoded}"}
@@ -315,7 +315,7 @@ class DeviceTransfer(Transfer):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise UserError(
-                f"rollout.sync={self.backend} needs a GPU in the controller's process: set rollout.sync=file"
+                f"generation.sync={self.backend} needs a GPU in the controller's process: set generation.sync=file"
             )
         self.buckets: list[Packed] = []
 
@@ -442,7 +442,7 @@ def _both(server: Server, request: Future[Any], ours: Future[Any]) -> None:
 
 
 def transfer_of(sync: str, folder: str | Path) -> Transfer:
-    """The transfer of `rollout.sync`."""
+    """The transfer of `generation.sync`."""
     match sync:
         case "file":
             return FileTransfer(folder)
@@ -450,7 +450,7 @@ def transfer_of(sync: str, folder: str | Path) -> Transfer:
             return IPCTransfer()
         case "nccl":
             return NCCLTransfer()
-    raise UserError(f"rollout.sync={sync}: vLLM servers get weights by file, ipc or nccl")
+    raise UserError(f"generation.sync={sync}: vLLM servers get weights by file, ipc or nccl")
 
 
 # An NCCL communicator with processes that are not ranks of ours: vLLM's workers join by the same unique id.

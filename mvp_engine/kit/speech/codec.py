@@ -1,4 +1,4 @@
-"""Codec: the interface of speech codecs, and `open_codec`, which opens the one that `mllm.speech.codec` names.
+"""Codec: the interface of speech codecs, and `open_codec`, which opens the one that `data.speech.codec` names.
 
 A codec is a folder (Mimi as transformers saves it, or a `ResidualKMeans`) or a class in a file of the user's:
 
@@ -30,7 +30,7 @@ from mvp_engine.files import atomic_path
 from mvp_engine.hf.weights.hub import local_folder
 from mvp_engine.imports import load_spec
 
-KEY = "mllm.speech.codec"
+KEY = "data.speech.codec"
 _ATTRIBUTES = ("sampling_rate", "frame_rate", "books", "codebook_size")
 
 
@@ -66,7 +66,7 @@ def open_codec(spec: str, books: int | None = None, device: str = "cpu", key: st
     codec = _user_codec(spec, key) if _is_class(spec) else _folder_codec(spec, books, device, key)
     if books is not None and codec.books < books:
         raise UserError(
-            f"{key}={spec} has {codec.books} codebooks; mllm.speech.books={books} are wanted"
+            f"{key}={spec} has {codec.books} codebooks; data.speech.books={books} are wanted"
         )
     return codec
 
@@ -279,7 +279,7 @@ class ResidualKMeans(Codec):
         return self.mels.waveform(self.log_mels(codes)).numpy()
 
     def save(self, folder: str | Path) -> None:
-        """Write the folder that `mllm.speech.codec` names."""
+        """Write the folder that `data.speech.codec` names."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         sizes = (

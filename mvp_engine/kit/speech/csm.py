@@ -138,7 +138,7 @@ class CsmModel(PackedModel):
         if speech is not None and speech.values.shape[1] != FIRST_CODE + books:
             found = speech.values.shape[1] - FIRST_CODE
             raise UserError(
-                f"speech has {found} codebooks, and the model {books}: set mllm.speech.books={books}"
+                f"speech has {found} codebooks, and the model {books}: set data.speech.books={books}"
             )
 
     def _compute(

@@ -97,7 +97,7 @@ class SpeechEngine(MLLMEngine):
 
     @cached_property
     def player(self) -> Player:
-        """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
+        """What plays codes: the vocoder of the model's folder; without one, the codec of `data.speech`."""
         if self.config.model.path is not None:
             return Player.of_folder(self.config.model.path)
         row_part: Any = self.data.row_encoder.row_part  # the config has a codec
@@ -116,7 +116,7 @@ class SpeechEngine(MLLMEngine):
         self, ctx: StepContext, completions: Sequence[tuple[Prompt, list[int]]]
     ) -> None:
         """Speak the answers, and write their sounds into the run folder."""
-        generation = self.config.eval_generation
+        generation = self.config.eval.generation
         if generation is None:
             return
         answers = [SpokenAnswer(**vars(answer)) for answer in self.answers]

@@ -475,7 +475,7 @@ class Player:
             raise UserError(
                 f"{self.name} has {self.books} codebooks of {self.codebook_size} entries, and the talker speaks "
                 f"{protocol.books} of {protocol.codec_size}: play with the codec of the model's training "
-                "(mllm.speech.codec, mvp chat --codec)"
+                "(data.speech.codec, mvp chat --codec)"
             )
 
 

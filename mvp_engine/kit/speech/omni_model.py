@@ -166,7 +166,7 @@ class OmniModel(LanguageModel):
         if speech is not None and speech.values.shape[1] != FIRST_CODE + books:
             found = speech.values.shape[1] - FIRST_CODE
             raise UserError(
-                f"speech has {found} codebooks, and the talker {books}: set mllm.speech.books={books}"
+                f"speech has {found} codebooks, and the talker {books}: set data.speech.books={books}"
             )
 
     def flop_costs(self) -> FlopCosts:
@@ -411,7 +411,10 @@ class OmniAdapter(HFAdapter):
         raise _unsupported("parallel.pipeline > 1", "parallel.pipeline=1 and parallel.shard")
 
     def balance_experts(self, settings: Experts, device: torch.device) -> NoReturn:
-        raise _unsupported("experts.balance or experts.z", "experts.balance=none and experts.z=0")
+        raise _unsupported(
+            "experts.balance or experts.router_z_loss_coef",
+            "experts.balance=none and experts.router_z_loss_coef=0",
+        )
 
 
 def _unsupported(key: str, fix: str) -> UserError:

@@ -75,12 +75,12 @@ class CodesCommand:
     usage = """
 mvp data codes -> tools.inspect:run_data_command
 make the codes of all sounds that a config's model learns to speak, on a GPU if there is one
-  file=CONFIG             a recipe's YAML file with mllm.speech
+  file=CONFIG             a recipe's YAML file with data.speech
   @overrides
   @json
 examples:
   mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
-  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi
+  mvp data codes my/configs/speech.yaml data.speech.codec=kyutai/mimi
 """
 
     @staticmethod
@@ -95,7 +95,7 @@ def _print_codes(kit: MLLMDataKit, file: str, as_json: bool) -> None:
 
     speech: Any = kit.row_encoder.row_part
     if speech is None or speech.store is None:
-        key = "mllm.speech" if speech is None else "mllm.speech.codec"
+        key = "data.speech" if speech is None else "data.speech.codec"
         raise UserError(f"{file}: {key} is not set, so no sound of its rows becomes codes")
     by_source: dict[str, MadeCodes] = {}
     for split in kit.splits:

@@ -95,7 +95,7 @@ class SpeechProtocol:
         model_type = getattr(config, "model_type", "")
         if model_type.startswith("qwen2_5_omni") and getattr(config, "talker_config", None):
             raise UserError(
-                "mllm.speech: Qwen2.5-Omni's codec encoder was never released, so nobody can make codes of speech for "
+                "data.speech: Qwen2.5-Omni's codec encoder was never released, so nobody can make codes of speech for "
                 "its talker: fine-tune its thinker (model.type=language_model), or use Qwen3-Omni"
             )
         if model_type == "csm":

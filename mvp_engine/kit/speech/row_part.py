@@ -53,13 +53,13 @@ class SpeechPart(RowPart):
         if protocol is None:
             name = getattr(model_config, "model_type", None)
             raise UserError(
-                f"mllm.speech: a model of type {name} has no talker, which would speak: remove the key, or set "
+                f"data.speech: a model of type {name} has no talker, which would speak: remove the key, or set "
                 "model.path to a model that speaks (docs/omni.md)"
             )
         if settings.books != protocol.books:
             raise UserError(
-                f"mllm.speech.books={settings.books}, but the model's talker speaks {protocol.books} codebooks: "
-                f"set mllm.speech.books={protocol.books}"
+                f"data.speech.books={settings.books}, but the model's talker speaks {protocol.books} codebooks: "
+                f"set data.speech.books={protocol.books}"
             )
         self.settings = settings
         self.protocol = protocol
@@ -74,14 +74,14 @@ class SpeechPart(RowPart):
         size = store.codec.codebook_size
         if size != self.protocol.codec_size:
             raise UserError(
-                f"mllm.speech.codec={store.spec} has {size} entries in a codebook; the model's talker speaks "
+                f"data.speech.codec={store.spec} has {size} entries in a codebook; the model's talker speaks "
                 f"{self.protocol.codec_size}: use the codec that the model was trained with. Of a model from random "
                 f"weights, set model.config.talker_config.code_predictor_config.vocab_size={size}"
             )
         rate = self.protocol.frame_rate
         if rate is not None and abs(rate - store.codec.frame_rate) > 1e-3:
             raise UserError(
-                f"mllm.speech.codec={store.spec} has {store.codec.frame_rate:g} frames per second; the model's "
+                f"data.speech.codec={store.spec} has {store.codec.frame_rate:g} frames per second; the model's "
                 f"vocoder plays {rate:g}: use the codec that the model was trained with"
             )
 
@@ -170,7 +170,7 @@ class SpeechPart(RowPart):
         if self.settings.require and message.loss is not False:
             raise BadRow(
                 "speech_missing",
-                f"answer {turn} has text, but no sound, and mllm.speech.require wants one: add it, or give the turn "
+                f"answer {turn} has text, but no sound, and data.speech.require wants one: add it, or give the turn "
                 "loss: false",
             )
 
@@ -181,7 +181,7 @@ class SpeechPart(RowPart):
         elif self.store is None:
             raise BadRow(
                 "speech_codec",
-                "the row has a sound, not codes: set mllm.speech.codec to the codec that encodes it",
+                "the row has a sound, not codes: set data.speech.codec to the codec that encodes it",
             )
         else:
             codes = self.store.codes(part, root)
@@ -236,7 +236,7 @@ def take_speech(message: Message, index: int, is_target: bool) -> Message:
         raise BadRow(
             "speech_target",
             f"message {index} (assistant) has audio, which the model would have to speak: train with "
-            "model.type=omni_model and set mllm.speech; or remove the audio; or, if it is an input, move it into "
+            "model.type=omni_model and set data.speech; or remove the audio; or, if it is an input, move it into "
             "a user's turn",
         )
     if len(audio) > 1:
@@ -504,13 +504,13 @@ class CodeStore:
         is_valid = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.shape[1] >= self.books
         if not is_valid:
             raise UserError(
-                f"mllm.speech.codec={self.spec}: encode gave {codes.dtype} of shape {codes.shape}, wanted integers "
+                f"data.speech.codec={self.spec}: encode gave {codes.dtype} of shape {codes.shape}, wanted integers "
                 f"(frames, {self.books} or more books)"
             )
         kept = codes[:, : self.books]
         if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < self.codec.codebook_size:
             raise UserError(
-                f"mllm.speech.codec={self.spec}: encode gave codes from {kept.min()} to {kept.max()}, but its "
+                f"data.speech.codec={self.spec}: encode gave codes from {kept.min()} to {kept.max()}, but its "
                 f"codebook_size is {self.codec.codebook_size}"
             )
         file = self._file(content)
@@ -528,7 +528,7 @@ class CodeStore:
             raise BadRow(
                 "speech_rate",
                 f"a sound of {info.sampling_rate} Hz for a codec of {self.codec.sampling_rate} Hz would teach a "
-                f"muffled voice; at least {lowest} Hz are wanted (mllm.speech.min_rate)",
+                f"muffled voice; at least {lowest} Hz are wanted (data.speech.min_rate)",
             )
         return decode_audio(part, info, self.limits, root, self.codec.sampling_rate)
 

@@ -52,7 +52,7 @@ class SpeechMLLMData(MLLMData):
     def _check_speech(self) -> SpeechMLLMData:
         if self.speech is not None and self.pairs:
             raise ValueError(
-                "mllm.speech: sounds of preference pairs are not supported; set mllm.pairs=false"
+                "data.speech: sounds of preference pairs are not supported; set data.pairs=false"
             )
         return self
 
@@ -87,7 +87,7 @@ class SpeechEvalGeneration(EvalGeneration):
 class SpeechConfig(MLLMConfig):
     """The config of a SpeechEngine."""
 
-    mllm: SpeechMLLMData
+    data: SpeechMLLMData
     """Sources of rows, packs, limits of media, speech."""
     speech_loss: SpeechLoss = SpeechLoss()
     """The loss of the speech of Omni models."""
@@ -96,34 +96,34 @@ class SpeechConfig(MLLMConfig):
 
     @model_validator(mode="after")
     def _check_speech(self) -> SpeechConfig:
-        if self.eval_generation is None or self.eval_generation.speech is None:
+        if self.eval.generation is None or self.eval.generation.speech is None:
             return self
-        if self.mllm.speech is None:
+        if self.data.speech is None:
             raise ValueError(
-                "eval_generation.speech needs a model that speaks: set mllm.speech, or remove it"
+                "eval.generation.speech needs a model that speaks: set data.speech, or remove it"
             )
         shared = [name for name in _NOT_SPOKEN if getattr(self.parallel, name) > 1]
         if shared:
             raise ValueError(
-                f"eval_generation.speech: ranks that share a model (parallel.{shared[0]} > 1) do not speak in "
+                f"eval.generation.speech: ranks that share a model (parallel.{shared[0]} > 1) do not speak in "
                 "evaluations. Set it to null; export the model, and speak with mvp chat --speak"
             )
-        if self.model.path is None and self.mllm.speech.codec is None:
+        if self.model.path is None and self.data.speech.codec is None:
             raise ValueError(
-                "eval_generation.speech has nothing to play codes with: set mllm.speech.codec"
+                "eval.generation.speech has nothing to play codes with: set data.speech.codec"
             )
         return self
 
     def check_engine(self) -> None:
         """Raise for spoken answers that no talker would learn, and for a talker without any."""
         speaks = self.model.type == "omni_model"
-        if speaks and self.mllm.speech is None:
+        if speaks and self.data.speech is None:
             raise UserError(
-                "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech, or train the text "
+                "model.type=omni_model: its talker learns from spoken answers. Set data.speech, or train the text "
                 "alone with model.type=language_model"
             )
-        if not speaks and self.mllm.speech is not None:
+        if not speaks and self.data.speech is not None:
             raise UserError(
-                f"mllm.speech: model.type={self.model.type} has no talker that would learn spoken answers. Set "
-                "model.type=omni_model, or remove mllm.speech"
+                f"data.speech: model.type={self.model.type} has no talker that would learn spoken answers. Set "
+                "model.type=omni_model, or remove data.speech"
             )

@@ -303,7 +303,7 @@ class LockstepScheduler:
                 f"this step has {[sorted(one) for one in found]} as the media of its micro-batches on rank "
                 f"{self.world.rank}, and the loader planned {[sorted(one) for one in planned]}. If train_pre_step "
                 "changes ctx.micro_batches, set ctx.plan = None there, on all ranks. If media were replaced, remove "
-                "the cached costs (mllm.cache)"
+                "the cached costs (data.cache)"
             )
 
     def _share_repeatable(self, lender: int) -> None:

@@ -70,7 +70,7 @@ from mvp_engine.ops import fp8, side_stream
 from mvp_engine.ops.host_memory import GIB, available_host_memory, pinned_zeros
 
 KEY = "model.activation_checkpointing=offload"
-FIX = "Free host memory, set smaller packs (micro_batch_tokens), or model.activation_checkpointing=full"
+FIX = "Free host memory, set smaller packs (pack_tokens), or model.activation_checkpointing=full"
 SMALL = 2**20  # bytes; smaller inputs stay on the device
 STEPS = 8  # sizes of buffers between two powers of two: packs of nearly the same size share them
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, HostInputs] = weakref.WeakKeyDictionary()
@@ -374,7 +374,7 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
     if any(parts.values()):
         if settings.precision != "bf16":
             raise UserError(
-                f"model.fp8 is for bf16, not for {settings.precision}: set loop.precision=bf16, or leave it out"
+                f"model.fp8 is for bf16, not for {settings.precision}: set train.precision=bf16, or leave it out"
             )
         if layout.tensor_mesh is not None:
             raise UserError(

@@ -104,9 +104,9 @@ class Check:
         self.facts.processes = world.size
         check_environment(self.config, record)
         self.engine = self._build_engine(composed, world)
-        precision = precision_on(device, self.config.loop.precision)
+        precision = precision_on(device, self.config.train.precision)
         layout = self.engine.describe_layout()
-        text = f"{self.config.project.name}: {name}, {precision} on {layout}"
+        text = f"{self.config.run_name}: {name}, {precision} on {layout}"
         if auto := self.engine.run.info.get("auto"):
             self.facts.auto = {**auto["values"], "reason": auto["reason"]}
             text += f"; auto: {auto['reason']}"
@@ -119,7 +119,7 @@ class Check:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory on {device}, which has {_gib(_total_memory(device))} GiB: "
-                f"{str(error).splitlines()[0]}. Lower data.micro_batch_size (or mllm.micro_batch_tokens), set "
+                f"{str(error).splitlines()[0]}. Lower data.micro_batch_size (or data.pack_tokens), set "
                 "model.activation_checkpointing, or shard the model (parallel.shard): `mvp plan CONFIG` prints "
                 "what fits"
             ) from None
@@ -135,7 +135,7 @@ class Check:
     def _build_engine(self, composed: Composed, world: World) -> CheckedEngine:
         folder: Path | None = None
         if world.is_main:
-            folder = Run.create(self.record.folder, self.config.project.name, None).dir
+            folder = Run.create(self.record.folder, self.config.run_name, None).dir
         run = Run(world.broadcast(folder))
         bases = (CheckedEngine, composed.engine_class)
         checked: Any = type(composed.engine_class.__name__, bases, {})
@@ -164,7 +164,7 @@ class Check:
                 self.facts.warnings += result.warnings
                 record.figures += result.figures
                 record.end_stage(result.says)
-            if self.config.loop.eval_interval or self._has_eval():
+            if self.config.eval.steps or self._has_eval():
                 record.begin_stage("evaluation")
                 self._evaluation_stage()
         self.facts.memory = _memory(engine)
@@ -258,7 +258,7 @@ class Check:
             report_unused_parameters(record, engine)
             check_optimizer_state(record, engine)
         if engine.guard.overflows == engine.step:
-            record.warning(f"all {engine.step} steps overflowed in fp16: try loop.precision=bf16")
+            record.warning(f"all {engine.step} steps overflowed in fp16: try train.precision=bf16")
         if not engine.world.is_main:
             return
         self.facts.step = step = self._step_facts(records)
@@ -292,7 +292,7 @@ class Check:
             warn(
                 f"{step.data_wait:.0%} of the step time is a wait for data: raise data.num_workers "
                 f"(now {config.data.num_workers}; the machine has {available_cpus()} cores), or use smaller media "
-                "(mllm.limits) or faster storage"
+                "(data.limits) or faster storage"
             )
 
     def _step_facts(self, records: list[dict[str, Any]]) -> StepFacts:
@@ -325,7 +325,7 @@ class Check:
         best = config.checkpoint.best_metric
         sources = self.kit.source_names("eval") if self.kit and self._has_eval() else []
         # Only evaluations during training select the best checkpoint.
-        is_used = best is not None and config.loop.eval_interval
+        is_used = best is not None and config.eval.steps
         if best and is_used and not is_known_metric(best, list(means), sources):
             self.record.problem(
                 f"checkpoint.best_metric={best} is not among the eval metrics: {', '.join(means)}"
@@ -336,15 +336,15 @@ class Check:
 def short_config(config: Config) -> Config:
     """The config without anything that takes long, writes files, or reports to a tracker."""
     sections: dict[str, dict[str, Any]] = {
-        "loop": {"eval_interval": None, "eval_batches": 1},
+        "eval": {"steps": None, "batches": 1},
         "guard": {"max_skips": STEPS + 1},
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None, "patience": None},
     }
-    generation = getattr(config, "eval_generation", None)
+    generation = getattr(config.eval, "generation", None)
     if isinstance(generation, EvalGeneration):
         tokens = min(MAX_NEW_TOKENS, generation.max_new_tokens)
-        sections["eval_generation"] = {"max_new_tokens": tokens}
+        sections["eval.generation"] = {"max_new_tokens": tokens}
     changes: dict[str, Any] = {"workflow": "train", "resume": None}
     for name, values in sections.items():
         changes[name] = getattr(config, name).model_copy(update=values)
@@ -353,13 +353,13 @@ def short_config(config: Config) -> Config:
 
 def check_environment(config: Config, record: CheckRecord) -> None:
     """Note what a training would only find out later, or only on another machine."""
-    root = Path(config.project.dir).expanduser().absolute()
+    root = Path(config.output_dir).expanduser().absolute()
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(existing, os.W_OK) or not existing.is_dir():
-        record.problem(f"project.dir={root}: {existing} cannot be written to")
-    run_id = config.project.run_id
+        record.problem(f"output_dir={root}: {existing} cannot be written to")
+    run_id = config.run_id
     if run_id and config.resume is None and (root / run_id / "run.json").is_file():
-        record.problem(f"run folder {root / run_id} exists: choose another project.run_id")
+        record.problem(f"run folder {root / run_id} exists: choose another run_id")
     for entry in config.log.backends:
         try:
             backend_factory(entry, config.engine)
@@ -381,13 +381,13 @@ def is_known_metric(name: str, metrics: list[str], sources: list[str]) -> bool:
 
 def _more_steps(engine: CheckedEngine) -> str:
     """How a training gets more steps."""
-    if engine.config.loop.total_steps is not None:
-        return "raise loop.total_steps"
+    if engine.config.train.max_steps is not None:
+        return "raise train.max_steps"
     keys = list(engine.batch_size_keys)
     data = getattr(engine.config, "mllm", None)
     if data is not None and data.global_batch_tokens:
-        keys[0] = "mllm.global_batch_tokens"
-    return f"raise loop.epochs, or lower {' or '.join(keys)}"
+        keys[0] = "data.global_batch_tokens"
+    return f"raise train.epochs, or lower {' or '.join(keys)}"
 
 
 def _tokens(records: list[dict[str, Any]]) -> list[float]:

@@ -51,19 +51,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     values = {
         "engine": "mvp_engine.kit.actions.engine:ActionEngine",
         "processor": str(folder / "processor"),
-        "project": {"name": "regressor"},
+        "run_name": "regressor",
         "cpu_threads": 1,
         "model": {
             "type": "action_model",
             "config": {"model_type": "qwen3_vl", **regressor_config(processor)},
         },
         "actions": {"relative": [1]},
-        "mllm": {
+        "data": {
             "sources": {"robot": {"path": write_robot(folder / "robot")}},
-            "micro_batch_tokens": 256,
+            "pack_tokens": 256,
+            "global_batch_size": 2,
+            "num_workers": 0,
         },
-        "data": {"micro_batch_size": 1, "global_batch_size": 2, "num_workers": 0},
-        "loop": {"total_steps": 2},
+        "train": {"max_steps": 2},
         "optim": {"lr": 1e-2, "schedule": "constant"},
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None},

@@ -42,7 +42,7 @@ def write_questions(folder: Path) -> Path:
 def make_kit(tmp_path: Path, processor: Any, config: Any, **actions: Any) -> ActionDataKit:
     root = write_folder(tmp_path / "robot", "v3.0", None)
     sources = {"robot": {"path": str(root)}, "questions": {"path": str(write_questions(tmp_path))}}
-    settings = {"micro_batch_tokens": 2048, "global_batch_tokens": 2048, "max_bad_rows": 1.0}
+    settings = {"pack_tokens": 2048, "global_batch_tokens": 2048, "max_bad_rows": 1.0}
     data = MLLMData.model_validate(
         {"sources": sources, "cache": str(tmp_path / "cache"), **settings}
     )
@@ -92,7 +92,7 @@ def test_text_weight_without_text_is_a_user_error(
     tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
     root = write_folder(tmp_path / "robot", "v3.0", None)
-    data = MLLMData.model_validate({"sources": [{"path": str(root)}], "micro_batch_tokens": 64})
+    data = MLLMData.model_validate({"sources": [{"path": str(root)}], "pack_tokens": 64})
     tokenizer = train_tokenizer(TEXTS, 300, ("<image>",))
     with pytest.raises(UserError, match=said):
         ActionDataKit(data, ActionData(**settings), tokenizer, model_config=model_config())

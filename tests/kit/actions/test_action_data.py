@@ -65,7 +65,7 @@ def make_kit(
 ) -> ActionDataKit:
     data = MLLMData(
         sources=[{"path": str(root), "name": "robot", "hold_out": hold_out}],  # type: ignore[list-item]
-        micro_batch_tokens=64,
+        pack_tokens=64,
         global_batch_tokens=64,
         max_bad_rows=1.0,
         cache=str(root.parent / "cache"),
@@ -213,7 +213,7 @@ def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path,
     def kit(*sources: dict[str, str]) -> ActionDataKit:
         data = MLLMData(
             sources=list(sources),  # type: ignore[arg-type]
-            micro_batch_tokens=64,
+            pack_tokens=64,
             global_batch_tokens=64,
             cache=str(tmp_path / "cache"),
         )
@@ -334,7 +334,7 @@ def test_given_statistics_that_lack_something_are_user_errors(tmp_path, tokenize
 
 def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None:
     root = write_folder(tmp_path / "robot", "v3.0", None)
-    data = MLLMData(sources=[{"path": str(root)}], micro_batch_tokens=64, cache=str(tmp_path))  # type: ignore[list-item]
+    data = MLLMData(sources=[{"path": str(root)}], pack_tokens=64, cache=str(tmp_path))  # type: ignore[list-item]
     config = model_config()
     config.vlm_config.text_config.vocab_size = 40
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=config)
@@ -365,7 +365,7 @@ def test_action_kit_user_errors_name_the_key(tmp_path, tokenizer, actions, messa
 
 def test_action_kit_action_larger_than_the_model_is_a_user_error(tmp_path, tokenizer) -> None:
     root = write_folder(tmp_path / "robot", "v3.0", None)
-    data = MLLMData(sources=[{"path": str(root)}], micro_batch_tokens=64)  # type: ignore[list-item]
+    data = MLLMData(sources=[{"path": str(root)}], pack_tokens=64)  # type: ignore[list-item]
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=model_config(max_action_dim=2))
     with pytest.raises(
         UserError, match=r"action has 3 values, and max_action_dim of the model is 2"

@@ -180,7 +180,7 @@ def _sequence_parallel(adapter, key):
 
 
 def trained(folder, *words, ranks=None):
-    given = [f"project.dir={folder}", *words]
+    given = [f"output_dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
     return read_metrics(folder) + read_metrics(folder, "eval")
@@ -251,7 +251,7 @@ def test_action_training_resumed_is_bit_equal(tmp_path):
 @pytest.mark.campaign(only=True)
 def test_action_training_killed_and_resumed_is_bit_equal(tmp_path):
     kills = 5
-    words = [f"loop.total_steps={12 * kills}", "loop.eval_interval=null", "checkpoint.interval=2"]
+    words = [f"train.max_steps={12 * kills}", "eval.steps=null", "checkpoint.interval=2"]
     words += ["log.backends=[file,jsonl]"]
     result = compare(kills, 1, words, tmp_path, config=CONFIG, start=ForkedJob)
     assert result["bit_equal"]

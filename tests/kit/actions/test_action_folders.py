@@ -109,7 +109,7 @@ def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path):
 
     start = tiny_pi0()
     transformers_pi0(start).save_pretrained(tmp_path / "folder")
-    lora = Lora(rank=2, alpha=4, train=["action"])
+    lora = Lora(rank=2, alpha=4, modules_to_save=["action"])
     model = MLLMModelKit(lora).build(ModelSource(str(tmp_path / "folder")), "action_model")
     engine = ActionModelEngine(model, alone(), Settings())
     engine.initialize(

@@ -53,16 +53,16 @@ def test_plan_of_an_rl_config_counts_generation_reference_and_critic(
     plain = estimated(capsys, config)
     assert (plain["gpus"], plain["steps"]) == (1, 2)
     assert {"generation", "log-probs"} <= plain["seconds"].keys()
-    longer = estimated(capsys, config, "rollout.max_new_tokens=8")
+    longer = estimated(capsys, config, "generation.max_new_tokens=8")
     # 4 prompts with 2 completions; the last pack of a step is not full.
     assert longer["tokens_per_step"] - plain["tokens_per_step"] == 4 * 2 * 4
     assert longer["seconds"]["generation"] == pytest.approx(
         2 * plain["seconds"]["generation"], rel=0.01
     )
-    with_kl = estimated(capsys, config, "rl.kl=0.1")
+    with_kl = estimated(capsys, config, "rl.kl_coef=0.1")
     assert with_kl["seconds"]["log-probs"] == pytest.approx(2 * plain["seconds"]["log-probs"])
     assert with_kl["memory_gib"]["reference model"] == pytest.approx(3.2, abs=0.1)
-    ppo = estimated(capsys, config, "rl.algorithm=ppo", "rl.group=1")
+    ppo = estimated(capsys, config, "rl.algorithm=ppo", "rl.num_generations=1")
     assert ppo["memory_gib"]["critic"] == pytest.approx(
         4 * ppo["memory_gib"]["weights"]
     )  # AdamW in float32

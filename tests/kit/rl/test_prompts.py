@@ -156,7 +156,7 @@ def test_prompt_loader_over_long_prompts_leave_room_for_the_completion(tmp_path:
     assert [prompt.sample for prompt in prompts] == [0]
     assert kit.row_encoder.max_tokens == 256 - 32
     assert "overlong" in (tmp_path / "overlong_rows.jsonl").read_text()
-    with pytest.raises(UserError, match=r"raise mllm.micro_batch_tokens"):
+    with pytest.raises(UserError, match=r"raise data.pack_tokens"):
         prompt_settings(kit.settings, 256)
 
 

@@ -79,11 +79,11 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
     config = write_recipe(tmp_path, LENGTH)
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write(json.dumps({"prompt": "long " * 300, "answer": "long"}) + "\n")
-    words = ["rl.prompts=1", "loop.total_steps=8"]
+    words = ["rl.prompts_per_step=1", "train.max_steps=8"]
     words += [
         f"workers.where={where}",
         "groups.actor={ranks: 2, parallel: {shard: 2}}",
-        "mllm.overlong=drop",
+        "data.overlong=drop",
     ]
     folder = trained(config, *words)
     rollouts = [one for one in read_rollouts(folder / "rollouts.jsonl") if one["split"] == "train"]
@@ -111,16 +111,16 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) 
     )
     words = [
         "checkpoint.interval=1",
-        "loop.eval_interval=2",
-        "evaluation.samples=2",
-        "evaluation.temperature=1",
+        "eval.steps=2",
+        "eval.samples=2",
+        "eval.temperature=1",
     ]
-    whole = trained(config, *words, "loop.total_steps=4", "project.run_id=whole")
-    trained(config, *words, "loop.total_steps=2", "project.run_id=two")
+    whole = trained(config, *words, "train.max_steps=4", "run_id=whole")
+    trained(config, *words, "train.max_steps=2", "run_id=two")
     with open(tmp_path / "outputs" / "two" / "rollouts.jsonl", "a") as file:
         file.write('{"step": 3, "split": "train"')  # as a kill leaves it
     two = tmp_path / "outputs" / "two"
-    trained(config, *words, "loop.total_steps=4", f"resume={two}")
+    trained(config, *words, "train.max_steps=4", f"resume={two}")
     assert (two / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
     assert {"pass@1", "pass@2", "reward"} <= records(whole, "eval")[0].keys()
     steps = [(one["step"], one["split"]) for one in read_rollouts(whole / "rollouts.jsonl")]
@@ -173,7 +173,9 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     tmp_path: Path, capsys: Any, reward: str, warning: str | None
 ) -> None:
     config = write_recipe(tmp_path, reward)
-    assert main(["check", config, "--json", "loop.total_steps=20", "rollout.max_new_tokens=6"]) == 0
+    assert (
+        main(["check", config, "--json", "train.max_steps=20", "generation.max_new_tokens=6"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     names = [stage["name"] for stage in found["stages"]]
     assert names == ["config", "data", "model", "step", "rollouts", "evaluation"]
@@ -202,7 +204,7 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(
     monkeypatch.setattr(
         world.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
     )
-    trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
+    trained(write_recipe(tmp_path, LENGTH), "train.max_steps=1", "guard.hang_seconds=0.5")
     [text] = [
         text
         for text in warnings
@@ -221,7 +223,7 @@ def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) 
         "2",
         "--first",
         "2",
-        "loop.total_steps=8",
+        "train.max_steps=8",
     ]
     assert main(["profile", config, *words]) == 0
     assert (tmp_path / "profile" / "profile.json").is_file()

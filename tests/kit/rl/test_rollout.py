@@ -183,7 +183,7 @@ def test_gap_over_the_limit_names_the_modality_and_shows_the_worst_tokens() -> N
     with pytest.raises(GapTooLarge) as raised:
         gap.check(0.1, Letters())
     lines = str(raised.value).splitlines()
-    assert "rollout.max_gap=0.1" in lines[0]
+    assert "generation.max_gap=0.1" in lines[0]
     assert (
         "0.2 on average and 0.6 at most over 3 tokens of answers to prompts with audio+image"
         in lines[0]
@@ -215,7 +215,9 @@ def test_gap_of_a_sampler_with_other_weights_stops(text_group: WorkerGroup) -> N
 def test_check_mean_gap_above_the_limit_raises_and_names_the_key_that_shows_tokens() -> None:
     check_mean_gap((0.5, 10.0), 0.05)
     check_mean_gap((5.0, 10.0), None)
-    with pytest.raises(GapTooLarge, match=r"differ by 0\.5000 on average.*rollout\.gap_interval=1"):
+    with pytest.raises(
+        GapTooLarge, match=r"differ by 0\.5000 on average.*generation\.gap_interval=1"
+    ):
         check_mean_gap((5.0, 10.0), 0.05)
     with pytest.raises(GapTooLarge):
         check_mean_gap((float("nan"), 10.0), 0.05)

@@ -26,17 +26,15 @@ class ParityEngine(RLEngine):
 """
 CONFIG: dict[str, Any] = {
     "engine": "engine.py:ParityEngine",
-    "project": {"name": "servers"},
+    "run_name": "servers",
     "cpu_threads": 1,
     "model": {"type": "language_model"},
-    "mllm": {"micro_batch_tokens": 512},
-    "data": {"num_workers": 0},
-    "rl": {"algorithm": "grpo", "prompts": 3, "group": 4},
-    "rollout": {"backend": "vllm", "max_new_tokens": 6, "max_gap": 1e-4},
-    "reward": {
-        "workers": 0
-    },  # processes that are forked would keep the sockets of the servers open
-    "loop": {"total_steps": 3, "eval_interval": None},
+    "data": {"pack_tokens": 512, "num_workers": 0},
+    "rl": {"algorithm": "grpo", "prompts_per_step": 3, "num_generations": 4},
+    "generation": {"backend": "vllm", "max_new_tokens": 6, "max_gap": 1e-4},
+    "reward": {"workers": 0},
+    "train": {"max_steps": 3},
+    "eval": {"steps": None},
     "log": {"interval": 1},
     "optim": {"lr": 0.01, "schedule": "constant"},
 }
@@ -75,7 +73,7 @@ def config(folder: Path, urls: list[str]) -> Path:
     (folder / "engine.py").write_text(ENGINE)
     own = copy.deepcopy(CONFIG)
     own["model"]["path"] = own["processor"] = str(folder / "base")
-    own["mllm"]["sources"] = {"rows": {"path": str(folder / "rows.jsonl")}}
+    own["data"]["sources"] = {"rows": {"path": str(folder / "rows.jsonl")}}
     own["rollout"]["urls"] = urls
     (folder / "config.yaml").write_text(yaml.safe_dump(own))
     return folder / "config.yaml"

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import vllm_plugin
 from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
-from mvp_engine.kit.rl.settings import RolloutSettings
+from mvp_engine.kit.rl.settings import GenerationSettings
 from mvp_engine.kit.rl.vllm_rollout import (
     Communicator,
     IPCTransfer,
@@ -151,30 +151,33 @@ def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
 def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) -> None:
     urls = ["http://one:8000", "http://two:8000"]
     rollout = server_rollout(
-        RolloutSettings(backend="vllm", urls=urls), folder=tmp_path, wait_seconds=5, banned=[7, 3]
+        GenerationSettings(backend="vllm", urls=urls),
+        folder=tmp_path,
+        wait_seconds=5,
+        banned=[7, 3],
     )
     assert isinstance(rollout, VLLMRollout)
     assert [server.url for server in rollout.servers] == urls
     assert (rollout.banned, rollout.wait_seconds) == ([3, 7], 5)
     assert rollout.transfer.folder == tmp_path / "rollout_weights"  # type: ignore[attr-defined]
-    shared = RolloutSettings(backend="vllm", urls=urls, sync="file:/shared")
+    shared = GenerationSettings(backend="vllm", urls=urls, sync="file:/shared")
     found = server_rollout(shared, folder=tmp_path, wait_seconds=5)
     assert found.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
-    fixed = RolloutSettings(backend="openai", urls=urls, sync="none")
+    fixed = GenerationSettings(backend="openai", urls=urls, sync="none")
     assert isinstance(server_rollout(fixed, folder=tmp_path, wait_seconds=5), OpenAIRollout)
 
 
 def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused() -> None:
     with pytest.raises(ValidationError, match="takes no weights"):
-        RolloutSettings(backend="openai", urls=["http://one"])
+        GenerationSettings(backend="openai", urls=["http://one"])
     with pytest.raises(ValidationError, match="set file, ipc or nccl"):
-        RolloutSettings(backend="vllm", urls=["http://one"], sync="none")
+        GenerationSettings(backend="vllm", urls=["http://one"], sync="none")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("sync", ["ipc", "nccl"])
 def test_transfer_between_gpus_without_a_gpu_is_refused(sync: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"rollout.sync={sync} needs a GPU"):
+    with pytest.raises(UserError, match=f"generation.sync={sync} needs a GPU"):
         transfer_of(sync, tmp_path)
 
 

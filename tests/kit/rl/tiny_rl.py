@@ -19,19 +19,20 @@ class Tiny(RLEngine):
 {body}
 """
 CONFIG = """
-project: {{name: tiny, dir: {folder}/outputs}}
+run_name: tiny
+output_dir: {folder}/outputs
 device: cpu
 cpu_threads: 1
 model: {{type: language_model, path: {folder}/model}}
-mllm:
-  micro_batch_tokens: 256
+data:
+  pack_tokens: 256
   cache: {folder}/cache
   sources: [{{path: {folder}/rows.jsonl}}, {{path: {folder}/rows.jsonl, name: held_out, split: eval}}]
-data: {{num_workers: 0}}
-rl: {{prompts: 4, group: 2}}
-rollout: {{max_new_tokens: 4}}
+  num_workers: 0
+rl: {{prompts_per_step: 4, num_generations: 2}}
+generation: {{max_new_tokens: 4}}
 reward: {{workers: 1, max_errors: 0.5}}
-loop: {{total_steps: 2}}
+train: {{max_steps: 2}}
 optim: {{lr: 1.0e-3, schedule: constant}}
 log: {{backends: [jsonl], interval: 1}}
 checkpoint: {{best_metric: null}}

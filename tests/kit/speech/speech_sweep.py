@@ -66,7 +66,7 @@ def lora(name: str) -> bool | str:
     try:
         with folder_of(name) as folder:
             model = engine_of(folder, OmniModelEngine).model
-            add_adapters(model, Lora(rank=2, targets=["talker"]))
+            add_adapters(model, Lora(rank=2, target_modules=["talker"]))
             check_speech(model, exact=True, group=None)
     except UserError as error:
         return str(error)

@@ -70,7 +70,7 @@ def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
 
 
 def test_merge_of_a_csm_with_lora_is_its_export(tmp_path: Path) -> None:
-    engine = trained(tmp_path / "in", Lora(rank=2, targets=["talker"]))
+    engine = trained(tmp_path / "in", Lora(rank=2, target_modules=["talker"]))
     (adapted,) = [row["adapters"] for row in trained_parts(engine.model) if row["part"] == "talker"]
     engine.save_checkpoint(tmp_path / "step_00000002")
     engine.export_hf(tmp_path / "out")
@@ -100,8 +100,8 @@ def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path)
     assert sound.seconds > 0 or not len(sound.codes)
     with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
         player.play(codes + 33 - int(codes.max()))
-    with pytest.raises(UserError, match="eval_generation: csm writes no text"):
-        check_writes(model, "eval_generation")
+    with pytest.raises(UserError, match="eval.generation: csm writes no text"):
+        check_writes(model, "eval.generation")
 
 
 def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
         "speech": {"codec": None, "books": BOOKS},
         "max_bad_rows": 1.0,
     }
-    data = SpeechMLLMData(sources=sources, micro_batch_tokens=64, **options)
+    data = SpeechMLLMData(sources=sources, pack_tokens=64, **options)
     kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
     # Its sound would be learnt as that of the user's text.
     assert [(bad.where[-1], bad.reason) for bad in kit.bad_rows("train")] == [("2", "speech_role")]

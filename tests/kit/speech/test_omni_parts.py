@@ -70,7 +70,7 @@ def test_export_of_a_trained_talker_changes_the_talker_alone(tmp_path: Path) -> 
 
 def test_merge_of_a_talker_with_lora_is_its_export(tmp_path: Path) -> None:
     omni_folder("qwen3_omni_moe", tmp_path / "in")
-    engine = speech_trained(tmp_path / "in", Lora(rank=2, targets=["talker"]))
+    engine = speech_trained(tmp_path / "in", Lora(rank=2, target_modules=["talker"]))
     adapted = {row["part"]: row["adapters"] for row in trained_parts(engine.model)}
     # Attention, shared experts, their gate, in 2 layers; attention and MLP of 2 predictor layers; 2 projections of 2.
     assert adapted["talker"] == 2 * (4 + 3 + 1) + 2 * (4 + 3) + 4

@@ -119,7 +119,10 @@ def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch) -
         (lambda adapter: adapter.apply_tensor_parallel(None), "parallel.tensor > 1"),
         (lambda adapter: adapter.apply_expert_parallel(None), "parallel.expert > 1"),
         (lambda adapter: adapter.cut_stage(None, None), "parallel.pipeline > 1"),
-        (lambda adapter: adapter.balance_experts(None, None), "experts.balance or experts.z"),
+        (
+            lambda adapter: adapter.balance_experts(None, None),
+            "experts.balance or experts.router_z_loss_coef",
+        ),
     ],
 )
 def test_omni_model_unsupported_setting_is_a_user_error(name: str, call: Any, key: str) -> None:

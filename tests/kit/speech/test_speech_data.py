@@ -253,7 +253,7 @@ def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_
     assert [
         bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")
     ] == ["speech_empty"]
-    with pytest.raises(UserError, match=r"has 2 codebooks; mllm\.speech\.books=4"):
+    with pytest.raises(UserError, match=r"has 2 codebooks; data\.speech\.books=4"):
         open_codec(f"{file}:Loud", 4)
     with pytest.raises(UserError, match="not a subclass"):
         open_codec(f"{file}:np")
@@ -269,12 +269,12 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
         source = {"path": str(tmp_path / "rows.jsonl")}
         values = {
             "sources": [source],
-            "micro_batch_tokens": 64,
+            "pack_tokens": 64,
             "speech": {"codec": codec, "books": BOOKS, **speech},
         }
         return MLLMDataKit(SpeechMLLMData.model_validate(values), tokenizer(), model_config=config)
 
-    with pytest.raises(UserError, match=r"mllm\.speech\.books=16, but the model's talker speaks 2"):
+    with pytest.raises(UserError, match=r"data\.speech\.books=16, but the model's talker speaks 2"):
         kit(omni_config(), books=16)
     with pytest.raises(UserError, match="has no talker"):
         kit(None)

@@ -30,7 +30,7 @@ def test_speech_row_audio_in_assistant_turn_is_no_input() -> None:
 
 
 def test_speech_row_without_setting_is_bad_and_never_read_as_input() -> None:
-    with pytest.raises(BadRow, match=r"message 1 \(assistant\) has audio.*mllm\.speech") as error:
+    with pytest.raises(BadRow, match=r"message 1 \(assistant\) has audio.*data\.speech") as error:
         read_row(row(TEXT, AUDIO))
     assert error.value.reason == "speech_target"
 

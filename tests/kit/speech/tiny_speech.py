@@ -105,7 +105,7 @@ def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech) -> MLLMDataKi
     settings = SpeechMLLMData.model_validate(
         {
             "sources": [{"path": str(file)}],
-            "micro_batch_tokens": 200,
+            "pack_tokens": 200,
             "global_batch_tokens": 200,
             "max_bad_rows": 1.0,
             "cache": str(folder / "cache"),

@@ -21,7 +21,7 @@ class Fate(Section):
 
 
 class KitConfig(Config):
-    mllm: MLLMData
+    data: MLLMData
     fate: Fate
 
 
@@ -33,7 +33,7 @@ class KitEngine(Engine):
         return LanguageModel.from_config(model_config())
 
     def prepare_dataloader(self, split: str) -> Any:
-        return MLLMDataKit(self.config.mllm, qwen3_vl(), model_config=model_config()).engine_loader(
+        return MLLMDataKit(self.config.data, qwen3_vl(), model_config=model_config()).engine_loader(
             self, split
         )
 

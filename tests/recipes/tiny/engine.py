@@ -194,4 +194,4 @@ class TinyEngine(Engine):
 
     def shout(self) -> None:
         """A workflow of this recipe."""
-        (self.run.dir / "shouted").write_text(self.config.project.name)
+        (self.run.dir / "shouted").write_text(self.config.run_name)

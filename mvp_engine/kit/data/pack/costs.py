@@ -61,7 +61,7 @@ ROW_RECORD = np.dtype(
 
 
 def default_cache() -> Path:
-    """The folder of the cache where `mllm.cache` is null."""
+    """The folder of the cache where `data.cache` is null."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mvp_engine" / "data"
 
@@ -469,7 +469,7 @@ class Records:
     """The record files of one measurement."""
 
     def __init__(self, cache: Path, setup: str, measure: Measure) -> None:
-        guard = measure.row_encoder.media.limits.image_pixels  # larger images have no size
+        guard = measure.row_encoder.media.limits.reject_pixels  # larger images have no size
         self.rows = RecordFile(cache / f"{_hash(setup)}.rows", ROW_RECORD)
         self.sizes = RecordFile(
             cache / f"{_hash(f'{measure.source.root} {guard}')}.sizes", SIZE_RECORD

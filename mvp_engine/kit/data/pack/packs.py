@@ -172,7 +172,7 @@ class WorkerWatchdog:
                 elif time.monotonic() - moved >= 2 * seconds:
                     raise UserError(
                         f"data: nothing came from the workers for {2 * seconds:g} seconds, and they did not get any "
-                        f"further: {where}. Take the row out, or raise mllm.limits.timeout"
+                        f"further: {where}. Take the row out, or raise data.limits.timeout"
                     ) from error
                 continue
             last_positions = None
@@ -243,7 +243,7 @@ def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterato
     return iterator
 
 
-STALE_CACHE = "Were its media replaced? Then remove the cached costs (mllm.cache; by default ~/.cache/mvp_engine/data)"
+STALE_CACHE = "Were its media replaced? Then remove the cached costs (data.cache; by default ~/.cache/mvp_engine/data)"
 
 
 class PackDataset(Dataset[Any]):
@@ -470,7 +470,7 @@ class PackLoader(SampleLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["plan"] != self.plan_id():
-            what = "the packing (pack and row size, global batch, mllm.limits, seed, processor) is"
+            what = "the packing (pack and row size, global batch, data.limits, seed, processor) is"
             if not state["plan"].startswith(f"{self.data_id}-"):
                 what = "the rows (files of the sources, hold_out) are"
             raise UserError(

@@ -303,7 +303,7 @@ class _Lane:
     def _record_bad(self, bad: BadRow, name: str, where: str) -> None:
         if bad.reason == "overlong" and self.row_encoder.overlong == "error":
             raise UserError(
-                f"data: {where}: {bad.detail}: raise mllm.micro_batch_tokens, or set mllm.overlong"
+                f"data: {where}: {bad.detail}: raise data.pack_tokens, or set data.overlong"
             ) from None
         records = self.output.dropped if bad.reason == "overlong" else self.output.bad
         records.append(BadRecord(name, where, bad.reason, bad.detail))

@@ -126,7 +126,7 @@ class BadRows:
         return (
             f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "
             f"allowed ({self}). Such as {'; '.join(examples)}. "
-            "Fix them, or raise mllm.max_bad_rows"
+            "Fix them, or raise data.max_bad_rows"
         )
 
     def __str__(self) -> str:

@@ -297,9 +297,9 @@ def open_image(value: Any, limits: Limits, root: Path) -> Image.Image:
             warnings.simplefilter("ignore")
             image = Image.open(source, formats=formats)
     width, height = image.size
-    if min(width, height) < 1 or width * height > limits.image_pixels:
+    if min(width, height) < 1 or width * height > limits.reject_pixels:
         raise BadRow(
-            "too_large", f"image of {width}x{height}; {limits.image_pixels} pixels are allowed"
+            "too_large", f"image of {width}x{height}; {limits.reject_pixels} pixels are allowed"
         )
     return image
 

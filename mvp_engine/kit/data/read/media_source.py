@@ -137,7 +137,7 @@ def _decode_data_uri(text: str, what: str) -> io.BytesIO:
 
 
 def path_escape(what: str, text: str, folder: str | Path) -> BadRow:
-    fix = "set the source's root, or mllm.limits.allow_outside=true"
+    fix = "set the source's root, or data.limits.allow_outside=true"
     return BadRow("path_escape", f"{what}: {text[:200]} leads out of {folder}: {fix}")
 
 

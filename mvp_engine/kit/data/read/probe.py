@@ -159,9 +159,9 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
         )
     width = video.width
     height = video.height
-    if width * height > limits.image_pixels:
+    if width * height > limits.reject_pixels:
         raise BadRow(
-            "too_large", f"video of {width}x{height}; {limits.image_pixels} pixels are allowed"
+            "too_large", f"video of {width}x{height}; {limits.reject_pixels} pixels are allowed"
         )
     num_frames = _num_sampled_frames(part, limits, video.length, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):

@@ -53,7 +53,7 @@ class Limits:
 
     # Guards
 
-    image_pixels: int = 89_478_485
+    reject_pixels: int = 89_478_485
     """The most pixels of an image or frame in the file; PIL itself stops at twice this default."""
     video_seconds: float = 3600.0
     """The longest video."""
@@ -143,7 +143,7 @@ class Row:
     # The parts of `text` with loss, as (first, end) characters; empty: all of it, with BOS and EOS.
     text_loss: tuple[tuple[int, int], ...] = ()
     prompt_only: bool = False  # a conversation without an answer: no token carries loss
-    fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`mllm.fields`)
+    fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`data.fields`)
     format: str = field(default="", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns that nothing read
     # "prompt" and "media", where the row has such a column without a value.
@@ -246,7 +246,7 @@ def may_fit(size: int, max_text: int | None, has: Callable[[bytes], bool]) -> bo
 
 def too_long(what: str, max_text: int | None) -> BadRow:
     return BadRow(
-        "too_long", f"{what}; {max_text:,} characters are allowed (mllm.limits.text_characters)"
+        "too_long", f"{what}; {max_text:,} characters are allowed (data.limits.text_characters)"
     )
 
 
@@ -368,7 +368,7 @@ class Columns(dict[str, Any]):
 
 
 def _number(value: Any, name: str, kind: FieldType) -> float:
-    where = f"the column {name!r} of mllm.fields"
+    where = f"the column {name!r} of data.fields"
     if value is None:
         raise BadRow("missing_field", f"the row has no value in {where}")
     try:

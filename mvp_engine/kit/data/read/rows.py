@@ -396,7 +396,7 @@ class _Reader:
         if not any(map(_has_content, turns)):
             raise BadRow(
                 "no_answer",
-                "no assistant turn has any content (mllm.prompt_only=true allows rows without one)",
+                "no assistant turn has any content (data.prompt_only=true allows rows without one)",
             )
         empty = [turn for turn in turns if turn.loss is not False and not _has_content(turn)]
         if empty:
@@ -419,7 +419,7 @@ class _Reader:
             raise BadRow(
                 "label_false",
                 "the column 'label' says that the answer is bad, and it would be learnt as a good "
-                "one. Remove such rows; or train with KTO (preference.loss=kto, mllm.fields: "
+                "one. Remove such rows; or train with KTO (preference.loss=kto, data.fields: "
                 "{label: int}); or set columns: {label: null} if it means something else",
             )
 
@@ -563,7 +563,7 @@ def describe_columns(raw: Mapping[str, Any], formats: Formats) -> str:
     names = ", ".join(dict.fromkeys(" and ".join(wanted) for wanted in formats.values()))
     return (
         f"{text}; wanted: {names}. Rename columns with `columns: {{YOURS: WANTED}}` of the source; "
-        "mllm.prompt_only=true is for rows without an answer"
+        "data.prompt_only=true is for rows without an answer"
     )
 
 
