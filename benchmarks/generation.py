@@ -132,7 +132,7 @@ def evaluation_share(engine: LanguageModelEngine, vocabulary: int, held: int, st
     settings = yaml.safe_load(SETTINGS.read_text())
     tokens = settings["data"]["max_length"]  # of a pack, which `auto` may make larger
     generation = settings["eval.generation"]
-    interval = settings["loop"]["eval_interval"]
+    interval = settings["eval"]["steps"]
     rows = torch.randint(1, vocabulary, (packs, 8, tokens // 8), generator=torch.Generator().manual_seed(1))
     micro_batches = [PackedBatch.from_sequences(list(pack)) for pack in rows]
 

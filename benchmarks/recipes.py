@@ -270,7 +270,7 @@ def prepare(name: str, args: argparse.Namespace, count: int | None = None) -> tu
     """A row of the table, its model folder and its file of rows: `count`, or a little more than the steps take."""
     work = WORKS[name]
     if args.tiny:
-        kept = [word for word in work.words if not word.startswith("mllm.")]
+        kept = [word for word in work.words if not word.startswith("data.")]
         longest = 512 if work.longest > 8192 else work.longest
         work = replace(work, shape=work.tiny, words=kept, longest=longest)
     model = make_folder(work.shape, work.longest, args.folder)

@@ -59,7 +59,7 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, cap
             if text.startswith(new.output_dir) and "/" in text
         ]
         assert all(text.startswith(f"{new.output_dir}/mine_2/") for text in theirs), theirs
-        same = {"project", "engine"}
+        same = {"run_name", "output_dir", "run_id", "engine"}
         strip = f"{new.output_dir}/mine_2/"
         assert _flat(new, same, strip) == _flat(old, same, f"{old.output_dir}/{origin}/")
     for file in (file for file in copy.rglob("*.*") if file.suffix != ".pyc"):

@@ -11,7 +11,7 @@ A recipe adds its own keys by subclassing `Config` and setting the subclass as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -83,29 +83,26 @@ ActivationCheckpointing = Literal["none", "selective", "attention", "full", "off
 CHECKPOINTING_MODES: tuple[str, ...] = get_args(ActivationCheckpointing)
 
 
-class Project(Section):
-    name: str = Field(pattern=r"^[\w][\w.+-]*$")
-    dir: str
-    run_id: str | None = Field(pattern=r"^[\w][\w.+-]*$")
-
-
-class Loop(Section):
-    total_steps: Count | None
+class Train(Section):
+    max_steps: Count | None
     epochs: Count | None
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    clip_grad_norm: Positive | None
-    eval_interval: Interval | None
-    eval_batches: Count | None
 
 
-def _if_auto(default: int) -> BeforeValidator:
-    return BeforeValidator(lambda value: default if value == "auto" else value)
+class Eval(Section):
+    steps: Interval | None
+    batches: Count | None
+
+
+def if_auto(default: Callable[[], int]) -> BeforeValidator:
+    """`default()` in place of auto."""
+    return BeforeValidator(lambda value: default() if value == "auto" else value)
 
 
 class Data(Section):
-    micro_batch_size: Annotated[Count, _if_auto(32)]
+    micro_batch_size: Annotated[Count, if_auto(lambda: 32)]
     global_batch_size: Count | None
-    num_workers: Annotated[int, Field(ge=0), _if_auto(0)]
+    num_workers: Annotated[int, Field(ge=0), if_auto(lambda: 0)]
 
 
 class Optim(Section):
@@ -118,6 +115,7 @@ class Optim(Section):
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
     decay_ratio: Fraction
     min_lr_ratio: Fraction
+    max_grad_norm: Positive | None = 1.0
     ema: float | None = Field(default=None, gt=0, lt=1)
 
 
@@ -144,18 +142,18 @@ class Model(Section):
     compile: str | dict[Part, str | None] | None
     fp8: bool | Literal["all"] | dict[Part, bool | Literal["all"]]
     quantize: dict[Part, Literal["nf4"]]
-    offload: Literal["none", "optimizer", "all"]
+    offload_outside_steps: Literal["none", "optimizer", "all"]
 
 
 class Experts(Section):
     balance: Literal["loss", "bias", "none"] = "none"
-    weight: NonNegative = 1e-2
-    rate: NonNegative = 1e-3
-    z: NonNegative = 0.0
+    aux_loss_coef: NonNegative = 1e-2
+    bias_update_rate: NonNegative = 1e-3
+    router_z_loss_coef: NonNegative = 0.0
 
     @property
     def is_used(self) -> bool:
-        return self.balance != "none" or self.z > 0
+        return self.balance != "none" or self.router_z_loss_coef > 0
 
 
 class Checkpoint(Section):
@@ -197,7 +195,9 @@ class Parallel(GroupParallel):
 
 
 class Config(Section):
-    project: Project
+    run_name: str = Field(pattern=r"^[\w][\w.+-]*$")
+    output_dir: str
+    run_id: str | None = Field(pattern=r"^[\w][\w.+-]*$")
     engine: str | None
     workflow: str
     resume: str | None
@@ -206,7 +206,8 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"]
     cpu_threads: Count | None
     model: Model
-    loop: Loop
+    train: Train
+    eval: Eval
     data: Data
     optim: Optim
     experts: Experts

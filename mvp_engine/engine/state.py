@@ -292,7 +292,7 @@ def _sizes(engine: Engine) -> list[int]:
 # Of `auto`: so many in a training, and at most so many steps between two.
 INTERVALS = {
     ("log", "interval"): (50, 10),
-    ("loop", "eval_interval"): (10, 400),
+    ("eval", "steps"): (10, 400),
     ("checkpoint", "interval"): (5, 200),
 }
 

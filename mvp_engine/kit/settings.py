@@ -5,15 +5,12 @@ Sections of the data, the optimizer and LoRA are next to their code.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
 from mvp_engine import plugins
-from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Section
+from mvp_engine.config.schema import Config, Count, Eval, Fraction, NonNegative, Section
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_settings import Lora
-from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.optim.settings import OptimSettings
 
@@ -40,32 +37,29 @@ class EvalGeneration(Section):
     """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
 
 
+class MLLMEval(Eval):
+    """Evaluations, with generated answers."""
+
+    generation: EvalGeneration | None = None
+    """Generate answers in every evaluation; null: evaluations have losses only."""
+
+
 class MLLMConfig(Config):
     """The config of an MLLMEngine."""
 
     optim: OptimSettings
     data: MLLMData
-    """Sources of rows, packs, limits of media."""
+    """Sources of rows, packs, loading, limits of media."""
+    eval: MLLMEval
+    """Evaluations."""
     processor: str | None = None
     """The folder, or the model of the Hub, with the processor or tokenizer; null: that of the model."""
     lora: Lora | None = None
     """LoRA adapters on the frozen model; null: full fine-tuning."""
     loss: TokenLoss = TokenLoss()
     """Terms of the token loss."""
-    eval_generation: EvalGeneration | None = None
-    """Generate answers in every evaluation; null: evaluations have losses only."""
-    export: str | None = None
+    export_link: str | None = None
     """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_the_data_kit(cls, values: dict[str, Any]) -> dict[str, Any]:
-        data = values.get("data")
-        if not isinstance(data, dict):
-            return values
-        kit = {"micro_batch_size": 1, "num_workers": default_num_workers()}
-        chosen = {name: default for name, default in kit.items() if data.get(name) == "auto"}
-        return {**values, "data": {**data, **chosen}}
 
     @model_validator(mode="after")
     def _check_sections(self) -> MLLMConfig:

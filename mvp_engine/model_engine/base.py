@@ -159,7 +159,9 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     fp8: Any = False  # linear layers and experts in FP8; all: weight gradients too; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
-    offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
+    offload_outside_steps: str = (
+        "none"  # to host memory outside of train_mode: none, optimizer, all
+    )
     trainable_only: bool | None = None  # checkpoints without frozen weights; None: only with LoRA
     experts: Experts = field(default_factory=Experts)  # how experts are balanced
 
@@ -167,7 +169,9 @@ class Settings:
         checkpointing = self.activation_checkpointing
         by_part = isinstance(checkpointing, Mapping)
         self._check("precision", [self.precision], tuple(DTYPES))
-        self._check("offload", [self.offload], ("none", "optimizer", "all"))
+        self._check(
+            "offload_outside_steps", [self.offload_outside_steps], ("none", "optimizer", "all")
+        )
         modes = checkpointing.values() if by_part else [checkpointing]  # type: ignore[union-attr]
         if checkpointing == "auto":
             raise UserError(

@@ -79,8 +79,13 @@ def _learning_rates_by_part(model: nn.Module, config: Optim) -> dict[str, tuple[
 
 
 # Keys that an optimizer reads; the others of the section are of the schedule, the EMA and recipes.
-OPTIMIZER_KEYS = ["kind", "lr", "betas", "eps", "weight_decay", "lr_by_part"]
-OPTIMIZER_KEYS += ["state_dtype", "offload", "momentum", "adamw"]  # those of the optimizer kit
+OPTIMIZER_KEYS = ["name", "lr", "betas", "eps", "weight_decay", "lr_by_part"]
+OPTIMIZER_KEYS += [
+    "state_dtype",
+    "offload",
+    "muon_momentum",
+    "muon_exclude",
+]  # those of the optimizer kit
 
 
 def ignored_keys(config: Optim, read: Set[str]) -> list[str]:

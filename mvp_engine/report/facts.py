@@ -237,10 +237,10 @@ class RunFacts:
             if not exports and has_checkpoint:
                 steps["Export it"] = run.resume_command("workflow=export")
             steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{run.info['name']}"
-        loop = config.get("loop", {})
-        key = "total_steps" if loop.get("total_steps") else "epochs"
-        if has_checkpoint and loop.get(key):
-            longer = f"loop.{key}={2 * loop[key]}"
+        train = config.get("train", {})
+        key = "max_steps" if train.get("max_steps") else "epochs"
+        if has_checkpoint and train.get(key):
+            longer = f"train.{key}={2 * train[key]}"
             patience = config.get("checkpoint", {}).get("patience")
             if patience and self.step < (self.setup.get("total_steps") or 0):
                 longer = f"checkpoint.patience={2 * patience}"

@@ -282,7 +282,7 @@ def _table(title: str, left: str, right: str, rows: Mapping[str, Any]) -> str:
 
 
 def _sources(config: dict[str, Any]) -> list[dict[str, Any]]:
-    sources = (config.get("mllm") or {}).get("sources") or []
+    sources = (config.get("data") or {}).get("sources") or []
     return [source for source in sources if isinstance(source, dict)]
 
 

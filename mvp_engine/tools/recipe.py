@@ -196,7 +196,7 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
     engines = re.findall(r"^class (\w+)\(\w*Engine\w*\):", source, re.MULTILINE)
     engine = engines[0] if len(engines) == 1 else None
     camel_case = "".join(word.title() for word in new.split("_") if word)
-    run_names = {section_value(load_yaml(file), "project", "name") for file in configs} - {None}
+    run_names = {load_yaml(file).get("run_name") for file in configs} - {None}
     for file in files:
         text = file.read_text(encoding="utf-8")
         text = re.sub(rf"\brecipes/{re.escape(old)}/", lambda _: f"{final}/", text)
@@ -205,23 +205,22 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
         if file.suffix == ".yaml":
             output = rf"\$\{{output_dir\}}/({re.escape(old)}/)?"
             text = re.sub(output, f"${{output_dir}}/{new}/", text)
-            text = _rename_project(text, old, new, single=len(run_names) == 1)
+            text = _rename_run(text, old, new, single=len(run_names) == 1)
         file.write_text(text, encoding="utf-8")
 
 
-def _rename_project(text: str, old: str, new: str, single: bool) -> str:
+def _rename_run(text: str, old: str, new: str, single: bool) -> str:
     """Replace the value of `run_name` in place, so that comments and order stay."""
     node = yaml.compose(text)
-    for key in ("project", "name"):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        node = next((value for name, value in pairs if name.value == key), None)
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    node = next((value for name, value in pairs if name.value == "run_name"), None)
     if not isinstance(node, yaml.ScalarNode):
         return text
-    name = _project_name(node.value, old, new, single)
+    name = _renamed_run(node.value, old, new, single)
     return text[: node.start_mark.index] + name + text[node.end_mark.index :]
 
 
-def _project_name(name: str, old: str, new: str, single: bool) -> str:
+def _renamed_run(name: str, old: str, new: str, single: bool) -> str:
     """The new run name; training stages with different names keep their endings."""
     if name.startswith(old):
         return new + name.removeprefix(old)
@@ -267,7 +266,7 @@ class _Configs:
         self.parents: dict[str, list[str]] = {}
         for stem, tree in trees.items():
             self.parents[stem] = [name for name in tree.get("defaults") or [] if name in trees]
-        self.exports = {tree.get("export") for tree in trees.values()} - {None}
+        self.exports = {tree.get("export_link") for tree in trees.values()} - {None}
 
     def value(self, stem: str, section: str, key: str, seen: tuple[str, ...] = ()) -> Any:
         """A key's value in the file or in what it inherits."""
@@ -296,10 +295,15 @@ class _Configs:
         if self._own_name(stem) is not None:
             return True
         heir_shares_name = any(self._own_name(heir) is None for heir in heirs)
-        return self.value(stem, "project", "name") is not None and heir_shares_name
+        return self._run_name(stem) is not None and heir_shares_name
 
     def _own_name(self, stem: str) -> Any:
-        return section_value(self.trees[stem], "project", "name")
+        return self.trees[stem].get("run_name")
+
+    def _run_name(self, stem: str) -> Any:
+        """The name of the runs of a config, or of what it inherits."""
+        names = [self._own_name(stem), *map(self._run_name, self.parents[stem])]
+        return next((name for name in names if name is not None), None)
 
     def order(self, stem: str) -> tuple[bool, bool, bool, bool, str]:
         needs_export = self.value(stem, "model", "path") in self.exports

@@ -47,7 +47,8 @@ class ReviewsConfig(MLLMConfig):
                 raise ValueError("reward_loss.huber: pairs have no targets. Set reward_loss.target, or remove it")
         elif self.data.pairs or reward_loss.margin is not None or reward_loss.centring:
             raise ValueError(
-                "reward_loss.target: rows with a score are no pairs. Set data.pairs=false and remove margin and centring"
+                "reward_loss.target: rows with a score are no pairs. Set data.pairs=false and remove margin "
+                "and centring"
             )
         for key in ("margin", "target"):
             column = getattr(reward_loss, key)

@@ -2,8 +2,8 @@
 
 check.py CONFIG [key=value ...]    # see SKILL.md
 
-A recipe without a data kit has no rows to compare, and one without the key `export` no export: these checks are left
-out.
+A recipe without a data kit has no rows to compare, and one without the key `export_link` no export: these checks are
+left out.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
         f"checkpoint.interval={STEPS // 2}",
         "checkpoint.keep_n=null",
     ]
-    exports = "export" in compose(config, overrides).engine_class.config_class.model_fields
+    exports = "export_link" in compose(config, overrides).engine_class.config_class.model_fields
     words = [f"export_link={folder / 'exported'}"] if exports else []
     code = launch(config, [*overrides, "run_id=first", *words])
     if code:
@@ -159,7 +159,7 @@ def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
     evaluation = next((record for record in records if record["split"] == "eval"), {})
     if all(name in ("step", "epoch", "split") or name.startswith("loss") for name in evaluation):
         found.append(
-            "the evaluation computes losses and no metric of the task: set eval_generation, and override score; or "
+            "the evaluation computes losses and no metric of the task: set eval.generation, and override score; or "
             "override eval_step and call ctx.log"
         )
     if exports:

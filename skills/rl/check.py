@@ -36,8 +36,7 @@ def problems(config: str, overrides: list[str], answer: str | None = None) -> li
     with tempfile.TemporaryDirectory() as folder:
         world = World(0, 1, 0, 1, torch.device("cpu"))
         # Not as an override: other keys may depend on output_dir.
-        project = composed.config.project.model_copy(update={"dir": folder, "run_id": None})
-        settings = composed.config.model_copy(update={"project": project})
+        settings = composed.config.model_copy(update={"output_dir": folder, "run_id": None})
         engine: Any = composed.engine_class(settings, world, choose_start(settings).run)
         step = OneStep(engine)
         with engine:

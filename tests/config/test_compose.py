@@ -126,17 +126,17 @@ def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
 def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("warmup:", "warmupz:"))
-    assert f"{base}:11: unknown key 'optim.warmupz'. Did you mean 'optim.warmup'?" in error(recipe)
+    assert f"{base}:10: unknown key 'optim.warmupz'. Did you mean 'optim.warmup'?" in error(recipe)
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
         ("optim.lerning_rate=1", "unknown key 'optim.lerning_rate'"),
-        ("lop.total_steps=1", "Did you mean 'loop'?"),
+        ("trai.max_steps=1", "Did you mean 'train'?"),
         ("total_steps=1", "Did you mean 'train.max_steps'?"),
         ("tiny.sample=1", "Did you mean 'tiny.samples'?"),
-        ("qqq=1", "Known keys: project, engine"),
+        ("qqq=1", "Known keys: run_name, output_dir"),
     ],
 )
 def test_typo_on_the_command_line_names_it_and_the_suggested_key(
@@ -299,8 +299,8 @@ def test_missing_value_in_an_heir_hides_the_inherited_one(recipe: Path) -> None:
         "has keys without a value (???); give on the command line: seed=..."
     )
     assert compose(recipe, ["seed=3"]).config.seed == 3
-    recipe.write_text("defaults: [base]\nloop: null\n")
-    assert "'loop' is None" in error(recipe)
+    recipe.write_text("defaults: [base]\ntrain: null\n")
+    assert "'train' is None" in error(recipe)
 
 
 def test_missing_inherited_file_is_named(recipe: Path) -> None:

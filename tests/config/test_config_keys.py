@@ -117,7 +117,7 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     words = [
         "optim.learning_rate=1",
-        "optim.max_grad_norm=1",
+        "train.max_grad_norm=1",
         "model.lora_r=8",
         "gradient_accumulation_steps=4",
     ]
@@ -150,7 +150,7 @@ def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
         "ppo_mini_batch_size",
         "rl.beta",
     ]:
-        assert re.match(r"Here it is (rl|rollout)\.", suggest_key(name, RLConfig)), name
+        assert re.match(r"Here it is (rl|generation)\.", suggest_key(name, RLConfig)), name
 
 
 def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:

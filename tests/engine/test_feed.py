@@ -85,16 +85,11 @@ def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length():
         else:
             feed.next_epoch()
     feed = Feed(SampleLoader(Growing(torch.arange(8)), micro_batch_size=4), 1, ALONE)
-    options = {
-        "precision": "auto",
-        "clip_grad_norm": None,
-        "eval_interval": None,
-        "eval_batches": None,
-    }
-    assert feed.planned_steps(Loop(total_steps=None, epochs=4, **options)) == made == 2 + 3 + 4 + 5
-    assert feed.planned_steps(Loop(total_steps=20, epochs=4, **options)) == made
+    options = {"precision": "auto"}
+    assert feed.planned_steps(Train(max_steps=None, epochs=4, **options)) == made == 2 + 3 + 4 + 5
+    assert feed.planned_steps(Train(max_steps=20, epochs=4, **options)) == made
     assert (
-        feed.planned_steps(Loop(total_steps=9, epochs=10**9, **options)) == 9
+        feed.planned_steps(Train(max_steps=9, epochs=10**9, **options)) == 9
     )  # does not count all epochs
 
 

@@ -340,9 +340,10 @@ def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path):
     rows = [{"text": "hello world"} for _ in range(99)]
     kit = zephyr(tmp_path / "a.jsonl", rows, global_batch_tokens=None)
     data = SimpleNamespace(micro_batch_size=1, global_batch_size=4, num_workers=0)
-    loop = SimpleNamespace(precision="bf16")
+    train = SimpleNamespace(precision="bf16")
+    evaluation = SimpleNamespace(batches=None)
     engine = SimpleNamespace(
-        config=SimpleNamespace(seed=5, data=data, loop=loop),
+        config=SimpleNamespace(seed=5, data=data, train=train, eval=evaluation),
         layout=SimpleNamespace(data_rank=1, data_size=2),
         world=SimpleNamespace(all_gather=lambda mine: [mine, mine], is_main=True),
         device=torch.device("cpu"),

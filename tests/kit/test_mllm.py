@@ -259,8 +259,8 @@ def test_plan_of_rows_that_do_not_fit_is_a_user_error(config, capsys):
 def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(
     config, monkeypatch, size, packs
 ):
-    text = Path(config).read_text().replace("global_batch_size: 1, ", "")
-    Path(config).write_text(text.replace("eval_interval: 1", "eval_interval: null"))
+    text = Path(config).read_text().replace("  global_batch_size: 1\n", "")
+    Path(config).write_text(text.replace("{steps: 1", "{steps: null"))
     engines = []
     prepare = MLLMEngine.prepare_scheduler
 

@@ -66,7 +66,7 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
         .replace("name: photos", "stream: true")
         .replace("repeats: 2.0", "stream: true")
     )
-    config.write_text(text + "  stream_window: 2\n")
+    config.write_text(text.replace("\ndata:\n", "\ndata:\n  stream_window: 2\n"))
     words = f"train {config} log.interval=1 train.epochs=null optim.schedule=constant".split()
     before = {*active_children()}
     assert main([*words, "output_dir=straight", "train.max_steps=4"]) == 0

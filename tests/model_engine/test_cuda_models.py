@@ -152,7 +152,7 @@ def test_offload_frees_gpu_memory_and_keeps_the_state(offload):
     for name in ("none", offload):
         gc.collect()
         before = torch.cuda.memory_allocated()
-        part = language_model(shape, seed=4, offload=name)
+        part = language_model(shape, seed=4, offload_outside_steps=name)
         norms = norms_of(part, batch)
         outputs = part.infer_batch(batch, ["log_probs"])["log_probs"].cpu()
         seen[name] = (norms, outputs, torch.cuda.memory_allocated() - before)
@@ -178,7 +178,7 @@ def sharded_and_offloaded():
     seen = []
     with layout_of("cuda", shard=2) as layout:
         for offload, device in (("none", "cuda"), ("all", "cpu")):
-            part = engine_of("qwen3", layout, adamw, seed=4, offload=offload)
+            part = engine_of("qwen3", layout, adamw, seed=4, offload_outside_steps=offload)
             seen.append(norms_of(part, mix(99, [20, 30])))
             assert {p.device.type for p in part.model.parameters()} == {device}
     return seen

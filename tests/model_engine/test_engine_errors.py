@@ -78,7 +78,7 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(
     [
         {"precision": "bf17"},
         {"activation_checkpointing": "ful"},
-        {"offload": "optimiser"},
+        {"offload_outside_steps": "optimiser"},
     ],
     ids=str,
 )

@@ -187,7 +187,8 @@ def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]
         found.append((routers[0], local_experts.num_experts(experts)))
     if not found:
         raise UserError(
-            f"experts: {model_type} has no experts to balance. Set experts.balance=none and experts.router_z_loss_coef=0"
+            f"experts: {model_type} has no experts to balance. Set experts.balance=none and "
+            "experts.router_z_loss_coef=0"
         )
     return found
 

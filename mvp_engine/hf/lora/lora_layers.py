@@ -55,8 +55,8 @@ class _LoraB(nn.Linear):
 def add_adapters(model: nn.Module, settings: Lora) -> None:
     """Freeze a model and add adapters to its target layers.
 
-    Parameters in `settings.modules_to_save` stay trainable, and so do those that pretrained folders lack, such as a new head:
-    a `PackedModel` knows them, another module may name patterns of them in an attribute `fresh`.
+    Parameters in `settings.modules_to_save` stay trainable, and so do those that pretrained folders lack, such as a new
+    head: a `PackedModel` knows them, another module may name patterns of them in an attribute `fresh`.
     """
     subject: Any = model
     fresh = getattr(model, "fresh", ())
@@ -65,7 +65,8 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
     for name in layers:
         if f"{name}.weight" in trained:
             raise UserError(
-                f"lora: {name}.weight is trained in full (lora.modules_to_save), so it takes no adapter (lora.target_modules)"
+                f"lora: {name}.weight is trained in full (lora.modules_to_save), so it takes no adapter "
+                "(lora.target_modules)"
             )
     for name, param in model.named_parameters():
         param.requires_grad_(name in trained)
@@ -255,8 +256,8 @@ def shard_adapters(model: PackedModel, mesh: DeviceMesh, plan: Mapping[str, str]
             layer.lora_product = _product(_row_product, mesh)
         elif style not in _WHOLE:
             raise UserError(
-                f"lora: the tensor-parallel style {style!r} of {name} takes no adapter. Leave it out of lora.target_modules, "
-                "or set parallel.shard instead of parallel.tensor"
+                f"lora: the tensor-parallel style {style!r} of {name} takes no adapter. Leave it out of "
+                "lora.target_modules, or set parallel.shard instead of parallel.tensor"
             )
 
 

@@ -19,12 +19,12 @@ class Lora(Section):
     """The adapter output is scaled by alpha / rank; null: alpha is twice the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Applied to the adapter's input."""
-    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Linear layers to adapt: part names, or patterns of layer names; null: the part llm, or the
     linear layers of all blocks in a module without parts."""
     target_parameters: list[str] = Field([])
     """Stacked experts to adapt, too, as in peft: [experts.gate_up_proj, experts.down_proj]."""
-    train: list[str] = Field([])
+    modules_to_save: list[str] = Field([])
     """Trained in full, without an adapter: part names, or patterns of parameter names."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate."""

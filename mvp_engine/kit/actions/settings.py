@@ -68,11 +68,11 @@ class ActionConfig(MLLMConfig):
 
     actions: ActionData = ActionData()
     """Features of LeRobot folders, normalization, draws of noise."""
-    rollouts: Simulation | None = None
+    simulation: Simulation | None = None
     """Roll out the policy in every evaluation; null: evaluations have losses only."""
 
     @model_validator(mode="after")
     def _generates_no_text(self) -> ActionConfig:
         if self.eval.generation is not None:
-            raise ValueError("eval.generation: an action model answers no prompts. Use rollouts")
+            raise ValueError("eval.generation: an action model answers no prompts. Use simulation")
         return self

@@ -1,4 +1,4 @@
-"""The config section of the data kit (`mllm:` in recipes): its sources, and the sizes of packs and rows."""
+"""The config section of the data kit (`data:` in recipes): its sources, and the sizes of packs and rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mvp_engine import plugins
-from mvp_engine.config.schema import Count, Fraction, Positive, Section
+from mvp_engine.config.schema import Count, Data, Fraction, Positive, Section, if_auto
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
+from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.read.row_types import ROLES, FieldType, Limits, RowFormat, column_name
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
@@ -178,9 +179,12 @@ def _local_files(paths: list[str], split: str) -> list[str]:
     return found
 
 
-class MLLMData(Section):
-    """The settings of an `MLLMDataKit`."""
+class MLLMData(Data):
+    """The settings of an `MLLMDataKit`, and the keys of every `data` section."""
 
+    micro_batch_size: Annotated[Count, if_auto(lambda: 1)] = 1
+    global_batch_size: Count | None = None
+    num_workers: Annotated[int, Field(ge=0), if_auto(default_num_workers)] = 0
     sources: list[DataSource] = Field(min_length=1)
     """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null."""
     pack_tokens: Count | Literal["auto"]

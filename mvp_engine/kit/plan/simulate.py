@@ -76,7 +76,7 @@ class Simulation:
         precision = "bf16" if config.train.precision == "auto" else config.train.precision
         settings = Settings.from_config(config, precision)
         # Neither changes a collective.
-        self.settings = replace(settings, compile=None, offload="none")
+        self.settings = replace(settings, compile=None, offload_outside_steps="none")
         self.engine_class = engine_class(config.model.type, config.model.backend)
 
     def ranks(self, more: str | None = None) -> list[int]:

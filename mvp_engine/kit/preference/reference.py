@@ -65,7 +65,7 @@ def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings | None = No
         activation_checkpointing="none",
         clip_grad_norm=None,
         spike_sigmas=None,
-        offload="none",
+        offload_outside_steps="none",
         quantize={},  # for adapters, which it has not
         experts=Experts(),
     )

@@ -1,7 +1,7 @@
 """Collector: prompts from the loader, samples from the rollout, rewards: the experience of one step after another.
 
-With `rl.async_steps` the experience of the next step is begun before the update of this one. It is part of a checkpoint, as
-the weights that sampled it are gone by then.
+With `rl.async_steps` the experience of the next step is begun before the update of this one. It is part of a
+checkpoint, as the weights that sampled it are gone by then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
 
-A step is estimated with completions of `generation.max_new_tokens`. Generation reads all weights once for each new token
-of the prompts that are completed together; that of a server is not counted.
+A step is estimated with completions of `generation.max_new_tokens`. Generation reads all weights once for each new
+token of the prompts that are completed together; that of a server is not counted.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     packs.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts_per_step)
     mean = float(tokens[tokens > 0].mean())
     packs.text = (
-        f"{count(config.rl.prompts_per_step, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
-        f"in packs of up to {budget:,}"
+        f"{count(config.rl.prompts_per_step, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of "
+        f"{new:,} tokens, in packs of up to {budget:,}"
     )
     return packs
 

@@ -340,14 +340,15 @@ class OpenAIRollout(ServerRollout):
             self._models[server] = server.get("/v1/models")["data"][0]["id"]
         except (ServerRefused, LookupError, TypeError) as error:
             raise UserError(
-                f"generation.urls: {server.url} lists no model at /v1/models ({error}): it is no OpenAI-compatible server"
+                f"generation.urls: {server.url} lists no model at /v1/models ({error}): it is no "
+                "OpenAI-compatible server"
             ) from None
 
     def complete(self, server: Server, index: int, prompt: Prompt, how: Sampling) -> list[Sample]:
         if prompt.media:
             raise UserError(
-                f"{prompt.where}: generation.backend=openai takes no media with token ids: set generation.backend=vllm or "
-                "packed"
+                f"{prompt.where}: generation.backend=openai takes no media with token ids: set "
+                "generation.backend=vllm or packed"
             )
         answer = self._completions(
             server,

@@ -17,7 +17,7 @@ from mvp_engine.config.schema import (
     Positive,
     Section,
 )
-from mvp_engine.kit.settings import MLLMConfig
+from mvp_engine.kit.settings import MLLMConfig, MLLMEval
 
 AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
 
@@ -70,9 +70,9 @@ class RL(Section):
 
     algorithm: AlgorithmName = "grpo"
     """How advantages and the policy loss are computed; ppo trains a critic too."""
-    prompts: Count = 32
+    prompts_per_step: Count = 32
     """Prompts of one step."""
-    group: Count = 8
+    num_generations: Count = 8
     """Completions of each prompt."""
     updates: Count = 1
     """Optimizer steps over the completions of one step, each on its share of the prompts."""
@@ -81,7 +81,7 @@ class RL(Section):
     of gspo, [1, 4] of cispo. [0.2, 0.28] is clip-higher."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The largest ratio that counts where the advantage is negative, such as 3; null: no such limit."""
-    kl: NonNegative = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp, rloo)."""
@@ -90,9 +90,9 @@ class RL(Section):
     entropy: NonNegative = 0.0
     """Weight of the entropy bonus."""
     importance_cap: Positive | None = None
-    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler); null: 2 with behind=1,
-    else no such correction."""
-    behind: Literal[0, 1] = 0
+    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler); null: 2 with
+    async_steps=1, else no such correction."""
+    async_steps: Literal[0, 1] = 0
     """1: the rollouts of the next step are generated with the weights before this step's update, so that both can run
     at the same time; they are then off-policy by one step, which importance_cap corrects."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
@@ -100,7 +100,7 @@ class RL(Section):
     of generation; 0: they stay, and give no gradient."""
     gamma: Fraction = 1.0
     """Discount per token; of ppo and reinforce_pp."""
-    lam: Fraction = 0.95
+    gae_lambda: Fraction = 0.95
     """Lambda of generalized advantage estimation (GAE); of ppo."""
     value_clip: Positive | None = 0.2
     """By how much a value may move from the old one in the critic's loss; null: no clipping."""
@@ -112,7 +112,7 @@ class RL(Section):
     @property
     def max_importance(self) -> float | None:
         """The largest importance weight of a token; None: there are no such weights."""
-        if self.importance_cap is None and self.behind:
+        if self.importance_cap is None and self.async_steps:
             return 2.0
         return self.importance_cap
 
@@ -144,7 +144,8 @@ class GenerationSettings(Section):
         if self.backend == "openai" and self.sync != "none":
             raise ValueError(
                 "generation.backend=openai: an OpenAI-compatible server takes no weights, so every completion is from "
-                "the model that it was started with. Set generation.sync=none if you want that, or generation.backend=vllm"
+                "the model that it was started with. Set generation.sync=none if you want that, or "
+                "generation.backend=vllm"
             )
         if self.backend == "vllm" and self.sync == "none":
             raise ValueError(
@@ -170,18 +171,18 @@ class RewardSettings(Section):
     """What the score of the reward model is multiplied by."""
 
 
-class Evaluation(Section):
+class RLEval(MLLMEval):
     """Completions of held-out prompts in every evaluation."""
 
     samples: Count = 1
     """Completions of each prompt; more than 1 give pass@k for k up to this number."""
     temperature: NonNegative = 0.0
     """0: greedy decoding, for samples: 1."""
-    right_from: float = 1.0
+    pass_threshold: float = 1.0
     """The reward from which a completion counts as right, for pass@k."""
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Evaluation:
+    def _samples_differ(self) -> RLEval:
         if self.samples > 1 and not self.temperature:
             raise ValueError("samples > 1 would all be the same: set eval.temperature, to 1")
         return self
@@ -242,12 +243,11 @@ class RLConfig(MLLMConfig):
 
     rl: RL = RL()
     """The algorithm and the size of a step."""
-    rollout: GenerationSettings = GenerationSettings()
+    generation: GenerationSettings = GenerationSettings()
     """Generation of completions."""
     reward: RewardSettings = RewardSettings()
     """Computation of rewards."""
-    evaluation: Evaluation = Evaluation()
-    """Generation in evaluations."""
+    eval: RLEval
     workers: Workers = Workers()
     """Where the models run."""
     groups: Groups = Groups()
@@ -307,7 +307,7 @@ class RLConfig(MLLMConfig):
                 "workers.where=spawn"
             )
         if self.eval.generation is not None:
-            raise ValueError("eval_generation is of SFT: an RL run has eval.samples")
+            raise ValueError("eval.generation is of SFT: an RL run has eval.samples")
         if self.optim.ema is not None:
             raise ValueError("optim.ema: workers keep no EMA weights. Leave it out")
         if "auto" in (self.data.pack_tokens, self.model.activation_checkpointing):
@@ -317,7 +317,8 @@ class RLConfig(MLLMConfig):
             )
         if (self.data.global_batch_size or 1) > 1 or self.data.global_batch_tokens is not None:
             raise ValueError(
-                "data.global_batch_size and data.global_batch_tokens are of SFT: a step of RL has rl.prompts_per_step prompts"
+                "data.global_batch_size and data.global_batch_tokens are of SFT: a step of RL has "
+                "rl.prompts_per_step prompts"
             )
         if self.model.type in ("value_model", "action_model"):
             raise ValueError(

@@ -203,7 +203,8 @@ def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
         data = None
     if data is None or media_type is None:
         raise UserError(
-            f"{where}: generation.backend=vllm sends media as files, and this {kind} is none: set generation.backend=packed"
+            f"{where}: generation.backend=vllm sends media as files, and this {kind} is none: set "
+            "generation.backend=packed"
         )
     encoded = base64.b64encode(data).decode()
     return {"type": f"{kind}_url", "url": f"data:{media_type};base64,{encoded}"}

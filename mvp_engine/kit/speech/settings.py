@@ -10,7 +10,7 @@ from pydantic import model_validator
 from mvp_engine.config.schema import Count, NonNegative, Positive, Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.settings import MLLMData
-from mvp_engine.kit.settings import EvalGeneration, MLLMConfig
+from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, MLLMEval
 
 # Layouts whose ranks have no whole model, or no whole sequence.
 _NOT_SPOKEN = ("shard", "ulysses", "context")
@@ -84,15 +84,20 @@ class SpeechEvalGeneration(EvalGeneration):
     """Speak the completions too, of a model that speaks; null: text alone. The report page plays them."""
 
 
+class SpeechEval(MLLMEval):
+    """Evaluations, with generated answers, which the model may speak."""
+
+    generation: SpeechEvalGeneration | None = None
+    """Generate answers in every evaluation; null: evaluations have losses only."""
+
+
 class SpeechConfig(MLLMConfig):
     """The config of a SpeechEngine."""
 
     data: SpeechMLLMData
-    """Sources of rows, packs, limits of media, speech."""
+    eval: SpeechEval
     speech_loss: SpeechLoss = SpeechLoss()
     """The loss of the speech of Omni models."""
-    eval_generation: SpeechEvalGeneration | None = None
-    """Generate answers in every evaluation; null: evaluations have losses only."""
 
     @model_validator(mode="after")
     def _check_speech(self) -> SpeechConfig:

@@ -200,7 +200,7 @@ class FSDPBaseEngine(ModelEngine):
         self._ranks_agree = False  # on the states of the optimizer, as far as they are saved once
         self.lockstep = LockstepScheduler(layout)
         self._recompiles = RecompileWatch()
-        self._offloader = Offloader(self.settings.offload, self._move)
+        self._offloader = Offloader(self.settings.offload_outside_steps, self._move)
         self._status = StatusReader(
             self.settings.precision == "fp16",
             on_update=self.lr_scheduler_step,
@@ -239,8 +239,8 @@ class FSDPBaseEngine(ModelEngine):
                 params = [param for group in self.param_groups for param in group["params"]]
                 self.ema = WeightEMA(params, self.settings.ema, self.world.device)
             self._prepare_training()
-        if self.settings.offload != "none":
-            self.to("cpu", model=self.settings.offload == "all")
+        if self.settings.offload_outside_steps != "none":
+            self.to("cpu", model=self.settings.offload_outside_steps == "all")
 
     def _materialize(self, skeleton: nn.Module) -> None:
         # A file may be damaged in one rank's slices only, or on one machine.

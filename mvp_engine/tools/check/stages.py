@@ -335,16 +335,17 @@ class Check:
 
 def short_config(config: Config) -> Config:
     """The config without anything that takes long, writes files, or reports to a tracker."""
+    evaluation: dict[str, Any] = {"steps": None, "batches": 1}
+    generation = getattr(config.eval, "generation", None)
+    if isinstance(generation, EvalGeneration):
+        tokens = min(MAX_NEW_TOKENS, generation.max_new_tokens)
+        evaluation["generation"] = generation.model_copy(update={"max_new_tokens": tokens})
     sections: dict[str, dict[str, Any]] = {
-        "eval": {"steps": None, "batches": 1},
+        "eval": evaluation,
         "guard": {"max_skips": STEPS + 1},
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None, "patience": None},
     }
-    generation = getattr(config.eval, "generation", None)
-    if isinstance(generation, EvalGeneration):
-        tokens = min(MAX_NEW_TOKENS, generation.max_new_tokens)
-        sections["eval.generation"] = {"max_new_tokens": tokens}
     changes: dict[str, Any] = {"workflow": "train", "resume": None}
     for name, values in sections.items():
         changes[name] = getattr(config, name).model_copy(update=values)
@@ -384,8 +385,7 @@ def _more_steps(engine: CheckedEngine) -> str:
     if engine.config.train.max_steps is not None:
         return "raise train.max_steps"
     keys = list(engine.batch_size_keys)
-    data = getattr(engine.config, "mllm", None)
-    if data is not None and data.global_batch_tokens:
+    if getattr(engine.config.data, "global_batch_tokens", None):
         keys[0] = "data.global_batch_tokens"
     return f"raise train.epochs, or lower {' or '.join(keys)}"
 

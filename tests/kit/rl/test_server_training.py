@@ -32,6 +32,7 @@ CONFIG: dict[str, Any] = {
     "data": {"pack_tokens": 512, "num_workers": 0},
     "rl": {"algorithm": "grpo", "prompts_per_step": 3, "num_generations": 4},
     "generation": {"backend": "vllm", "max_new_tokens": 6, "max_gap": 1e-4},
+    # Processes that are forked would keep the sockets of the servers open.
     "reward": {"workers": 0},
     "train": {"max_steps": 3},
     "eval": {"steps": None},
@@ -74,7 +75,7 @@ def config(folder: Path, urls: list[str]) -> Path:
     own = copy.deepcopy(CONFIG)
     own["model"]["path"] = own["processor"] = str(folder / "base")
     own["data"]["sources"] = {"rows": {"path": str(folder / "rows.jsonl")}}
-    own["rollout"]["urls"] = urls
+    own["generation"]["urls"] = urls
     (folder / "config.yaml").write_text(yaml.safe_dump(own))
     return folder / "config.yaml"
 

@@ -100,7 +100,7 @@ def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path)
     assert sound.seconds > 0 or not len(sound.codes)
     with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
         player.play(codes + 33 - int(codes.max()))
-    with pytest.raises(UserError, match="eval.generation: csm writes no text"):
+    with pytest.raises(UserError, match=r"eval\.generation: csm writes no text"):
         check_writes(model, "eval.generation")
 
 
