@@ -201,7 +201,10 @@ def test_router_at_six_times_the_mean_is_balanced_in_200_steps(
     if family == "glm4_moe":
         shape["first_k_dense_replace"] = 0
     if steps < 200:  # as fast as 200 steps, without their end
-        faster = {"weight": 2 * experts.aux_loss_coef, "rate": 10 * experts.bias_update_rate}
+        faster = {
+            "aux_loss_coef": 2 * experts.aux_loss_coef,
+            "bias_update_rate": 10 * experts.bias_update_rate,
+        }
         experts = experts.model_copy(update=faster)
     engine = balanced(family, lr=lr, shape=shape, experts=experts)
     for name, value in [*engine.model.named_parameters(), *engine.model.named_buffers()]:
