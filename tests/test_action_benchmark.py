@@ -1,16 +1,13 @@
 """benchmarks/actions.py: both sides train what they say, and the script runs on a CPU."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-import pytest
 import torch
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
+from run_files import read_json
 
 from mvp_engine.config import compose
 from mvp_engine.imports import import_file
@@ -47,26 +44,15 @@ def test_action_benchmark_batch_of_transformers_trains_all_samples():
     assert found["samples_per_s"] > 0
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_action_benchmark_runs_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
-    words = [
-        "--tiny",
-        "--steps",
-        "4",
-        "--episodes",
-        "2",
-        "--workers",
-        "0",
-        "--ours",
-        "4:full:2",
-        "4:none:1",
-    ]
+    words = "--tiny --steps 4 --episodes 2 --workers 0 --ours 4:full:2 4:none:1".split()
     command = [sys.executable, str(SCRIPT), *words, "--theirs", "4", "--out", str(out)]
     subprocess.run(
         command, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, timeout=600
     )
-    found = json.loads(out.read_text())
+    found = read_json(out)
     assert [row["side"] for row in found["rows"]] == ["ours", "ours", "transformers"]
     assert all(row["samples_per_s"] > 0 for row in found["rows"])
     assert found["ratio"] > 0

@@ -29,7 +29,7 @@ def checked(capsys, *words, config=RECIPE):
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    "kind, cause",
     [
         ("mean_of_means", "The weight of these rows is 2 and 4: this is a mean of means"),
         ("mean", "returns the mean of its micro-batch with the number of its terms as the weight"),

@@ -106,7 +106,7 @@ def test_runs_plot_writes_a_png(two_runs, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         ("runs nobody", "no run 'nobody' below"),
         ("runs latest", "no run 'latest' below"),

@@ -163,7 +163,7 @@ def test_sample_that_raises_is_named(workers):
 
 
 @pytest.mark.parametrize(
-    ("workers", "ahead"), [(0, 2), (1, 4)]
+    "workers, ahead", [(0, 2), (1, 4)]
 )  # with workers the micro-batches of a step
 def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers, ahead):
     begun, threads = [], set()
@@ -226,7 +226,7 @@ class Large(Numbers):
         return made
 
 
-@pytest.mark.parametrize(("workers", "there"), [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
+@pytest.mark.parametrize("workers, there", [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
 def test_worker_keeps_its_last_micro_batches_in_shared_memory(workers, there):
     part = SampleLoader(
         Large(6),

@@ -96,7 +96,7 @@ NO_TORCH = "raise ImportError('libcudnn.so.9: cannot open shared object file')"
 
 
 @pytest.mark.parametrize(
-    ("script", "statuses", "text"),
+    "script, statuses, text",
     [
         pytest.param(DIES, ["ok", "problem", "ok"], "SIGSEGV: libfoo is broken", id="dies"),
         pytest.param(NO_TORCH, ["problem"], "libcudnn.so.9", id="cannot import torch"),
@@ -125,7 +125,7 @@ def test_check_that_raises_is_a_problem_and_other_checks_run(
 
 
 @pytest.mark.parametrize(
-    ("version", "status"),
+    "version, status",
     [
         ("1.9.1", "problem"),
         ("2.11.0+cu130", "ok"),
@@ -142,7 +142,7 @@ def test_package_version_is_compared_with_the_tested_ones(version, status, monke
 
 
 @pytest.mark.parametrize(
-    ("package", "status", "fix"),
+    "package, status, fix",
     [
         (Package("1", "2", "video", "data"), "warning", "pip install 'mvp-engine[data]'"),
         (Package("1", "2"), "problem", "pip install no_such_package"),
@@ -204,7 +204,7 @@ def test_folder_that_is_not_writable_is_a_problem():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that torch sees no GPU")
 @pytest.mark.parametrize(
-    ("built", "driver", "visible", "status", "words"),
+    "built, driver, visible, status, words",
     [
         (None, None, None, "ok", "no NVIDIA driver"),
         (None, "13.0", None, "problem", "built without CUDA"),
@@ -244,7 +244,7 @@ def test_all_reduce_on_two_ranks_sums_over_them(ranks2, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("result", "nodes", "text", "fix"),
+    "result, nodes, text, fix",
     [
         ((None, ""), 1, "8 ranks did not finish", "NCCL_DEBUG=INFO"),
         (
@@ -301,7 +301,7 @@ def inputs(monkeypatch):
 
 @pytest.mark.usefixtures("inputs")
 @pytest.mark.parametrize(
-    ("capability", "installed", "kernel", "status", "named"),
+    "capability, installed, kernel, status, named",
     [
         (9, {"flash", "cudnn"}, "FlashAttention 4", "ok", ""),
         (

@@ -319,7 +319,7 @@ def test_dataset_paths_choose_config_and_split(hub):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    "path, message",
     [
         ("hf://org", "write hf://org/name"),
         ("hf://./x", "write hf://org/name.* a local folder without hf://"),

@@ -85,7 +85,7 @@ def test_options_describe_the_node(resolve):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         ("--nnodes 2 --node-rank 0", "the same --master-addr, the host name of node 0"),
         ("--nnodes 2 --master-addr a", "with --node-rank 0 to 1"),
@@ -104,7 +104,7 @@ TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         (
             {"RANK": None, "MASTER_ADDR": None},
@@ -157,7 +157,7 @@ def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve, capsys):
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "host"),
+    "nodelist, host",
     [
         ("a1", "a1"),
         ("gpu[003-005,9],b", "gpu003"),
@@ -291,7 +291,7 @@ def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["--gpus", "3", "parallel.shard=4"], "2 nodes with 3 GPUs are 6 ranks"),
         (["resume=auto"], "the script sets resume=auto itself"),
@@ -304,7 +304,7 @@ def test_slurm_script_of_a_wrong_config_is_a_user_error(words, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "requeued"),
+    "code, state, requeued",
     [
         (75, "RUNNING", True),
         (75, "COMPLETING", False),

@@ -7,14 +7,12 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT, mvp
+from run_files import write_json
 from test_even_shards import MODELS
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.plan.hardware import Network
 from mvp_engine.kit.plan.planner import Question
@@ -28,26 +26,21 @@ ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
-def test_plan_command_prints_memory_collectives_and_no_hang(
-    monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch, capsys):
     monkeypatch.setattr(
         base_engine, "materialize_weights", None
     )  # a rank of 1,024 has no memory for weights here
     assert (
-        main(
-            [
-                "plan",
-                CONFIG,
-                *LAYOUT,
-                "--gpus",
-                "32",
-                "--gpu",
-                "H100",
-                "--tokens",
-                "256",
-                "--simulate",
-            ]
+        mvp(
+            f"plan {CONFIG}",
+            *LAYOUT,
+            "--gpus",
+            "32",
+            "--gpu",
+            "H100",
+            "--tokens",
+            "256",
+            "--simulate",
         )
         == 0
     )
@@ -62,9 +55,9 @@ def test_plan_command_prints_memory_collectives_and_no_hang(
     assert "All simulated ranks call the same collectives in the same order." in text
 
 
-@pytest.mark.campaign(only=True)
-def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
-    def facts(micro_batches: int) -> dict[str, Any]:
+@CAMPAIGN
+def test_plan_json_counts_collectives_of_all_micro_batches():
+    def facts(micro_batches):
         words = [
             "parallel.shard=4",
             f"data.global_batch_size={4 * micro_batches}",
@@ -84,7 +77,7 @@ def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
     assert json.dumps(of_five)
 
 
-def test_plan_on_several_gpus_includes_communication_where_it_is_simulated() -> None:
+def test_plan_on_several_gpus_includes_communication_where_it_is_simulated():
     words = ["parallel.ulysses=2", "model.config.num_hidden_layers=1"]
     question = Question(CONFIG, words, gpu="A100", gpus=2, tokens=64)
     quick = plan(question)
@@ -100,7 +93,7 @@ def test_plan_on_several_gpus_includes_communication_where_it_is_simulated() -> 
     )
 
 
-def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
+def test_plan_simulates_first_and_last_rank_of_each_group():
     question = Question(CONFIG, [*LAYOUT, "parallel.replicate=4"], gpu="H100", gpus=64, tokens=64)
     simulation = Simulation(make_planner(question).config, 64)
     assert simulation.ranks() == [
@@ -115,20 +108,12 @@ def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
 
 
 @pytest.mark.slow
-def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
-    shape = [
-        "model_type=qwen3_moe",
-        "num_hidden_layers=2",
-        "num_experts=4",
-        "num_experts_per_tok=2",
-    ]
+def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage():
+    shape = "model_type=qwen3_moe num_hidden_layers=2 num_experts=4 num_experts_per_tok=2".split()
     words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=64"]]
-    words += [
-        "parallel.pipeline=2",
-        "parallel.shard=16",
-        "parallel.expert=4",
-        "data.global_batch_size=48",
-    ]
+    words += (
+        "parallel.pipeline=2 parallel.shard=16 parallel.expert=4 data.global_batch_size=48".split()
+    )
     facts = plan(Question(CONFIG, words, gpu="H100", gpus=32, tokens=64))
     assert facts["hangs"] == []
     assert facts["micro_batches"] == 3
@@ -142,7 +127,7 @@ def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
 
 
 @pytest.mark.slow
-def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> None:
+def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all():
     # 1,024 rows of embeddings on 6 ranks, 4 of attention: uneven shards.
     words = ["parallel.shard=3", "parallel.tensor=2", "model.config.hidden_size=100"]
     words += ["model.config.num_hidden_layers=1"]
@@ -156,7 +141,7 @@ def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (
             ["parallel.shard=3"],
@@ -169,13 +154,13 @@ def test_plan_bytes_of_chosen_ranks_are_the_smallest_and_largest_of_all() -> Non
         ),
     ],
 )
-def test_plan_wrong_options_are_user_errors(words: list[str], message: str, capsys) -> None:
-    assert main(["plan", CONFIG, *words, "--gpus", "32", "--tokens", "64"]) == EXIT_USER_ERROR
+def test_plan_wrong_options_are_user_errors(words, message, capsys):
+    assert mvp(f"plan {CONFIG}", *words, "--gpus", "32", "--tokens", "64") == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["parallel.tensor=2", "model.fp8=true"], "model.fp8 does not support parallel.tensor"),
         (["parallel.ulysses=32"], "parallel.ulysses=32 cannot share"),
@@ -186,47 +171,33 @@ def test_plan_wrong_options_are_user_errors(words: list[str], message: str, caps
         ),
     ],
 )
-def test_plan_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
+def test_plan_refuses_what_a_training_refuses(words, message, capsys):
     words = [
         *words,
         "train.precision=bf16",
         "model.config.num_hidden_layers=1",
         "optim.offload=true",
     ]
-    assert main(["plan", CONFIG, *words]) == EXIT_USER_ERROR
+    assert mvp(f"plan {CONFIG}", *words) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("precision", "refused"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize("precision, refused", [("fp32", False), ("bf16", True)])
 def test_plan_of_experts_with_unaligned_rows_is_refused_in_half_precision(
-    precision: str, refused: bool, capsys
-) -> None:
-    shape = [
-        "model_type=qwen3_moe",
-        "num_hidden_layers=1",
-        "num_experts=4",
-        "num_experts_per_tok=2",
-    ]
+    precision, refused, capsys
+):
+    shape = "model_type=qwen3_moe num_hidden_layers=1 num_experts=4 num_experts_per_tok=2".split()
     words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=24"]]
-    words += [
-        "parallel.tensor=2",
-        f"train.precision={precision}",
-        "--gpus",
-        "2",
-        "--tokens",
-        "64",
-        "--ranks",
-        "0",
-    ]
-    assert main(["plan", CONFIG, *words]) == (EXIT_USER_ERROR if refused else 0)
+    words += f"parallel.tensor=2 train.precision={precision} --gpus 2 --tokens 64 --ranks 0".split()
+    assert mvp(f"plan {CONFIG}", *words) == (EXIT_USER_ERROR if refused else 0)
     assert ("rows have 24 bytes on a rank" in capsys.readouterr().err) == refused
 
 
-def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
+def test_network_seconds_follow_bytes_groups_and_nodes():
     network = Network(gpus_per_node=8, nvlink=400.0, network=50.0)
     size = 4 * 10**9
 
-    def seconds(kind: str, ranks: range) -> float:
+    def seconds(kind, ranks):
         whole = size // len(ranks) if kind == "all-gather" else size
         return network.seconds(Collective(kind, tuple(ranks), whole, "bfloat16"))
 
@@ -243,7 +214,7 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     )
 
 
-def test_all_to_all_of_other_sizes_differs_unless_ranks_have_exchanged_them() -> None:
+def test_all_to_all_of_other_sizes_differs_unless_ranks_have_exchanged_them():
     """Expert parallel on Ulysses ranks with an odd number of tokens, of which a simulated rank knows its own."""
     calls_of: dict[int, list[Collective]] = {}
     for rank, rows in enumerate((6, 4)):
@@ -255,7 +226,7 @@ def test_all_to_all_of_other_sizes_differs_unless_ranks_have_exchanged_them() ->
     assert find_differences({rank: [counts, *calls] for rank, calls in calls_of.items()}) == []
 
 
-def test_ranks_text_shortens_even_steps() -> None:
+def test_ranks_text_shortens_even_steps():
     assert ranks_text((0, 1, 2, 3, 4, 5)) == "ranks 0-5"
     assert ranks_text((0, 8, 16, 24, 32)) == "ranks 0, 8, ..., 32"
     assert ranks_text((3,)) == "rank 3"
@@ -270,17 +241,12 @@ QWEN3_235B = {
 }
 
 
-@pytest.mark.campaign(only=True)
-def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: Path) -> None:
+@CAMPAIGN
+def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path):
     """Pipeline 4, expert 8, shard 32 of each expert; in a process of its own, for its peak memory."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B))
-    words = [
-        "parallel.pipeline=4",
-        "parallel.expert=8",
-        "parallel.shard=256",
-        "model.activation_checkpointing=full",
-    ]
-    options = ["--gpus", "1024", "--gpu", "H100", "--tokens", "8192", "--json"]
+    write_json(tmp_path / "config.json", QWEN3_235B)
+    words = "parallel.pipeline=4 parallel.expert=8 parallel.shard=256 model.activation_checkpointing=full".split()
+    options = "--gpus 1024 --gpu H100 --tokens 8192 --json".split()
     command = [sys.executable, "-m", "mvp_engine.cli", "plan", str(tmp_path), *words, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -295,20 +261,20 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
 
 
 @pytest.mark.slow
-def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
-    assert main(["plan", ACTIONS, "--gpus", "2", "--simulate"]) == EXIT_USER_ERROR
+def test_plan_of_a_model_that_acts_is_refused(capsys):
+    assert mvp(f"plan {ACTIONS} --gpus 2 --simulate") == EXIT_USER_ERROR
     assert (
         "mvp plan does not simulate the loss of model.type=action_model" in capsys.readouterr().err
     )
 
 
-def test_estimate_names_its_new_command(capsys) -> None:
+def test_estimate_names_its_new_command(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["estimate", CONFIG])
+        mvp(f"estimate {CONFIG}")
     assert "`mvp estimate` is now `mvp plan CONFIG`" in capsys.readouterr().err
 
 
-def test_only_the_command_and_other_plugins_import_the_plan_kit() -> None:
+def test_only_the_command_and_other_plugins_import_the_plan_kit():
     package = ROOT / "mvp_engine"
     files = [file for file in package.rglob("*.py") if file.parent != package / "kit" / "plan"]
     importers = {file for file in files if "from mvp_engine.kit.plan" in file.read_text()}

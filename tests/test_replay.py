@@ -39,7 +39,7 @@ def where(run, step, sample):
 
 
 @pytest.mark.parametrize(
-    ("kind", "parameter", "module"),
+    "kind, parameter, module",
     [("weight", "4.bias", None), ("huge", "4.bias", "1"), ("log", None, None)],
 )
 def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(

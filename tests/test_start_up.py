@@ -59,7 +59,7 @@ def test_cuda_context_without_a_gpu_or_on_cpu_is_left_to_torch(
 
 
 @pytest.mark.parametrize(
-    ("device", "setting", "started"),
+    "device, setting, started",
     [
         ("cuda", "inductor", True),
         ("cuda", {"llm": "auto", "vision": None}, True),

@@ -171,7 +171,7 @@ INEXACT = "of layers.0.weight cannot be saved exactly: it"
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    "kind, text",
     [
         ("dot", f"'a.b' {INEXACT} has a key that is no string without dots"),
         ("expanded", f"'flat' {INEXACT} is a view with gaps or overlaps"),
@@ -191,7 +191,7 @@ def save(layout, folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "key"),
+    "kind, sizes, key",
     [("local", {"shard": 2}, "mine"), ("owner", {"replicate": 2}, "owned")],
 )
 def test_state_that_differs_between_ranks_is_refused_at_the_first_save(

@@ -1,14 +1,11 @@
 """Configs: precedence, validation, and error messages that name the problem, its place and the fix."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import MAGIC, ROOT, TINY
+from conftest import MAGIC, ROOT, TINY, user_error
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
@@ -16,20 +13,20 @@ from mvp_engine.tools.config import json_schema
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     """The train.yaml of a copy of the tiny recipe, outside the repository and under another name."""
     folder = tmp_path / f"recipe_{tmp_path.name}"
     shutil.copytree(TINY.parent, folder)
     return folder / "train.yaml"
 
 
-def error(config: Path | str, *words: str) -> str:
+def error(config, *words):
     with pytest.raises(UserError) as caught:
         compose(config, list(words))
     return str(caught.value)
 
 
-def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> None:
+def test_precedence_is_command_line_recipe_inherited_defaults(recipe):
     config = compose(recipe, ["optim.lr=0.5"]).config
     assert config.optim.lr == 0.5  # the command line, over base.yaml's 0.02
     assert config.log.interval == 2  # train.yaml, over base.yaml's 1
@@ -37,9 +34,7 @@ def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> N
     assert config.checkpoint.keep_n == 3  # default.yaml
 
 
-def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     composed = compose("sft/lora", ["model.path=model", "data.sources.rows.path=rows.jsonl"])
     assert composed.config.run_name == "sft_lora"
@@ -59,7 +54,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
 
 
-def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
+def test_misspelt_key_beside_keys_without_a_value_is_reported_first():
     lines = error("sft/lora", "model.pth=folder", "optim.lr=fast").splitlines()
     assert (
         lines[0]
@@ -69,7 +64,7 @@ def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
     assert len(lines) == 2
 
 
-def test_default_yaml_and_schema_have_the_same_keys() -> None:
+def test_default_yaml_and_schema_have_the_same_keys():
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config
 
@@ -78,7 +73,7 @@ def test_default_yaml_and_schema_have_the_same_keys() -> None:
     )
 
 
-def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe: Path) -> None:
+def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe):
     composed = compose(
         recipe, ["tiny.dropout=0.25"]
     )  # a key that is in the schema and in no YAML file
@@ -86,13 +81,13 @@ def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe: Path) 
     assert composed.engine_class.__name__ == "TinyEngine"
 
 
-def test_resolved_config_composes_again_from_another_folder(recipe: Path, tmp_path: Path) -> None:
+def test_resolved_config_composes_again_from_another_folder(recipe, tmp_path):
     first = compose(recipe, ["seed=7", "resume=auto"]).config
     (tmp_path / "saved.yaml").write_text(first.to_yaml())
     assert compose(tmp_path / "saved.yaml").config == first
 
 
-def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe: Path) -> None:
+def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe):
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "big.yaml").write_text("samples: 99\n")
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\n")
@@ -107,7 +102,7 @@ def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe: Pat
     assert "'optim' is 'big'. It is a section" in error(recipe, "optim=big")
 
 
-def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) -> None:
+def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe):
     folder = recipe.parent / "configs"
     (folder / "gpu").mkdir(parents=True)
     shutil.copy(recipe.parent / "base.yaml", folder / "base.yaml")
@@ -115,7 +110,7 @@ def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) ->
     assert compose(folder / "gpu" / "one.yaml").config.run_name == "tiny"
 
 
-def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
+def test_typo_in_a_file_names_line_and_suggested_key(recipe):
     recipe.write_text(recipe.read_text() + "optim:\n  lrr: 0.1\n")
     text = error(recipe)
     assert f"{recipe}:8" in text
@@ -123,14 +118,14 @@ def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
     assert "Did you mean 'optim.lr'?" in text
 
 
-def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
+def test_typo_in_an_inherited_file_names_that_file(recipe):
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("warmup:", "warmupz:"))
     assert f"{base}:10: unknown key 'optim.warmupz'. Did you mean 'optim.warmup'?" in error(recipe)
 
 
 @pytest.mark.parametrize(
-    ("word", "expected"),
+    "word, expected",
     [
         ("optim.lerning_rate=1", "unknown key 'optim.lerning_rate'"),
         ("trai.max_steps=1", "Did you mean 'train'?"),
@@ -139,16 +134,14 @@ def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
         ("qqq=1", "Known keys: run_name, output_dir"),
     ],
 )
-def test_typo_on_the_command_line_names_it_and_the_suggested_key(
-    recipe: Path, word: str, expected: str
-) -> None:
+def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe, word, expected):
     text = error(recipe, word)
     assert expected in text
     assert f"command line ({word})" in text
 
 
 @pytest.mark.parametrize(
-    ("word", "key"),
+    "word, key",
     [
         ("seed=abc", "seed"),
         ("seed=-1", "seed"),
@@ -165,7 +158,7 @@ def test_typo_on_the_command_line_names_it_and_the_suggested_key(
         ("optim=3", "optim"),
     ],
 )
-def test_invalid_value_names_key_and_place(recipe: Path, word: str, key: str) -> None:
+def test_invalid_value_names_key_and_place(recipe, word, key):
     text = error(recipe, word)
     assert f"command line ({word}): '{key}' is" in text
     assert "\n" not in text or key == "parallel.replicate"
@@ -176,7 +169,7 @@ NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
 
 
 @pytest.mark.parametrize("sources", [LISTED, NAMED])
-def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, sources: str) -> None:
+def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path, sources):
     file = tmp_path / "train.yaml"
     file.write_text(
         "engine: mvp_engine.kit:MLLMEngine\ndata:\n  pack_tokens: 8\n  sources:\n    " + sources
@@ -190,22 +183,22 @@ def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, source
     file.write_text(
         "engine: mvp_engine.kit:MLLMEngine\ndata:\n  pack_tokens: 8\n  sources: [{path: 3}]\n"
     )
-    with pytest.raises(UserError, match=r"train.yaml:4: 'data.sources.0.path"):
+    with user_error(r"train.yaml:4: 'data.sources.0.path"):
         compose(file)
 
 
-def test_wrong_type_in_a_file_names_the_line(recipe: Path) -> None:
+def test_wrong_type_in_a_file_names_the_line(recipe):
     recipe.write_text(recipe.read_text().replace("interval: 2", "interval: '2'"))
     assert f"{recipe}:6: 'log.interval' is '2'" in error(recipe)
 
 
-def test_missing_required_key_is_named(recipe: Path) -> None:
+def test_missing_required_key_is_named(recipe):
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("  samples: 44\n", "  dropout: 0.0\n"))
     assert "key 'tiny.samples' is missing" in error(recipe)
 
 
-def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
+def test_missing_config_file_suggests_similar_names(recipe):
     assert f"Did you mean {recipe}?" in error(recipe.with_name("trian.yaml"))
     assert f"Did you mean {recipe}?" in error(
         recipe.parent.with_name(recipe.parent.name[:-1]) / "train.yml"
@@ -221,19 +214,19 @@ def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text, expected",
     [
         ("a: [1\n", "not valid YAML"),
         ("- 1\n- 2\n", "must be a mapping"),
         ("seed: ${nothing}\n", "does not compose"),
     ],
 )
-def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
+def test_broken_config_file_is_one_message(recipe, text, expected):
     recipe.write_text(text)
     assert expected in error(recipe)
 
 
-def test_override_with_several_values_says_that_a_training_takes_one(recipe: Path) -> None:
+def test_override_with_several_values_says_that_a_training_takes_one(recipe):
     text = error(recipe, "optim.lr=1e-4,1e-3")
     assert (
         "'optim.lr=1e-4,1e-3' on the command line has several values, and a training takes one"
@@ -247,8 +240,8 @@ def test_override_with_several_values_says_that_a_training_takes_one(recipe: Pat
 
 
 def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (tmp_path / "configs").mkdir()
     recipe = tmp_path / "configs" / "train.yaml"
     recipe.write_text("seed: 1\n")
@@ -258,13 +251,12 @@ def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
         "from mvp_engine.engine import Engine\n\n\nclass Mine(Engine):\n    pass\n"
     )
     monkeypatch.chdir(here)
-    config = compose(recipe, ["engine=mine.py:Mine"]).config
-    assert config.engine == f"{here / 'mine.py'}:Mine"
+    assert compose(recipe, ["engine=mine.py:Mine"]).config.engine == f"{here / 'mine.py'}:Mine"
     text = error(recipe, "engine=nope.py:Mine")
     assert f"there is no file {here / 'nope.py'}, nor one in {recipe.parent}" in text
 
 
-def test_malformed_override_is_explained(recipe: Path) -> None:
+def test_malformed_override_is_explained(recipe):
     assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
     assert "cannot be read" in error(recipe, "seed=[1")
     assert "cannot be read: @ is no part of a key" in error(recipe, "tiny@big=1")
@@ -282,7 +274,7 @@ def test_malformed_override_is_explained(recipe: Path) -> None:
     )
 
 
-def test_overrides_add_remove_and_merge_keys(recipe: Path) -> None:
+def test_overrides_add_remove_and_merge_keys(recipe):
     words = [
         "+model.config={a: 1, b: {c: 2}}",
         "model.config.b.d=3",
@@ -293,7 +285,7 @@ def test_overrides_add_remove_and_merge_keys(recipe: Path) -> None:
     assert "key 'seed' is missing" in error(recipe, "~seed")
 
 
-def test_missing_value_in_an_heir_hides_the_inherited_one(recipe: Path) -> None:
+def test_missing_value_in_an_heir_hides_the_inherited_one(recipe):
     recipe.write_text("defaults: [base]\nseed: ???\n")
     assert error(recipe).endswith(
         "has keys without a value (???); give on the command line: seed=..."
@@ -303,14 +295,14 @@ def test_missing_value_in_an_heir_hides_the_inherited_one(recipe: Path) -> None:
     assert "'train' is None" in error(recipe)
 
 
-def test_missing_inherited_file_is_named(recipe: Path) -> None:
+def test_missing_inherited_file_is_named(recipe):
     recipe.write_text("defaults: [nobody, _self_]\n")
     assert error(recipe) == f"{recipe} inherits 'nobody': {recipe.parent} has no nobody.yaml"
     recipe.write_text("defaults: [base@here]\n")
     assert "'base@here' in `defaults:` is no name of a file" in error(recipe)
 
 
-def test_engine_is_found_or_the_error_names_the_fix(recipe: Path, tmp_path: Path) -> None:
+def test_engine_is_found_or_the_error_names_the_fix(recipe, tmp_path):
     engine = recipe.parent / "engine.py"
     assert compose(recipe, ["engine=engine.py:TinyEngine"]).engine_class.__name__ == "TinyEngine"
     assert "it has: TinyEngine" in error(recipe, "engine=engine.py:Nope")
@@ -324,14 +316,14 @@ def test_engine_is_found_or_the_error_names_the_fix(recipe: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["numpy", "qwen2.5-vl", "random", "test"])
-def test_recipe_folder_may_have_any_name(recipe: Path, tmp_path: Path, name: str) -> None:
+def test_recipe_folder_may_have_any_name(recipe, tmp_path, name):
     shutil.copytree(recipe.parent, tmp_path / name)
     composed = compose(tmp_path / name / "train.yaml")
     assert composed.engine_class.__name__ == "TinyEngine"
     assert compose(tmp_path / name / "train.yaml").engine_class is composed.engine_class
 
 
-def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
+def test_typo_in_a_group_file_names_that_file(recipe):
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\nnoize: 0.5\n")
     recipe.write_text("defaults:\n  - base\n  - tiny: small\n  - _self_\n")
@@ -341,19 +333,19 @@ def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
     )
 
 
-def test_circular_inheritance_is_an_error(recipe: Path) -> None:
+def test_circular_inheritance_is_an_error(recipe):
     base = recipe.parent / "base.yaml"
     base.write_text("defaults: [train, _self_]\n" + base.read_text())
     assert "inherits from itself" in error(recipe)
 
 
-def test_unsupported_engine_override_and_suffix_are_one_message(recipe: Path) -> None:
+def test_unsupported_engine_override_and_suffix_are_one_message(recipe):
     assert "'engine' is 3. Write file.py:Class" in error(recipe, "engine=3")
     recipe.rename(recipe.with_suffix(".yml"))
     assert "must be called *.yaml" in error(recipe.with_suffix(".yml"))
 
 
-def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
+def test_json_schema_covers_core_and_recipe_with_defaults():
     schema = json_schema(compose(TINY).config)
     assert schema["properties"]["seed"]["default"] == 0
     assert "required" not in schema
@@ -362,7 +354,7 @@ def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
     json.dumps(schema)
 
 
-def test_common_config_keys_are_stable() -> None:
+def test_common_config_keys_are_stable():
     keys = {
         "run_name",
         "output_dir",
@@ -380,7 +372,7 @@ def test_common_config_keys_are_stable() -> None:
 
 
 def test_error_for_a_config_in_the_current_folder_has_no_absolute_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.chdir(ROOT)
     assert error(TINY, "log.intervall=3").startswith("command line")

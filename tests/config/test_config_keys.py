@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import user_error
 
 from mvp_engine.cli import COMMANDS, MOVED, OVERVIEW, build_parser, main, read_commands
 from mvp_engine.config.compose import (
@@ -20,7 +21,6 @@ from mvp_engine.config.compose import (
     read_draft,
     suggest_key,
 )
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.tools.config import (
@@ -34,7 +34,7 @@ from mvp_engine.tools.config import (
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_key_of_engine_and_kits_has_a_description() -> None:
+def test_every_key_of_engine_and_kits_has_a_description():
     keys = config_keys(*schemas_of())
     assert [key.name for key in keys if not key.description] == []
     names = {key.name.replace(".NAME", "") for key in keys}
@@ -45,17 +45,17 @@ RECIPES = "sft/lora digits_vlm/train magic_transformer/train qwen3/sft_cpu qwen3
 
 
 @pytest.mark.parametrize("name", [*RECIPES.split(), "vit_classification/cpu"])
-def test_every_key_of_a_shipped_recipe_has_a_description(name: str) -> None:
+def test_every_key_of_a_shipped_recipe_has_a_description(name):
     assert [key.name for key in config_keys(read_draft(name).schema) if not key.description] == []
 
 
-def test_reference_page_is_up_to_date() -> None:
+def test_reference_page_is_up_to_date():
     page = (ROOT / "docs/config.md").read_text()
     assert page == reference_page(*schemas_of()), "run: mvp config --reference > docs/config.md"
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    "key, words",
     [
         ("optim.lr", ["number >= 0", "learning rate", "default: 0.001"]),
         ("data.sources.mine.path", ["data.sources.NAME.path", "default: none, it must be set"]),
@@ -64,24 +64,24 @@ def test_reference_page_is_up_to_date() -> None:
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
     ],
 )
-def test_explain_prints_type_default_and_description(key: str, words: list[str], capsys) -> None:
+def test_explain_prints_type_default_and_description(key, words, capsys):
     assert main(["config", "--explain", key]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in words), printed
 
 
-def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys) -> None:
+def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys):
     config = str(ROOT / "recipes/magic_transformer/configs/train.yaml")
     assert main(["config", config, "--explain", "task.digits"]) == 0
     assert "task.digits: integer" in capsys.readouterr().out
 
 
-def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys) -> None:
+def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys):
     assert main(["config", "--explain", "optim.lrr"]) == 2
     assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
-def test_json_schema_has_the_descriptions() -> None:
+def test_json_schema_has_the_descriptions():
     from mvp_engine.config import compose
 
     config = compose(ROOT / "recipes/digits_vlm/configs/train.yaml").config
@@ -90,13 +90,13 @@ def test_json_schema_has_the_descriptions() -> None:
     assert "pack" in schema["$defs"]["MLLMData"]["properties"]["pack_tokens"]["description"]
 
 
-def test_names_of_other_trainers_with_the_same_meaning_are_accepted(tmp_path, capsys) -> None:
+def test_names_of_other_trainers_with_the_same_meaning_are_accepted(tmp_path, capsys):
     file = tmp_path / "train.yaml"
     source = "data: {sources: {a: {path: rows.jsonl}}, pack_tokens: 64}"
     file.write_text(
         f"engine: mvp_engine.kit:MLLMEngine\n{source}\nlearning_rate: 0.5\nlora_r: 8\neval_steps: 7\n"
     )
-    words = ["num_train_epochs=3.0", "warmup_ratio=0", "max_grad_norm=0.25", "max_steps=9"]
+    words = "num_train_epochs=3.0 warmup_ratio=0 max_grad_norm=0.25 max_steps=9".split()
     config: Any = compose(file, [*words, "eval_steps=null"]).config
     assert (config.optim.lr, config.lora.rank, config.eval.steps) == (0.5, 8, None)
     assert (config.train.epochs, config.train.max_steps) == (3, 9)
@@ -104,23 +104,18 @@ def test_names_of_other_trainers_with_the_same_meaning_are_accepted(tmp_path, ca
     printed = capsys.readouterr().err
     assert f"mvp: {file}: learning_rate sets optim.lr\n" in printed
     assert "mvp: command line: warmup_ratio sets optim.warmup\n" in printed
-    with pytest.raises(UserError, match=r"lora_r and lora\.rank are the same key: remove one"):
+    with user_error(r"lora_r and lora\.rank are the same key: remove one"):
         compose(file, ["lora_r=4", "lora.rank=4"])
     file.write_text(f"{file.read_text()}optim: {{lr: 1.0}}\n")
-    with pytest.raises(UserError, match=r"learning_rate and optim\.lr are the same key"):
+    with user_error(r"learning_rate and optim\.lr are the same key"):
         compose(file)
     rl = ROOT / "recipes/reverse_rl/configs/grpo.yaml"
     assert compose(rl, ["model.path=x", "beta=0.5"]).config.rl.kl_coef == 0.5  # type: ignore[attr-defined]
 
 
-def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
+def test_names_of_other_trainers_are_answered_with_ours(capsys):
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
-    words = [
-        "optim.learning_rate=1",
-        "train.max_grad_norm=1",
-        "model.lora_r=8",
-        "gradient_accumulation_steps=4",
-    ]
+    words = "optim.learning_rate=1 train.max_grad_norm=1 model.lora_r=8 gradient_accumulation_steps=4".split()
     assert main(["config", config, *words]) == 2
     printed = capsys.readouterr().err
     for ours in ("optim.lr", "optim.max_grad_norm", "lora.rank", "data.global_batch_size"):
@@ -137,12 +132,12 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
         "train_type freeze_vit split_dataset_ratio attn_impl vit_lr lr batch_size epochs seed model_name tokenizer",
     ],
 )
-def test_name_of_another_trainer_is_answered(names: str) -> None:
+def test_name_of_another_trainer_is_answered(names):
     for name in names.split():
         assert suggest_key(name, MLLMConfig).startswith(("Here it is", "Did you mean")), name
 
 
-def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
+def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl():
     for name in [
         "num_generations",
         "max_completion_length",
@@ -153,7 +148,7 @@ def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
         assert re.match(r"Here it is (rl|generation)\.", suggest_key(name, RLConfig)), name
 
 
-def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
+def test_section_that_is_given_a_value_names_its_keys(capsys):
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     assert main(["config", config, "model=org/name", "lora=true"]) == 2
     printed = capsys.readouterr().err
@@ -164,7 +159,7 @@ def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
     assert "'lora' is True. It is a section, so set one of its keys: lora.rank, " in printed
 
 
-def test_names_that_replace_those_of_other_trainers_exist() -> None:
+def test_names_that_replace_those_of_other_trainers_exist():
     known = {
         key.name
         for schema in (MLLMConfig, RLConfig, recipe_schemas()["preference"])
@@ -181,7 +176,7 @@ def test_names_that_replace_those_of_other_trainers_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
+    "words, hint",
     [
         (["trian", "x.yaml"], "Did you mean train?"),
         (["train", "x.yaml", "--nprocs", "2"], "Did you mean --nproc?"),
@@ -195,14 +190,14 @@ def test_names_that_replace_those_of_other_trainers_exist() -> None:
         (["train", "--config", "x.yaml"], "Write the file without --config."),
     ],
 )
-def test_misspelt_command_or_option_gets_a_hint(words: list[str], hint: str, capsys) -> None:
+def test_misspelt_command_or_option_gets_a_hint(words, hint, capsys):
     with pytest.raises(SystemExit) as exited:
         main(words)
     assert exited.value.code == 2
     assert hint in capsys.readouterr().err
 
 
-def test_mvp_without_a_command_prints_its_help(capsys) -> None:
+def test_mvp_without_a_command_prints_its_help(capsys):
     assert main([]) == 2
     assert "fine-tune a model on your own rows, in four commands:" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exited:
@@ -210,14 +205,14 @@ def test_mvp_without_a_command_prints_its_help(capsys) -> None:
     assert exited.value.code == 2
     assert "show rows as the model sees them" in capsys.readouterr().err
     assert main(["config"]) == 2
-    assert main(["config", "sft/lora", "--schema", "--reference"]) == 2
+    assert main("config sft/lora --schema --reference".split()) == 2
     printed = capsys.readouterr().err
     assert "name a CONFIG, or a key with --explain KEY" in printed
     assert "give one of --explain, --schema and --reference" in printed
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_earlier_spelling_of_a_command_names_the_new_one(old: str, capsys) -> None:
+def test_earlier_spelling_of_a_command_names_the_new_one(old, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*old.split(), "something"])
     assert f"`mvp {old}` is now `{MOVED[old]}`" in capsys.readouterr().err
@@ -226,7 +221,7 @@ def test_earlier_spelling_of_a_command_names_the_new_one(old: str, capsys) -> No
 
 
 @pytest.mark.parametrize("command", list(read_commands()), ids=lambda command: command.name)
-def test_function_of_a_command_takes_its_options(command: Any) -> None:
+def test_function_of_a_command_takes_its_options(command):
     words = [word.strip() for word in command.arguments if not word.strip().startswith("-")]
     given = ["x" for word in words if word.split()[0][-1] not in "?*"]
     options = vars(build_parser().parse_args([*command.name.split(), *given]))
@@ -235,13 +230,13 @@ def test_function_of_a_command_takes_its_options(command: Any) -> None:
     signature.bind(**{name: None for name in options if name != "parser"})
 
 
-def examples() -> list[str]:
+def examples():
     lines = f"{OVERVIEW}\n{COMMANDS}".splitlines()
     return [line.strip() for line in lines if line.startswith("  mvp ")]
 
 
 @pytest.mark.parametrize("line", examples())
-def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
+def test_example_of_a_help_text_is_a_valid_command(line):
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     args, rest = build_parser().parse_known_args(words)
     known = {key.name.replace(".NAME", ".rows") for key in config_keys(MLLMConfig)}
@@ -250,7 +245,7 @@ def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
     assert args.run
 
 
-def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None:
+def test_config_show_prints_keys_without_a_value(tmp_path, capsys):
     assert main(["config", "sft/lora", "optim.lr=0.5"]) == 0
     printed = capsys.readouterr()
     values = yaml.safe_load(printed.out)

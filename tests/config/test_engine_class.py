@@ -1,16 +1,12 @@
 """The config class of an engine is found in the settings file next to it: without an import of torch."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, mvp
 
-from mvp_engine.cli import main
 from mvp_engine.config.compose import compose
 
 CONFIGS = [
@@ -19,7 +15,7 @@ CONFIGS = [
 
 
 @pytest.mark.slow
-def test_config_commands_import_no_torch() -> None:
+def test_config_commands_import_no_torch():
     """Of every shipped recipe, and without a config."""
     code = """
 import sys
@@ -43,12 +39,12 @@ print({"torch", "transformers", "numpy"} & set(sys.modules))
 
 # Without vit_classification: its import takes seconds.
 @pytest.mark.parametrize("name", ["digits_vlm/train", "qwen3/sft_cpu", "reverse_rl/sft"])
-def test_config_class_in_the_settings_is_that_of_the_imported_engine(name: str) -> None:
+def test_config_class_in_the_settings_is_that_of_the_imported_engine(name):
     composed = compose(name)
     assert type(composed.config) is composed.engine_class.config_class
 
 
-def test_engine_without_settings_is_imported(tmp_path: Path) -> None:
+def test_engine_without_settings_is_imported(tmp_path):
     (tmp_path / "engine.py").write_text(
         "from mvp_engine.kit import MLLMEngine as Kit\nclass Mine(Kit):\n    pass\n"
     )
@@ -58,7 +54,7 @@ def test_engine_without_settings_is_imported(tmp_path: Path) -> None:
     assert type(composed.config) is composed.engine_class.config_class
 
 
-def test_name_of_a_shipped_recipe_stands_for_its_engine(tmp_path: Path, monkeypatch) -> None:
+def test_name_of_a_shipped_recipe_stands_for_its_engine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "preference").mkdir()
     (tmp_path / "mine.yaml").write_text(
@@ -78,23 +74,23 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("code", UNUSUAL)
-def test_unusual_engine_is_imported(tmp_path: Path, capsys, code: str) -> None:
+def test_unusual_engine_is_imported(tmp_path, capsys, code):
     folder = tmp_path / f"recipe_{tmp_path.name}"
     shutil.copytree(TINY.parent, folder)
     with open(folder / "engine.py", "a") as file:
         file.write(f"\n\n{code}")
-    assert main(["config", str(folder / "train.yaml"), "engine=engine.py:TinyEngine"]) == 0
+    assert mvp(f"config {folder}/train.yaml engine=engine.py:TinyEngine") == 0
     assert "TinyEngine" in capsys.readouterr().out
-    assert main(["config", str(folder / "train.yaml")]) == 2  # several engines
+    assert mvp(f"config {folder}/train.yaml") == 2  # several engines
     assert "defines several engines" in capsys.readouterr().err
 
 
-def test_engine_with_another_config_class_than_its_settings_is_an_error(tmp_path, capsys) -> None:
+def test_engine_with_another_config_class_than_its_settings_is_an_error(tmp_path, capsys):
     settings = "from mvp_engine.config import Config\nclass Mine(Config):\n    pass\n"
     (tmp_path / "settings.py").write_text(settings)
     code = "from mvp_engine.engine import Engine\nclass MyEngine(Engine):\n    pass\n"
     (tmp_path / "engine.py").write_text(code)
     (tmp_path / "train.yaml").write_text("seed: 1\n")
-    assert main(["train", str(tmp_path / "train.yaml"), f"output_dir={tmp_path}"]) == 2
+    assert mvp(f"train {tmp_path}/train.yaml output_dir={tmp_path}") == 2
     assert "engine.py:MyEngine: its config_class is Config" in (printed := capsys.readouterr().err)
     assert printed.rstrip().endswith("defines Mine: set config_class = Mine")

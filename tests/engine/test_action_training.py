@@ -1,12 +1,9 @@
 """ActionEngine on a mixture of robot frames and questions: one and two ranks, shards, and after kill -9."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
-from conftest import read_metrics
+from conftest import CAMPAIGN, read_metrics
 from kill_resume import ForkedJob, compare
+from run_files import write_json
 from test_action_cotrain import TEXTS, write_questions
 from test_lerobot import write_folder
 
@@ -74,7 +71,7 @@ def config(tmp_path_factory):
         "log": {"interval": 1, "backends": ["file", "jsonl"]},
     }
     file = folder / "train.yaml"
-    file.write_text(json.dumps(values))
+    write_json(file, values)
     return file
 
 
@@ -93,9 +90,8 @@ def test_action_engine_on_a_mixture_has_the_losses_of_one_rank(config, tmp_path,
                 assert other[key] == pytest.approx(one[key], rel=1e-4), (name, one["step"], key)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_action_engine_killed_and_resumed_is_bit_equal(config, tmp_path, ranks):
     words = ["train.max_steps=30", "checkpoint.interval=2"]
-    result = compare(2, ranks, words, tmp_path, config=config, start=ForkedJob)
-    assert result["bit_equal"]
+    assert compare(2, ranks, words, tmp_path, config=config, start=ForkedJob)["bit_equal"]

@@ -123,7 +123,7 @@ RESUME_WORDS = "tiny.dropout=0.3 tiny.noise=0.1 eval.steps=5 log.interval=3".spl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loader", "stops"),  # an epoch has 6 steps (11 micro-batches in twos)
+    "loader, stops",  # an epoch has 6 steps (11 micro-batches in twos)
     [
         ("tiny.loader=sample", [2, 4]),
         ("tiny.loader=sample", [6, 8]),

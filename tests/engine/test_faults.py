@@ -21,7 +21,7 @@ def skipped(folder, rank=0):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
+    "fault, reason", [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
 )
 def test_non_finite_step_is_skipped_counted_and_logged(train, tmp_path, fault, reason):
     assert train(f"tiny.fault={fault} log.interval=1", dir=tmp_path) == 0
@@ -100,7 +100,7 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         ("tiny.loader=empty", "gave no batch at all in a whole epoch"),
         ("tiny.loader=none", "prepare_dataloader('train') gave None"),
@@ -153,7 +153,7 @@ def test_unwritable_output_folder_is_named_with_the_key_to_set(train, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "sign"), [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")]
+    "fault, sign", [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")]
 )
 def test_exception_in_a_hook_is_raised_with_its_traceback(train, tmp_path, capsys, fault, sign):
     assert train(f"tiny.fault={fault}", dir=tmp_path) == EXIT_BUG

@@ -17,7 +17,7 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "replicate", "shard"),
+    "name, ranks, replicate, shard",
     [
         *(("tiny", *sizes) for sizes in SHARDED),
         ("magic", 2, 2, 1),

@@ -120,7 +120,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("shuffle", "is_ordered"), [(None, False), (False, True), (True, False)])
+@pytest.mark.parametrize("shuffle, is_ordered", [(None, False), (False, True), (True, False)])
 def test_sample_loader_shuffle_option_overrides_the_default_of_the_split(shuffle, is_ordered):
     engine = SimpleNamespace(
         config=SimpleNamespace(data=SimpleNamespace(micro_batch_size=4, num_workers=0), seed=3),
@@ -146,7 +146,7 @@ def warnings_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("rows", "warns"),
+    "rows, warns",
     [
         ("None", True),
         ("slice(self.layout.data_rank, None, self.layout.data_size)", False),

@@ -111,7 +111,7 @@ def test_stop_signals_message_is_not_printed_after_a_rank_failed(
 
 
 @pytest.mark.parametrize(
-    ("fault", "nproc"),
+    "fault, nproc",
     [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=CAMPAIGN)],
 )
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path, fault, nproc):

@@ -1,17 +1,12 @@
 """Tiny configs of the model families that the tests cover. `tiny_models.py` builds models from them."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
 
 SMALL = {
     "vocab_size": 99,
@@ -122,15 +117,13 @@ RESAMPLER = {
 PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
 
 
-def sub_configs(
-    vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text
-) -> dict[str, Any]:
+def sub_configs(vision, audio=None, **text):
     """The sub-configs of a model with encoders."""
     found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
     return {name: config for name, config in found.items() if config is not None}
 
 
-def vit(model_type: str | None = None, **more) -> dict[str, Any]:
+def vit(model_type=None, **more):
     return {**SMALL_VIT, **({} if model_type is None else {"model_type": model_type}), **more}
 
 
@@ -252,7 +245,7 @@ VISION = {
 SINCE = {"mistral3": "5.20", "qwen2_5_omni_thinker": "5.21"}
 
 
-def is_supported(name: str) -> bool:
+def is_supported(name):
     """Whether the installed transformers can train the family."""
     return Version(transformers.__version__) >= Version(SINCE.get(name, "0"))
 
@@ -278,7 +271,7 @@ REFUSED_VISION = {
 }
 
 
-def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
+def media_of(form, large, g):
     """One image, video or audio clip as a processor returns it in this format: its kind, values and fields."""
     grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
     patches = int(grid.prod())
@@ -319,7 +312,7 @@ def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, d
     return "input_features", randn(1, 8, 32) * mask, {"feature_attention_mask": mask}
 
 
-def config_of(name: str):
+def config_of(name):
     from transformers import AutoConfig
 
     if not is_supported(name):
@@ -331,7 +324,7 @@ def config_of(name: str):
     return AutoConfig.for_model(name, **{**SMALL, **extra})
 
 
-def overrides_of(name: str) -> dict[str, Any]:
+def overrides_of(name):
     """The same config as a user would write it under `model.config`."""
     from transformers import CONFIG_MAPPING
 
@@ -341,7 +334,7 @@ def overrides_of(name: str) -> dict[str, Any]:
     return {"model_type": name, **known}
 
 
-def parallel(**sizes: int):
+def parallel(**sizes):
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
@@ -350,7 +343,7 @@ def parallel(**sizes: int):
 
 
 @contextmanager
-def layout_of(device: str = "cpu", **sizes: int) -> Iterator[Any]:
+def layout_of(device="cpu", **sizes):
     """The layout of this rank process, while it is a member of a job."""
     from mvp_engine.distributed import Layout, World
 
@@ -361,18 +354,18 @@ def layout_of(device: str = "cpu", **sizes: int) -> Iterator[Any]:
         world.close()
 
 
-def on_layout(sizes: dict[str, int], function: Callable[..., Any], *args):
+def on_layout(sizes, function, *args):
     """`function(layout, *args)` on this rank process, as a member of a job."""
     with layout_of(**sizes) as layout:
         return function(layout, *args)
 
 
-def mean_of_copies(layout, value: Tensor):
+def mean_of_copies(layout, value):
     """The sum over data-parallel ranks: all ranks, each of which counts as one of the copies of its data."""
     return sum(layout.world.all_gather(value)) / layout.model_parallel_size
 
 
-def refusal(sizes: dict[str, int], build: Callable[[Any], Any]) -> str:
+def refusal(sizes, build):
     """The message with which a user error ends `build(layout)`; empty if it ends without one."""
     from mvp_engine.errors import UserError
 
@@ -384,13 +377,13 @@ def refusal(sizes: dict[str, int], build: Callable[[Any], Any]) -> str:
     return ""
 
 
-def table() -> str:
+def table():
     """The table in docs/models.md; `python tests/hf/families.py` prints it."""
     rows = [f"| `{name}` | {special or '-'} |" for name, (special, _) in FAMILIES.items()]
     return "\n".join(["| model type | what is special about it |", "| --- | --- |", *rows])
 
 
-def vision_table() -> str:
+def vision_table():
     """The second table there: the entries of `media` and, for models that read them, of `token_fields`."""
     rows = []
     for name, (special, _, forms) in VISION.items():

@@ -1,25 +1,21 @@
 """Pretrained folders of tiny random models, and engines on them, for the tests of loading and exporting."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 from families import config_of
 from safetensors import safe_open
-from torch import Tensor
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 
-def alone() -> Layout:
+def alone():
     """The layout of a single process."""
     return Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
-def folder_of(family: str, where: Path, **options):
+def folder_of(family, where, **options):
     """Write a random pretrained folder as transformers does; returns the model."""
     from transformers import AutoModelForCausalLM
 
@@ -29,9 +25,7 @@ def folder_of(family: str, where: Path, **options):
     return model
 
 
-def language_model(
-    path: Path | None, layout: Layout | None = None, **config
-) -> LanguageModelEngine:
+def language_model(path, layout=None, **config):
     source = ModelSource(None if path is None else str(path), config)
     engine = LanguageModelEngine(
         LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7)
@@ -40,12 +34,12 @@ def language_model(
     return engine
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def same(a, b):
     """Whether two state dicts are bit-equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def entries(file: Path) -> list[tuple[str, Tensor]]:
+def entries(file):
     """The entries of a safetensors file."""
     with safe_open(file, "pt") as opened:
         return [(key, opened.get_tensor(key)) for key in opened.keys()]  # noqa: SIM118 - not a mapping
@@ -58,7 +52,7 @@ def realigned(model):
     return model.eval()
 
 
-def without_checksums(checkpoint: Path):
+def without_checksums(checkpoint):
     """As versions before checksums wrote it: its files may be changed."""
     meta = checkpoint / "meta.json"
     facts = json.loads(meta.read_text())

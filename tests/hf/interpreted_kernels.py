@@ -4,8 +4,6 @@ What the interpreter of Triton 3.7 lacks is added here: loop variables with the 
 is held as float32 and rounded after every operation. No autotuner: each kernel has the first of its configurations.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
@@ -14,15 +12,12 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from mixer_families import mixer_model
-from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
@@ -47,15 +42,15 @@ HEADS_OF_16 = {
 class Step(int):
     """A loop variable."""
 
-    def to(self, dtype: tl.dtype) -> tl.tensor:
+    def to(self, dtype):
         return tl.full((), int(self), dtype)
 
 
-def steps(*bounds) -> Iterable[Step]:
+def steps(*bounds):
     return map(Step, range(*(int(bound) for bound in bounds)))
 
 
-def rounded(data: np.ndarray) -> np.ndarray:
+def rounded(data):
     return torch.tensor(data).bfloat16().float().numpy()
 
 
@@ -123,7 +118,7 @@ def prepare():
 class Kernels:
     """The kernels of a model, for tensors on a CPU, and how often Triton started one."""
 
-    def __init__(self, by_channel: bool):
+    def __init__(self, by_channel):
         self.by_channel = by_channel
         self.is_used = True
         self.launches = 0
@@ -135,7 +130,7 @@ class Kernels:
 
         interpreter.GridExecutor.__call__ = counted
 
-    def kernel_for(self, operation: str, tensor: Tensor) -> Loaded | None:
+    def kernel_for(self, operation, tensor):
         if not self.is_used:
             return None
         every = [kernel for kernel in KERNELS[operation] if kernel.package == kernels.FLA]
@@ -144,12 +139,12 @@ class Kernels:
         return Loaded(kernel, kernels._with_known_arguments(function))
 
 
-def sequences(seed: int) -> list[Tensor]:
+def sequences(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def run(model, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[str, Tensor]:
+def run(model, ids, dtype, weights):
     """Log-probs and the gradients of their weighted sum."""
     autocast = torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext()
     model.zero_grad()
@@ -164,7 +159,7 @@ def run(model, ids: list[Tensor], dtype: torch.dtype, weights: Tensor) -> dict[s
     return {"log_probs": log_probs.detach(), **gradients}
 
 
-def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def errors(found, expected):
     """By name: the largest difference, relative to the largest value where that is above 1."""
     assert found.keys() == expected.keys()
     scales = {name: value.abs().max().clamp(min=1.0) for name, value in expected.items()}
@@ -174,7 +169,7 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
     }
 
 
-def compare(name: str, by_channel: bool) -> dict[str, Any]:
+def compare(name, by_channel):
     used = Kernels(by_channel)
     kernels.kernel_for = used.kernel_for
     model = mixer_model(name, **HEADS_OF_16[name])

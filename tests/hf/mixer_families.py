@@ -1,7 +1,5 @@
 """Tiny models with mixers (linear attention, state space, short convolutions), at least one for each kind of mixer."""
 
-from __future__ import annotations
-
 import torch
 from families import EXPERTS, PATCHES, SMALL, TOKENS
 
@@ -114,7 +112,7 @@ VISION_MIXERS = {
 }
 
 
-def mixer_config(name: str, **changes):
+def mixer_config(name, **changes):
     from transformers import AutoConfig
 
     if name in VISION_MIXERS:
@@ -123,7 +121,7 @@ def mixer_config(name: str, **changes):
     return AutoConfig.for_model(name, **{**SMALL, **MIXERS[name], **changes})
 
 
-def mixer_model(name: str, kind=LanguageModel, **changes):
+def mixer_model(name, kind=LanguageModel, **changes):
     """A tiny model without zero weights."""
     torch.manual_seed(0)
     model = kind.from_config(mixer_config(name, **changes))

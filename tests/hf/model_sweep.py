@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from tiny_configs import tiny_config
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -44,7 +43,7 @@ class Result:
     padded_rows: str = ""  # why it runs on padded rows; empty where it is packed
 
 
-def causal_types() -> list[str]:
+def causal_types():
     """All types that transformers' AutoModelForCausalLM knows, except those with encoders for media."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -58,7 +57,7 @@ def causal_types() -> list[str]:
     ]
 
 
-def kind_of(name: str) -> str:
+def kind_of(name):
     """`text` for causal decoders, `encoder` for models whose tokens see later ones, or `encoder-decoder`."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -77,7 +76,7 @@ def kind_of(name: str) -> str:
     return "text" if torch.allclose(logits[:, :5], other[:, :5], atol=1e-5) else "encoder"
 
 
-def build(name: str, **more) -> LanguageModel:
+def build(name, **more):
     """A tiny random model without zero weights, in eval mode."""
     config = tiny_config(name, **more)
     with torch.device("meta"):
@@ -95,7 +94,7 @@ def build(name: str, **more) -> LanguageModel:
     return model.train(name in TRAIN_MODE)
 
 
-def measure(name: str) -> Result:
+def measure(name):
     """Run the preflight and the comparison. Only a `UserError` is a refusal; other errors are raised."""
     try:
         model = build(name)
@@ -109,7 +108,7 @@ def measure(name: str) -> Result:
     return Result(name, "wrong", found)
 
 
-def differences(model: LanguageModel) -> dict[str, float]:
+def differences(model):
     """The largest relative difference of packed log-probs and gradients from both references."""
     ids = sequences(model)
     packed = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"]
@@ -128,21 +127,21 @@ def differences(model: LanguageModel) -> dict[str, float]:
     }
 
 
-def sequences(model: LanguageModel) -> list[Tensor]:
+def sequences(model):
     """Token ids without special tokens."""
     vocab_size = model.hf.config.get_text_config().vocab_size
     g = torch.Generator().manual_seed(2)
     return [torch.randint(3, min(90, vocab_size), (length,), generator=g) for length in LENGTHS]
 
 
-def _transformers_log_probs(model: LanguageModel, ids: Tensor) -> Tensor:
+def _transformers_log_probs(model, ids):
     with attention.eager_attention(model.hf.config), own_head(model.hf):
         logits = model.hf(ids[None], use_cache=False).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
     return torch.cat([log_probs, log_probs.new_zeros(1)])
 
 
-def _gradients(model: LanguageModel, log_probs: Tensor) -> dict[str, Tensor]:
+def _gradients(model, log_probs):
     model.zero_grad()
     log_probs.sum().backward()
     return {
@@ -152,13 +151,13 @@ def _gradients(model: LanguageModel, log_probs: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def _difference(a, b):
     """The largest difference, relative to the largest value where that is above 1."""
     value = (a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1.0)
     return float(value.nan_to_num(nan=torch.inf))
 
 
-def worst_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def worst_difference(a, b):
     """The largest difference of any gradient; a gradient that only one side has counts where it is not zero."""
     worst = 0.0
     for name in a.keys() | b.keys():

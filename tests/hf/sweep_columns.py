@@ -4,34 +4,27 @@ Each check returns True, or the reason why the model type does not support it. `
 `RankPool` of two.
 """
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import probe_once
 import torch
 from families import parallel
 from model_sweep import EXACT, build, sequences, worst_difference
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.preflight import check_packing
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 
-def lora(name: str) -> bool | str:
+def lora(name):
     """Adapters on every linear layer of the text layers: the model stays exact, and the adapters get gradients."""
     model = build(name)
     adapters = random_adapters(model)
@@ -48,7 +41,7 @@ def lora(name: str) -> bool | str:
     return True
 
 
-def random_adapters(model: LanguageModel) -> dict[str, Parameter] | str:
+def random_adapters(model):
     """Add LoRA adapters to a model and return them, or the reason why it does not support them."""
     try:
         add_adapters(model, Lora(rank=2))
@@ -62,7 +55,7 @@ def random_adapters(model: LanguageModel) -> dict[str, Parameter] | str:
     return adapters
 
 
-def export(name: str) -> bool | str:
+def export(name):
     """A folder that transformers reads, with the log-probs of this model."""
     from transformers import AutoModelForCausalLM
 
@@ -87,9 +80,7 @@ def export(name: str) -> bool | str:
     )
 
 
-def outputs_and_gradients(
-    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings
-) -> dict[str, Tensor]:
+def outputs_and_gradients(model, layout, batch, **settings):
     """Log-probs of one batch and the gradients of its summed loss, on this layout."""
     mode = model.training
     engine = LanguageModelEngine(model, layout, Settings(**settings))
@@ -113,7 +104,7 @@ def outputs_and_gradients(
     return found | {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
 
 
-def on_layout(name: str, layout: Layout, **settings) -> dict[str, Tensor]:
+def on_layout(name, layout, **settings):
     """Log-probs and gradients of the sequences of the sweep, on this layout."""
     model = build(name)
     return outputs_and_gradients(
@@ -121,15 +112,13 @@ def on_layout(name: str, layout: Layout, **settings) -> dict[str, Tensor]:
     )
 
 
-def on_two_ranks(name: str, pool, **sizes: int) -> bool | str:
+def on_two_ranks(name, pool, **sizes):
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     answers = pool.run(_or_reason, name, sizes)
     return compare_ranks(answers, on_layout(name, Layout(World.join("cpu"))), sizes)
 
 
-def compare_ranks(
-    answers: list[Any], expected: dict[str, Tensor], sizes: dict[str, int]
-) -> bool | str:
+def compare_ranks(answers, expected, sizes):
     """Whether all ranks have the tensors of one. `answers`: of each rank, or the reason of its error."""
     for found in answers:
         if isinstance(found, str):
@@ -141,13 +130,11 @@ def compare_ranks(
     return True
 
 
-def _or_reason(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+def _or_reason(name, sizes):
     return tensors_or_reason(partial(on_layout, name), sizes)
 
 
-def tensors_or_reason(
-    compute: Callable[[Layout], dict[str, Tensor]], sizes: dict[str, int]
-) -> dict[str, Tensor] | str:
+def tensors_or_reason(compute, sizes):
     """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
     world = World.join("cpu")
     probe_once.forget()
@@ -159,5 +146,5 @@ def tensors_or_reason(
         world.close()
 
 
-def _constant(_: int) -> float:
+def _constant(_):
     return 1.0

@@ -20,13 +20,13 @@ from mvp_engine.kit.speech import OmniModel
 FAMILIES = ["qwen3_omni_moe", "qwen2_5_omni"]
 
 
-def ours(whole: Any) -> Any:
+def ours(whole):
     model = LanguageModel.from_config(copy.deepcopy(whole.thinker.config))
     model.hf.load_state_dict(whole.thinker.state_dict())
     return model.eval()
 
 
-def sounds(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def sounds(lengths):
     """Mel frames (sounds, 8, longest) and their mask."""
     longest = max(lengths)
     values = torch.randn(len(lengths), 8, longest, generator=torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def sounds(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return values * mask[:, None], mask.long()
 
 
-def features(model: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def features(model, values, mask):
     base = model.base()
     with torch.no_grad():
         planned = encoders.frame_mask(base, mask, values.device)
@@ -43,9 +43,7 @@ def features(model: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [[10], [101], [130, 110, 230]])
-def test_audio_encoder_with_planned_chunks_equals_transformers(
-    family: str, lengths: list[int]
-) -> None:
+def test_audio_encoder_with_planned_chunks_equals_transformers(family, lengths):
     whole = OMNI[family]()
     values, mask = sounds(lengths)
     with torch.no_grad():
@@ -55,7 +53,7 @@ def test_audio_encoder_with_planned_chunks_equals_transformers(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_audio_encoder_short_sounds_in_a_pack_equal_each_alone(family: str) -> None:
+def test_audio_encoder_short_sounds_in_a_pack_equal_each_alone(family):
     """transformers' own call changes sounds of less than a second with their neighbours, in Qwen3-Omni."""
     whole = OMNI[family]()
     model = ours(whole)
@@ -74,19 +72,19 @@ def test_audio_encoder_short_sounds_in_a_pack_equal_each_alone(family: str) -> N
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
 
 
-def packed(config: Any, media: str, spoken: tuple[int, ...]) -> PackedBatch:
+def packed(config, media, spoken):
     rows = [batch_of(config, spoken_row(media=media, spoken=spoken, seed=seed)) for seed in (0, 1)]
     return PackedBatch.concat(rows)
 
 
-def test_forward_and_backward_of_an_omni_model_read_no_value_of_the_device() -> None:
+def test_forward_and_backward_of_an_omni_model_read_no_value_of_the_device():
     whole = qwen3_omni()
     model: Any = OmniModel.from_config(copy.deepcopy(whole.config))
     batch = MovedBatch.of(packed(whole.config, "image video audio", (0,)))
     assert device_reads(model, batch, ["loss", "speech_loss"], ["speech_loss"]) == []
 
 
-def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) -> None:
+def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch):
     """The watch itself: the encoder then reads lengths, indexes by a mask and searches for places."""
     whole = qwen3_omni()
     monkeypatch.setattr(encoders, "apply_sync_free_audio", lambda model: None)
@@ -100,11 +98,9 @@ def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("gemma4_audio", "eager"), ("qwen2_audio_encoder", ENCODER)]
+    "name, expected", [("gemma4_audio", "eager"), ("qwen2_audio_encoder", ENCODER)]
 )
-def test_audio_encoder_with_attention_code_of_its_own_gets_masks_for_it(
-    name: str, expected: str
-) -> None:
+def test_audio_encoder_with_attention_code_of_its_own_gets_masks_for_it(name, expected):
     with torch.device("meta"):
         encoder = AutoModel.from_config(AutoConfig.for_model(name))
     encoder.config._attn_implementation_internal = ENCODER

@@ -1,20 +1,14 @@
 """Folders that are damaged, incomplete or unlike their config are refused with an explanation."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import mvp, user_error
 from families import overrides_of
 from folders import entries, folder_of, language_model, same
+from run_files import read_json, write_json
 from safetensors.torch import save_file
 from tiny_engines import ALONE, counting, engine_of, message_of
-from torch import Tensor
 
-from mvp_engine.cli import main
-from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.config_source import read_config
@@ -28,24 +22,23 @@ def qwen3(tmp_path):
     return tmp_path / "in"
 
 
-def weights_in(folder: Path) -> dict[str, Tensor]:
+def weights_in(folder):
     return dict(entries(folder / "model.safetensors"))
 
 
-def write_weights(folder: Path, state: dict[str, Tensor]):
+def write_weights(folder, state):
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def tie(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def tie(state):
     return state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
 
 
 def test_load_tied_head_is_refused_if_it_differs_from_the_embeddings(qwen3):
     state = weights_in(qwen3)
-    config = json.loads((qwen3 / "config.json").read_text())
-    (qwen3 / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    message = r"ties \S+ to \S+, but its files have both, and they differ"
-    with pytest.raises(UserError, match=message):
+    config = read_json(qwen3 / "config.json")
+    write_json(qwen3 / "config.json", config | {"tie_word_embeddings": True})
+    with user_error(r"ties \S+ to \S+, but its files have both, and they differ"):
         language_model(qwen3)
     engine = language_model(qwen3, tie_word_embeddings=False)
     assert same(engine.model.hf.state_dict(), state)
@@ -58,8 +51,7 @@ def test_load_missing_head_is_refused(qwen3):
     state = weights_in(qwen3)
     del state["lm_head.weight"]
     write_weights(qwen3, state)
-    message = r"lacks 1 .*lm_head\.weight\. .* set model\.config\.tie_word_embeddings=true"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"lacks 1 .*lm_head\.weight\. .* set model\.config\.tie_word_embeddings=true"):
         language_model(qwen3)
     model = language_model(qwen3, tie_word_embeddings=True).model.hf
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
@@ -82,7 +74,7 @@ def test_load_tied_head_that_differs_on_one_rank_is_refused_on_all(on_ranks, qwe
         assert "they differ" in message
 
 
-def load_tied(layout: Layout, path: Path):
+def load_tied(layout, path):
     language_model(path, layout, tie_word_embeddings=True)
 
 
@@ -118,8 +110,7 @@ def test_initialize_integer_buffers_without_a_value_are_refused(rule):
         engine.initialize()
         assert engine.model.order.tolist() == [0, 1, 2]
     else:
-        message = r"order has no value: its model's _init_weights does not set it"
-        with pytest.raises(UserError, match=message):
+        with user_error(r"order has no value: its model's _init_weights does not set it"):
             engine.initialize()
 
 
@@ -127,7 +118,7 @@ ONE_KIND = {"num_hidden_layers": 2, "layer_types": ["full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         ({"model_type": "qwen33"}, r"needs a model_type of .*, not qwen33\. Similar names: qwen3"),
         ({"hiden_size": 3}, r"model\.config\.hiden_size: qwen3 has no .* Did you mean hidden"),
@@ -136,31 +127,30 @@ ONE_KIND = {"num_hidden_layers": 2, "layer_types": ["full_attention"]}
     ids=str,
 )
 def test_load_bad_config_is_explained(config, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         language_model(None, **{"model_type": "qwen3", **config})
 
 
 def test_load_bad_folder_is_explained(qwen3, tmp_path, capsys):
-    with pytest.raises(UserError, match="is not a folder"):
+    with user_error("is not a folder"):
         language_model(tmp_path / "nowhere")
-    message = r"weight has the shape \(99, 32\) there and \(120, 32\) in the model's config"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"weight has the shape \(99, 32\) there and \(120, 32\) in the model's config"):
         language_model(qwen3, vocab_size=120)
-    with pytest.raises(UserError, match=r"lacks .* parameter"):
+    with user_error(r"lacks .* parameter"):
         language_model(qwen3, num_hidden_layers=6, layer_types=["full_attention"] * 6)
     weights = qwen3 / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot be read: .* Is the download complete"):
+    with user_error(r"cannot be read: .* Is the download complete"):
         language_model(qwen3)
     weights.rename(qwen3 / "pytorch_model.bin")
-    with pytest.raises(UserError, match="is a pickle: save it again as safetensors"):
+    with user_error("is a pickle: save it again as safetensors"):
         language_model(qwen3)
-    assert main(["merge", str(qwen3), str(tmp_path / "out")]) == 2
+    assert mvp(f"merge {qwen3} {tmp_path}/out") == 2
     assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
         ({"model_type": "whisper"}, "whisper is an encoder-decoder model"),
@@ -210,10 +200,10 @@ def test_read_config_name_that_only_model_code_reads_is_a_setting():
     sizes = {**overrides_of("qwen3_moe"), "head_dim": 16}
     attention = LanguageModel.from_config(read_config(None, sizes)).hf.model.layers[0].self_attn
     assert attention.q_proj.weight.shape == (4 * 16, 32)
-    with pytest.raises(UserError, match=r"model\.config\.head_dims: qwen3_moe has no such setting"):
+    with user_error(r"model\.config\.head_dims: qwen3_moe has no such setting"):
         read_config(None, {"model_type": "qwen3_moe", "head_dims": 16})
     for kind in ("qwen3_vl", "qwen3_vl_moe"):  # the text layers read it, from their own config
-        with pytest.raises(UserError, match=r"Did you mean model\.config\.text_config\.head_dim\?"):
+        with user_error(r"Did you mean model\.config\.text_config\.head_dim\?"):
             read_config(None, {"model_type": kind, "head_dim": 16})
     nested = read_config(None, {"model_type": "qwen3_vl_moe", "text_config": {"head_dim": 16}})
     assert nested.text_config.head_dim == 16
@@ -224,7 +214,7 @@ def test_load_damaged_file_is_named(tmp_path, name):
     folder_of("qwen3", tmp_path, max_shard_size="50KB")
     for text in ('{"half', "[]", "{}", '{"weight_map": 3, "model_type": "own"}'):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=f"{name} cannot be read"):
+        with user_error(f"{name} cannot be read"):
             language_model(tmp_path)
 
 
@@ -232,11 +222,10 @@ def test_load_missing_file_is_named(tmp_path):
     folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
     shard = min((tmp_path / "in").glob("model-*.safetensors"))
     shard.unlink()
-    message = f"{shard.name} cannot be read: .* Is the download complete"
-    with pytest.raises(UserError, match=message):
+    with user_error(f"{shard.name} cannot be read: .* Is the download complete"):
         language_model(tmp_path / "in")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"has no config\.json"):
+    with user_error(r"has no config\.json"):
         language_model(tmp_path / "empty")
 
 
@@ -244,19 +233,19 @@ def test_load_missing_file_is_named(tmp_path):
 def test_load_quantized_weights_are_refused_whatever_the_config_says(dtype, qwen3):
     state = weights_in(qwen3)
     write_weights(qwen3, state | {"lm_head.weight": state["lm_head.weight"].to(dtype)})
-    with pytest.raises(UserError, match=rf"lm_head\.weight is quantized \({dtype}\)"):
+    with user_error(rf"lm_head\.weight is quantized \({dtype}\)"):
         language_model(qwen3)
 
 
 def test_export_hf_refuses_existing_folders_and_unknown_dtypes(qwen3, tmp_path):
     engine = language_model(qwen3)
     for path in (qwen3, qwen3 / "config.json"):
-        with pytest.raises(UserError, match="exists and is not empty"):
+        with user_error("exists and is not empty"):
             engine.export_hf(str(path))
     message = r"dtype=.*: a folder is exported as one of torch\.float32"
     for dtype in ("bfloat16", torch.int8):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             engine.export_hf(tmp_path / "out", dtype)
     for path in (tmp_path / "nowhere", qwen3):
-        with pytest.raises(UserError, match="is not a checkpoint: it has no rank_"):
+        with user_error("is not a checkpoint: it has no rank_"):
             engine.load_checkpoint(path)

@@ -16,7 +16,7 @@ FILES = [
 ]
 
 
-def names_from(room: str, source: str) -> set[tuple[str, str]]:
+def names_from(room, source):
     """(module, name) of what a file imports from a room; of a module as a whole, the attributes that it uses."""
     tree = ast.parse(source)
     used = set()

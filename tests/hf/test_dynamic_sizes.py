@@ -1,10 +1,8 @@
 """Sizes that differ between packs: one graph for all of them from the first pack on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.hf.model.input_hooks import mark_sizes
 
@@ -16,14 +14,14 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs) -> Tensor:
+    def forward(self, hidden, rotary, **kwargs):
         boundaries = kwargs["cu_seq_lens_q"]
         longest = kwargs["max_length_q"]
         mixed = self.linear(hidden) * rotary[0] + rotary[1]
         return mixed / boundaries.diff().sum() + longest
 
 
-@pytest.mark.parametrize(("marked", "graphs"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("marked, graphs", [(False, 2), (True, 1)])
 def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked, graphs):
     import torch._dynamo as dynamo
     from torch._dynamo.testing import CompileCounter

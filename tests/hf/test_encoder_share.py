@@ -1,7 +1,5 @@
 """Images shared among the ranks of a sequence group: each encodes a part, and all have the features of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_context_layouts import assert_outputs_and_gradients, stepped_all
@@ -9,7 +7,6 @@ from tiny_engines import CAMPAIGN, engine_of
 from tiny_models import build_model, samples
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media.shared_media import items_by_rank, largest_share
 
@@ -29,7 +26,7 @@ def test_largest_share_of_items_without_a_grid_is_all_of_them():
     assert largest_share(Media(*values), 4) == 1.0
 
 
-def encoded_rows(layout: Layout, name: str) -> list[tuple[int, int]]:
+def encoded_rows(layout, name):
     """Rows that this rank's encoder got for each pack with images, and all rows of the pack."""
     model = build_model(LanguageModel, name)
     image = samples(model, name)[1]
@@ -62,7 +59,7 @@ SPLIT_TWICE = ["qwen2_vl", "qwen3_vl_moe", "video_llama_3", "gemma3", "paligemma
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "names"),
+    "sizes, names",
     [
         ({"ulysses": 2}, ["qwen3_vl", "qwen2_5_vl", "glm4v"]),
         pytest.param({"context": 2, "shard": 2}, ON_FOUR, marks=CAMPAIGN),

@@ -1,16 +1,12 @@
 """Mixture-of-experts layers run in the autocast dtype, with the gradients of transformers' own layers."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_engines import CAMPAIGN, Tensors, counting, engine_of, gradients, train
-from torch import Tensor
+from tiny_engines import CAMPAIGN, counting, engine_of, gradients, train
 from transformers import AutoConfig
 from transformers.integrations import moe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -37,17 +33,17 @@ SHAPES = {
 }
 
 
-def shape_of(name: str) -> dict[str, Any]:
+def shape_of(name):
     return {**BASE, "model_type": name, **SHAPES[name]}
 
 
-def stepped(name: str, **settings) -> tuple[Tensor, Tensors]:
+def stepped(name, **settings):
     """The loss and the gradients of one step."""
     engine = engine_of(shape_of(name), **settings)
     return train(engine, BATCH).loss_sum, gradients(engine.model)
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
+def cosine(a, b):
     return float(torch.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
@@ -116,5 +112,4 @@ def test_code_of_compiled_blocks_imports_no_lazy_module():
     tree = ast.parse(Path(moe_layers.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [name for name in modules if name.startswith("transformers")]
-    kinds = {type(importlib.import_module(name)).__name__ for name in names}
-    assert kinds == {"module"}
+    assert {type(importlib.import_module(name)).__name__ for name in names} == {"module"}

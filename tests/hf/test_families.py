@@ -1,30 +1,27 @@
 """Text model families: packed equals one by one, per token and per parameter, to 1e-5."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, user_error
 from families import FAMILIES, config_of, table
-from tiny_engines import Tensors, assert_close, gradients
+from tiny_engines import assert_close, gradients
 from tiny_models import shared_model
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.model.preflight import check_packing
 
 LENGTHS = [7, 1, 12, 5]
 
 
-def sequences() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def sequences():
     """Token ids and loss masks."""
     g = torch.Generator().manual_seed(2)
     ids = [torch.randint(99, (n,), generator=g) for n in LENGTHS]
     return ids, [torch.rand(n, generator=g) < 0.8 for n in LENGTHS]
 
 
-def outputs(model: LanguageModel, batch: PackedBatch) -> Tensors:
+def outputs(model, batch):
     """Log-probs and entropy; adds the gradients of both."""
     out = model(batch, ["log_probs", "entropy"])
     (out["log_probs"].sum() - 0.1 * out["entropy"].sum()).backward()
@@ -51,7 +48,7 @@ def test_preflight_unknown_step_before_logits_is_rejected():
     model.softcap = None
     with torch.no_grad():
         model.hf.get_input_embeddings().weight *= 300  # large enough for the soft cap to matter
-    with pytest.raises(UserError, match="differ from those of transformers' own forward"):
+    with user_error("differ from those of transformers' own forward"):
         check_packing(model)
 
 
@@ -76,6 +73,5 @@ def test_forward_returns_the_named_outputs_and_raises_for_unknown_names():
     model = shared_model(LanguageModel, "llama")
     batch = PackedBatch.from_sequences(sequences()[0])
     assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}
-    message = r"LanguageModel does not provide \['values'\]; it provides log_probs, entropy"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"LanguageModel does not provide \['values'\]; it provides log_probs, entropy"):
         model(batch, ["values"])

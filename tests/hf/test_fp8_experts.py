@@ -1,16 +1,13 @@
 """Stacked experts in FP8: close to float32 for any sizes of groups, and only where the config enables them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import user_error
 from test_experts import BATCH, SHAPES, cosine, shape_of, stepped
 from tiny_engines import engine_of, gradients, train
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import fp8_layers, grouped_mm, moe_layers
 from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.lora.lora_layers import add_adapters
@@ -27,9 +24,7 @@ GROUPS = {
 }
 
 
-def inputs(
-    sizes: list[int], transposed: bool, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(sizes, transposed, device="cpu"):
     """Rows, weights, ends of groups and gradients, equal on all devices."""
     g = torch.Generator().manual_seed(1)
     rows = sum(sizes)
@@ -43,7 +38,7 @@ def inputs(
     return x_NI.requires_grad_(), weight.to(device).requires_grad_(), ends_E.to(device), d_NO
 
 
-def run(function, sizes: list[int], transposed: bool, device: str = "cpu"):
+def run(function, sizes, transposed, device="cpu"):
     x_NI, weight, ends_E, d_NO = inputs(sizes, transposed, device)
     out_NO = function(x_NI, weight, ends_E, transposed)
     assert out_NO.dtype == torch.bfloat16
@@ -53,7 +48,7 @@ def run(function, sizes: list[int], transposed: bool, device: str = "cpu"):
     return {"out": out_NO.detach(), "x": x_NI.grad, "weight": weight.grad}
 
 
-def in_float32(x_NI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+def in_float32(x_NI, weight, ends_E, transposed):
     """A loop over experts."""
     starts = [0, *ends_E.tolist()]
     weight_EIO = weight if transposed else weight.mT
@@ -61,7 +56,7 @@ def in_float32(x_NI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -
     return torch.cat([x_NI[a:b].float() @ w_IO for a, b, w_IO in parts])
 
 
-def error(found: Tensor, wanted: Tensor) -> Tensor:
+def error(found, wanted):
     return (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
 
 
@@ -198,7 +193,7 @@ def test_fp8_layers_leave_out_routers_that_are_linear_layers():
 def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch):
     monkeypatch.setattr(fp8, "fits", lambda _: False)
     message = "model.fp8=all is for weight gradients of linear layers in FP8, and LanguageModel has"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         stepped("qwen3_moe", precision="bf16", fp8="all")
 
 

@@ -1,7 +1,5 @@
 """The grouped GEMM of compiled experts in float32."""
 
-from __future__ import annotations
-
 import torch
 
 from mvp_engine.hf.experts.grouped_mm import opaque_grouped_mm

@@ -1,24 +1,18 @@
 """Hugging Face folders in and out: ranks read their own slices, layouts start equal, exports load bit-equal."""
 
-from __future__ import annotations
-
-import json
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import CAMPAIGN
+from conftest import CAMPAIGN, mvp, user_error
 from families import FAMILIES, VISION, config_of, overrides_of
 from folders import entries, folder_of, language_model, realigned, same
+from run_files import read_json
 from tiny_engines import ALONE, LM, adamw, engine_of, message_of, whole_state
 from tiny_models import build_model, samples
 
-from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.weights import export as hf_export
 from mvp_engine.hf.weights.export import ExportPlan
@@ -30,12 +24,12 @@ IDS = torch.arange(3, 12)
 MAX_FILE_BYTES = 30_000
 
 
-def value_model(path: Path) -> ValueModelEngine:
+def value_model(path):
     model = ValueModelEngine.build_model(ModelSource(str(path)))
     return engine_of(model, optimizer=None, kind=ValueModelEngine, seed=7)
 
 
-def exported_value_model(path: Path, out: Path) -> ValueModelEngine:
+def exported_value_model(path, out):
     """A value model of a folder, after an export that is bit-equal."""
     engine = value_model(path)
     engine.export_hf(out)
@@ -101,7 +95,7 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family, tmp_path):
     drawn.initialize()  # random weights by the rules of all its parts
     # transformers does not map the names of Qwen2-Audio either, and would reinitialize the weights.
     if family == "qwen2_audio":
-        with pytest.raises(UserError, match=r"lacks 50 parameters of Qwen2AudioModel"):
+        with user_error(r"lacks 50 parameters of Qwen2AudioModel"):
             value_model(tmp_path / "in")
     else:
         exported_value_model(tmp_path / "in", tmp_path / "values")
@@ -135,13 +129,13 @@ def test_load_ranks_read_only_their_slices_and_layouts_start_equal(on_ranks, tmp
                 assert same(state, engine.model.state_dict())
 
 
-def started(layout: Layout, path: Path) -> list[LanguageModelEngine]:
+def started(layout, path):
     """Engines on the folders, and on random weights."""
     loaded = [language_model(path / family, layout) for family in SLICED]
     return loaded + [language_model(None, layout, **overrides_of(family)) for family in SLICED]
 
 
-def read_slices(layout: Layout, path: Path) -> tuple[int, list[dict[str, torch.Tensor]]]:
+def read_slices(layout, path):
     """The number of elements that this rank read of the folders; on rank 0 also the whole weights of all models."""
     counted = [0]
     real = WeightFiles.read
@@ -188,13 +182,13 @@ def test_export_writes_side_files_and_an_index(tmp_path):
     copied = {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
     assert copied | {"config.json"} <= names
     assert "notes.txt" not in names
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    assert read_json(tmp_path / "out" / "config.json")["dtype"] == "bfloat16"
+    index = read_json(tmp_path / "out" / INDEX)["weight_map"]
     assert len(set(index.values())) > 2
     assert set(index.values()) <= names
     for name, file in index.items():
         assert dict(entries(tmp_path / "out" / file))[name].dtype == torch.bfloat16
-    with pytest.raises(UserError, match="exists and is not empty"):
+    with user_error("exists and is not empty"):
         engine.export_hf(tmp_path / "out")
 
 
@@ -205,7 +199,7 @@ def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_p
     expected = folder_of("qwen3_moe", tmp_path / "in").state_dict()
     answers = on_ranks({"shard": 2}, export_on_two_ranks, tmp_path, False)
     out = tmp_path / "out"
-    index = json.loads((out / INDEX).read_text())["weight_map"]
+    index = read_json(out / INDEX)["weight_map"]
     names = sorted(set(index.values()))
     assert len(names) > 3
     for rank, (files, error) in enumerate(answers):
@@ -226,9 +220,7 @@ def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(on_ranks
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
-def export_on_two_ranks(
-    layout: Layout, path: Path, fail: bool
-) -> tuple[list[tuple[str, int, int]], str]:
+def export_on_two_ranks(layout, path, fail):
     """The files that this rank wrote: name, bytes, and how many tensors of its file before were still in memory."""
     engine = language_model(path / "in", layout)
     written = []
@@ -281,13 +273,13 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks4, on_rank
         for found in on_ranks(sizes, state_of, checkpoint):
             assert same(found, expected), sizes
     out = tmp_path / "out"
-    assert main(["merge", str(checkpoint), str(out), "--max-file-gb", "0.00003"]) == 0
+    assert mvp(f"merge {checkpoint} {out} --max-file-gb 0.00003") == 0
     merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(expected[f"hf.{name}"], value) for name, value in merged.items())
     assert len(list(out.glob("*.safetensors"))) > 2
 
 
-def state_of(layout: Layout, checkpoint: Path) -> dict[str, torch.Tensor]:
+def state_of(layout, checkpoint):
     """All parameters and moments of a checkpoint, loaded by an engine on some layout."""
     model = LanguageModelEngine.build_model(ModelSource(str(checkpoint / "hf")))
     model.source = None  # the weights come from the checkpoint
@@ -299,7 +291,7 @@ def state_of(layout: Layout, checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_merge_of_a_value_model_is_bit_equal(tmp_path):
     engine = engine_of("qwen3", optimizer=adamw, kind=ValueModelEngine)
     engine.save_checkpoint(tmp_path / "saved")
-    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    assert mvp(f"merge {tmp_path}/saved {tmp_path}/out") == 0
     again = value_model(tmp_path / "out")
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])

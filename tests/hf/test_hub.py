@@ -1,15 +1,13 @@
 """The resolver of the Hugging Face Hub against a fake Hub: downloads, cache, no network, errors that name the fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import user_error
 from fake_hub import FakeHub, use_hub
 from folders import folder_of, language_model, same
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.hub import HubRepo, _glob, hub_model, local_folder, pin, portable_name
 
@@ -31,7 +29,7 @@ def qwen3(tmp_path):
     return tmp_path / "qwen3"
 
 
-def disconnect(monkeypatch: pytest.MonkeyPatch):
+def disconnect(monkeypatch):
     """As without a network: nothing listens at this port."""
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
 
@@ -108,12 +106,10 @@ def test_missing_model_without_network_names_the_download_command(hub, qwen3, mo
         (MODEL, f"hf download {MODEL}"),
         ("org/other@v2", "hf download org/other --revision v2"),
     ]:
-        with pytest.raises(
-            UserError, match=rf"the Hub cannot be reached \(.*refused.*\): run `{command}"
-        ):
+        with user_error(rf"the Hub cannot be reached \(.*refused.*\): run `{command}"):
             local_folder(path, weights=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set: run `hf download org/other`"):
+    with user_error("HF_HUB_OFFLINE is set: run `hf download org/other`"):
         local_folder("org/other")
 
 
@@ -122,27 +118,22 @@ def test_refused_repositories_name_the_fix(hub):
     hub.add("org/gated", {"config.json": b"{}"}, gated=True)
     hub.add("org/pickle", {"config.json": b"{}", "pytorch_model.bin": b"0"})
     hub.add("org/adapter", {"adapter_config.json": b"{}"})
-    with pytest.raises(
-        UserError,
-        match=r"org/modle is neither a folder .* Did you mean org/model\? .*hf auth login",
+    with user_error(
+        r"org/modle is neither a folder .* Did you mean org/model\? .*hf auth login",
     ):
         local_folder("org/modle")
-    with pytest.raises(
-        UserError, match=r"org/gated is gated: accept its terms at http\S+/org/gated, then .*login"
-    ):
+    with user_error(r"org/gated is gated: accept its terms at http\S+/org/gated, then .*login"):
         local_folder("org/gated")
-    with pytest.raises(UserError, match="org/model has no revision v9"):
+    with user_error("org/model has no revision v9"):
         local_folder("org/model@v9")
-    with pytest.raises(UserError, match=r"org/pickle@\w+ has no model.safetensors"):
+    with user_error(r"org/pickle@\w+ has no model.safetensors"):
         local_folder("org/pickle", weights=True)
-    with pytest.raises(
-        UserError, match="path=org/adapter is a LoRA adapter: give the model that it adapts"
-    ):
+    with user_error("path=org/adapter is a LoRA adapter: give the model that it adapts"):
         read_config("org/adapter", {})
 
 
 @pytest.mark.parametrize(
-    ("pattern", "file", "fits"),
+    "pattern, file, fits",
     [
         ("data/train-[0-9]*.parquet", "data/train-00.parquet", True),
         ("data/train-[!0-9]*.parquet", "data/train-00.parquet", False),

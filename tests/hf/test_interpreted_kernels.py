@@ -6,8 +6,6 @@ Needs the package, which the tests run without. With it in a folder of its own:
     PYTHONPATH=/tmp/fla pytest --campaign tests/hf/test_interpreted_kernels.py
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -16,17 +14,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import CAMPAIGN
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.skipif(
     importlib.util.find_spec("fla") is None,
     reason="flash-linear-attention (fla-core) not installed",
 )
 @pytest.mark.parametrize(
-    ("model", "decay"),
+    "model, decay",
     [
         ("qwen3_5_text", "by_head"),
         ("qwen3_5_text", "by_channel"),

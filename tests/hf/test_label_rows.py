@@ -1,10 +1,8 @@
 """The head runs on the tokens with a label where nothing else is asked for, with the results of all tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tiny_engines import Tensors, assert_close, gradients
+from tiny_engines import assert_close, gradients
 from tiny_models import shared_model
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
@@ -12,7 +10,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import language_model
 
 
-def batch_with(share: float) -> PackedBatch:
+def batch_with(share):
     """A batch of which this share of the tokens has a label."""
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(99, (length,), generator=generator) for length in (9, 1, 14)]
@@ -20,7 +18,7 @@ def batch_with(share: float) -> PackedBatch:
     return PackedBatch.from_sequences(ids, masks)
 
 
-def computed(model: LanguageModel, names: list[str], temperature) -> tuple[Tensors, Tensors]:
+def computed(model, names, temperature):
     """Outputs and gradients."""
     model.zero_grad()
     outputs = model(batch_with(0.4), names, temperature=temperature)
@@ -31,7 +29,7 @@ def computed(model: LanguageModel, names: list[str], temperature) -> tuple[Tenso
 
 
 @pytest.mark.parametrize(
-    ("names", "temperature"), [(["loss"], None), (["log_probs", "label_entropy"], 0.7)]
+    "names, temperature", [(["loss"], None), (["log_probs", "label_entropy"], 0.7)]
 )
 def test_head_on_labelled_tokens_equals_head_on_all(names, temperature, monkeypatch):
     model = shared_model(LanguageModel, "qwen3")

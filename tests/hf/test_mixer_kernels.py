@@ -1,7 +1,5 @@
 """Kernels of mixers: what they are called with. In their place stand plain loops with the same arguments."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from mixer_families import mixer_model
 from test_mixers import sequences
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.mixers import kernels
@@ -21,17 +18,17 @@ from mvp_engine.hf.model.config_source import read_config
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
+    q,
+    k,
+    v,
+    g,
+    beta=None,
+    scale=None,
+    use_qk_l2norm_in_kernel=False,
     *,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor,
-) -> tuple[Tensor, None]:
+    cu_seqlens,
+    cu_seqlens_cpu,
+):
     """flash-linear-attention's functions with a decay `g` per head or per channel; with `beta` by the delta rule."""
     assert torch.equal(cu_seqlens, cu_seqlens_cpu)
     if use_qk_l2norm_in_kernel:
@@ -52,55 +49,55 @@ def linear_attention(
 
 
 def fla_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
+    x,
+    weight,
+    bias=None,
+    residual=None,
+    activation=None,
     *,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor,
-) -> tuple[Tensor, None]:
+    cu_seqlens,
+    cu_seqlens_cpu,
+):
     sizes = cu_seqlens.diff().tolist()
     return by_part(x.transpose(1, 2), sizes, weight, bias, activation).transpose(1, 2), None
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def convolution(x, weight, bias, activation):
     padded = F.pad(x, (weight.shape[-1] - 1, 0))
     out = F.conv1d(padded, weight[:, None], bias, groups=len(weight))
     return out if activation is None else F.silu(out)
 
 
-def by_part(x: Tensor, sizes: list[int], *options) -> Tensor:
+def by_part(x, sizes, *options):
     return torch.cat([convolution(part, *options) for part in x.split(sizes, dim=-1)], dim=-1)
 
 
-def sizes_of(seq_idx: Tensor) -> list[int]:
+def sizes_of(seq_idx):
     return seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
 
 
 def package_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    activation=None,
+):
     assert seq_idx is not None
     assert (seq_idx.dtype, x.stride(1)) == (torch.int32, 1)
     return by_part(x, sizes_of(seq_idx), weight, bias, activation)
 
 
 def mamba_package(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    seq_idx: Tensor,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    seq_idx,
     **options,
-) -> Tensor:
+):
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
     split = [value.split(sizes_of(seq_idx), dim=1) for value in (x, dt, B, C)]
@@ -116,7 +113,7 @@ PACKAGES = {"short convolution": package_convolution, "Mamba 2 scan": mamba_pack
 
 
 @pytest.mark.parametrize(
-    ("name", "doubles", "by_channel"),
+    "name, doubles, by_channel",
     [
         ("qwen3_5_text", FLA, False),
         ("qwen3_5_text", FLA, True),
@@ -156,7 +153,7 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install():
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "expected"),
+    "capability, triton, expected",
     [
         ((9, 0), "3.6.0", True),
         ((9, 0), "3.7.1", False),

@@ -1,16 +1,14 @@
 """Linear-attention, state-space and convolution mixers: packed equals alone, equals transformers' own forward."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_models
 import torch
+from conftest import user_error
 from mixer_families import MIXERS, VISION_MIXERS, mixer_model
-from tiny_engines import Tensors, assert_close, assert_equal, engine_of
+from tiny_engines import assert_close, assert_equal, engine_of
 from tiny_engines import gradients as gradients_of
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.mixers.per_sequence import Packing
 from mvp_engine.hf.model import attention, preflight
@@ -18,16 +16,16 @@ from mvp_engine.hf.model import attention, preflight
 LENGTHS = (13, 1, 6, 20, 6)
 
 
-def sequences() -> list[torch.Tensor]:
+def sequences():
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def log_probs(model: LanguageModel, *ids: torch.Tensor) -> torch.Tensor:
+def log_probs(model, *ids):
     return model(PackedBatch.from_sequences(list(ids)), ["log_probs"])["log_probs"]
 
 
-def transformers_log_probs(model: LanguageModel, ids: torch.Tensor) -> torch.Tensor:
+def transformers_log_probs(model, ids):
     """From transformers' own forward of one sequence, with gradients; 0 at the end."""
     with attention.eager_attention(model.hf.config):
         logits = model.hf(ids[None], use_cache=False).logits[0]
@@ -35,7 +33,7 @@ def transformers_log_probs(model: LanguageModel, ids: torch.Tensor) -> torch.Ten
     return torch.cat([found, found.new_zeros(1)])
 
 
-def gradients(model: LanguageModel, loss: torch.Tensor) -> Tensors:
+def gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return gradients_of(model)
@@ -65,7 +63,7 @@ def test_mixers_state_that_is_not_reset_fails_preflight(name, monkeypatch):
         return Packing([batch.num_tokens], batch.cu_seqlens[[0, -1]], *rest)
 
     monkeypatch.setattr(Packing, "of", one_sequence)
-    with pytest.raises(UserError, match="two sequences in one batch change each other"):
+    with user_error("two sequences in one batch change each other"):
         preflight.probe(model)
 
 

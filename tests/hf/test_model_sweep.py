@@ -1,18 +1,15 @@
 """The sweep over text model types: what the shipped matrix says holds for tiny random models of each type."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import transformers
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
 from model_sweep import causal_types, kind_of, measure
+from run_files import read_json
 from tiny_configs import tiny_config
 
 from mvp_engine.tools.models import read_models
 
-FILE = json.loads((ROOT / "mvp_engine" / "tools" / "models_text.json").read_text())
+FILE = read_json(ROOT / "mvp_engine" / "tools" / "models_text.json")
 ENTRIES = {entry["name"]: entry for entry in FILE["models"]}
 
 # Types that no other test builds, one for each way in which a model may differ.
@@ -37,13 +34,13 @@ def test_sweep_sampled_type_is_as_the_matrix_says(name):
     check(name)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("name", causal_types())
 def test_sweep_every_type_is_as_the_matrix_says(name):
     check(name)
 
 
-def check(name: str):
+def check(name):
     if name not in causal_types():
         pytest.skip("this transformers does not have it")
     is_listed = transformers.__version__ == FILE["transformers"]
@@ -68,5 +65,4 @@ def test_matrix_lists_every_causal_type_of_its_transformers():
 
 def test_matrix_95_percent_of_causal_decoders_are_exact():
     decoders = [entry for entry in read_models().values() if entry["kind"] == "text"]
-    exact = [entry for entry in decoders if entry["packed"] is True]
-    assert len(exact) >= 0.95 * len(decoders)
+    assert len([entry for entry in decoders if entry["packed"] is True]) >= 0.95 * len(decoders)

@@ -1,11 +1,9 @@
 """Packed and encoder attention with transformers' signatures: which tokens attend to which, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_engines import no_host_sync
-from torch import Tensor, nn
+from torch import nn
 
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.attention import boundaries, encoder_attention, packed_attention
@@ -14,15 +12,13 @@ from mvp_engine.ops import attention as attention_ops
 LENGTHS = [5, 1, 40, 17]
 
 
-def inputs(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, heads: int = 8, kv_heads: int = 2
-) -> list[Tensor]:
+def inputs(device="cpu", dtype=torch.float32, heads=8, kv_heads=2):
     g = torch.Generator().manual_seed(0)
     shapes = [(1, h, sum(LENGTHS), 32) for h in (heads, kv_heads, kv_heads)]
     return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def attend(tensors: list[Tensor], **options) -> tuple[Tensor, list[Tensor]]:
+def attend(tensors, **options):
     """The output, and the gradients of q, k and v."""
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
     options |= boundaries(cu_seqlens, max(LENGTHS))
@@ -84,8 +80,7 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name():
     with torch.no_grad():
         for tensor in tensors:
             tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
-    changed = (before != out()).flatten(2).any(-1)[0]
-    assert changed.nonzero()[:, 0].tolist() == list(range(50, 63))
+    assert (before != out()).flatten(2).any(-1)[0].nonzero()[:, 0].tolist() == list(range(50, 63))
     with pytest.raises(NotImplementedError, match=" contains chunked_overlay"):
         masks.create_chunked_causal_mask(**options, attention_mask=None)
     with pytest.raises(NotImplementedError, match=" contains bidirectional_mask_function"):

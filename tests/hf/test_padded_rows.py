@@ -1,19 +1,15 @@
 """Models that cannot run several sequences in one row: padded rows give the log-probs and gradients of transformers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+from conftest import user_error
 from model_sweep import EXACT, build, differences, sequences
 from sweep_columns import on_layout
-from tiny_engines import ALONE, Tensors, assert_close
+from tiny_engines import ALONE, assert_close
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.preflight import check_packing, probe
 
 # ALiBi from the shape of the batch; attention without boundaries; attention classes chosen by name.
@@ -24,7 +20,7 @@ FAMILIES = ["bloom", "stablelm", "gptj"]
 def test_padded_rows_equal_transformers_per_token_and_parameter(name):
     model = build(name)
     if not model.padded_rows:
-        with pytest.raises(UserError, match=f"{name} cannot be trained on packed sequences"):
+        with user_error(f"{name} cannot be trained on packed sequences"):
             probe(model)
     check_packing(model)
     assert model.padded_rows
@@ -44,7 +40,7 @@ def test_padded_rows_of_a_copy_and_without_padding_again():
     again = copy.deepcopy(model)
     assert again.padded_rows == model.padded_rows
     again.use_padded_rows("")
-    with pytest.raises(UserError, match="received no sequence boundaries"):
+    with user_error("received no sequence boundaries"):
         probe(again)
     check_packing(model)
 
@@ -55,7 +51,7 @@ def test_padded_rows_kv_cache_is_a_user_error():
     model = padded("bloom")
     assert not model.can_cache
     batch = PackedBatch.from_sequences(sequences(model))
-    with pytest.raises(UserError, match="padded rows, which have no KV cache"):
+    with user_error("padded rows, which have no KV cache"):
         model(batch, ["next_logits"], kv_cache=KVCache([7], 3))
 
 
@@ -64,11 +60,11 @@ def test_padded_rows_on_two_shards_give_the_gradients_of_one_rank(on_ranks):
         assert_close(found, gradients_of_bloom(ALONE))
 
 
-def gradients_of_bloom(layout: Layout) -> Tensors:
+def gradients_of_bloom(layout):
     return on_layout("bloom", layout)
 
 
-def padded(name: str) -> LanguageModel:
+def padded(name):
     model = build(name)
     check_packing(model)
     return model

@@ -1,21 +1,16 @@
 """Parts: one per parameter; freezing, learning rates, activation checkpointing and compiling by part."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
-from typing import Any
 
 import pytest
 import torch
-from conftest import MAGIC
+from conftest import MAGIC, user_error
 from families import FAMILIES, VISION
-from tiny_engines import ALONE, Tensors, assert_close, engine_of, scores_of, weights
+from tiny_engines import ALONE, assert_close, engine_of, scores_of, weights
 from tiny_models import build_model, samples, shared_model
 
 from mvp_engine.config import compose
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.kit import MLLMModelKit
@@ -66,11 +61,11 @@ def test_parts_of_family_cover_each_parameter_once(family):
         assert sum(sizes[:-1]) == sizes[-1] == sum(param.numel() for param in model.parameters())
 
 
-def matches(name: str, patterns: str) -> bool:
+def matches(name, patterns):
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
-def trained(settings: dict[str, Any], layout: Layout = ALONE) -> tuple[Any, Tensors]:
+def trained(settings, layout=ALONE):
     """A tiny Qwen3-VL after one step on images, and its weights before the step."""
     model = build_model(LanguageModel, "qwen3_vl")
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
@@ -80,7 +75,7 @@ def trained(settings: dict[str, Any], layout: Layout = ALONE) -> tuple[Any, Tens
     return engine, before
 
 
-def decayed_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def decayed_adamw(model):
     return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5)
 
 
@@ -99,7 +94,7 @@ def test_freeze_part_gets_no_gradient_and_no_update(frozen):
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
 
 
-def weights_of_frozen(layout: Layout, frozen: tuple[str, ...]) -> Tensors:
+def weights_of_frozen(layout, frozen):
     engine, before = trained({"freeze": frozen}, layout)
     found = weights(engine.model)
     for name, part in parts_of(engine.model).items():
@@ -144,7 +139,7 @@ def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks()
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         (
             {"freeze": ("audio",)},
@@ -158,13 +153,12 @@ def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks()
     ids=str,
 )
 def test_settings_part_that_the_model_lacks_is_rejected(settings, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         trained(settings)
 
 
 def test_settings_part_of_a_plain_module_is_rejected():
     model = torch.nn.Linear(2, 2)
-    message = r"model.compile: Linear has no part llm; only Hugging Face models have parts"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"model.compile: Linear has no part llm; only Hugging Face models have parts"):
         engine_of(model, optimizer=None, compile={"llm": "eager"})
     assert MLLMModelKit.table(model) == ""

@@ -1,21 +1,19 @@
 """Preflight probes: models that cannot be packed are found when an engine starts, on every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from conftest import user_error
 from families import SMALL, config_of, overrides_of, parallel
 from tiny_engines import ALONE, engine_of, message_of
 
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.mixers import kinds
 from mvp_engine.hf.model import preflight
 from mvp_engine.model_engine import FSDPEngine
 
 
-def start(layout: Layout, model, precision: str = "fp32"):
+def start(layout, model, precision="fp32"):
     """The model of an engine that started."""
     kind = {"kind": FSDPEngine} if isinstance(model, LanguageModel) else {}
     return engine_of(model, layout, optimizer=None, precision=precision, **kind).model
@@ -47,7 +45,7 @@ def test_engine_start_on_two_ranks_rejects_unsupported_family_only(on_ranks):
             assert supported == ["", ""]
 
 
-def start_on_layouts(first: Layout) -> dict[str, tuple[str, ...]]:
+def start_on_layouts(first):
     layouts = {kind: Layout.of(first.world, parallel(**{kind: 2})) for kind in ("ulysses", "shard")}
     layouts["replicate"] = Layout.of(first.world, parallel())
     found = {}
@@ -66,8 +64,7 @@ def test_engine_start_model_instance_is_probed():
     model.scale = 1.0
     with torch.no_grad():
         model.hf.get_output_embeddings().weight *= 30
-    message = "granite: log-probs differ from those of transformers' own forward"
-    with pytest.raises(UserError, match=message):
+    with user_error("granite: log-probs differ from those of transformers' own forward"):
         start(ALONE, model)
 
 
@@ -76,7 +73,7 @@ def test_engine_start_non_finite_weights_are_reported():
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[3] = float("nan")
         model.base().norm.weight[0] = float("inf")
-    with pytest.raises(UserError, match="llama returns non-finite outputs"):
+    with user_error("llama returns non-finite outputs"):
         start(ALONE, model)
 
 
@@ -104,7 +101,7 @@ def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(on_ranks):
     assert on_ranks({"shard": 2}, trials_with_a_failure_on_rank_1) == [2, 2]
 
 
-def trials_with_a_failure_on_rank_1(layout: Layout) -> int:
+def trials_with_a_failure_on_rank_1(layout):
     calls = []
     original = preflight.mean_difference
 

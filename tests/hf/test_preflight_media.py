@@ -1,32 +1,26 @@
 """Preflight of media: the first real rows with media are compared, packed and alone, before they are trained on."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from conftest import user_error
 from tiny_engines import ALONE, counting, engine_of, message_of, sgd
 from tiny_engines import train as step
 from tiny_models import build_model, samples, shared_model
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts import grouped_mm
 from mvp_engine.ops import fp8
 
 
-def start(layout: Layout = ALONE, **settings) -> tuple[Any, list[PackedBatch]]:
+def start(layout=ALONE, **settings):
     """An engine on a tiny Qwen3-VL, and rows: without media, with one image, with an image and a video."""
     model = build_model(LanguageModel, "qwen3_vl")
     engine = engine_of(model, layout, lambda model: sgd(model, 1e-3), **settings)
     return engine, samples(shared_model(LanguageModel, "qwen3_vl"), "qwen3_vl")
 
 
-def mix_patches(_, inputs, output: Tensor) -> Tensor:
+def mix_patches(_, inputs, output):
     """A forward hook: every patch sees all patches of the micro-batch, as an encoder without boundaries would."""
     return output + output.mean(0)
 
@@ -40,8 +34,7 @@ def test_first_step_encoder_that_mixes_images_of_rows_is_rejected(precision):
     engine, (text, image, both) = start(precision=precision)
     engine.model.hf.model.visual.merger.register_forward_hook(mix_patches)
     step(engine, text, text)
-    message = "qwen3_vl cannot be trained on packed sequences with pixel_values"
-    with pytest.raises(UserError, match=message):
+    with user_error("qwen3_vl cannot be trained on packed sequences with pixel_values"):
         step(engine, PackedBatch.concat([image, both]), text)
 
 
@@ -49,8 +42,7 @@ def test_first_step_encoder_that_fails_is_rejected_with_the_reason():
     engine, (text, image, _) = start()
     engine.model.hf.model.visual.register_forward_pre_hook(fail_on_images)
     step(engine, text)
-    message = "the forward on a row with pixel_values fails: IndexError: tuple index out"
-    with pytest.raises(UserError, match=message):
+    with user_error("the forward on a row with pixel_values fails: IndexError: tuple index out"):
         step(engine, text, image)
 
 
@@ -59,8 +51,7 @@ def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypat
     plain = engine.model.hidden
     wrong = lambda *given, **options: 1.01 * plain(*given, **options)  # noqa: E731
     monkeypatch.setattr(engine.model, "hidden", wrong)
-    message = "hidden states differ from those of transformers' own forward by 1"
-    with pytest.raises(UserError, match=message):
+    with user_error("hidden states differ from those of transformers' own forward by 1"):
         step(engine, image)
 
 
@@ -101,7 +92,7 @@ def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch):
     assert len(calls) > before > 0
 
 
-def step_with_an_image_on_rank_1(layout: Layout):
+def step_with_an_image_on_rank_1(layout):
     """Every rank has to run the encoder, and all have to stop."""
     engine, (text, image, _) = start(layout)
     mine = image if layout.world.rank else text

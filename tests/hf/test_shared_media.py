@@ -1,16 +1,14 @@
 """Items that several sequences share: encoded once, with the outputs and gradients of repeated items, to 1e-5."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import user_error
 from families import VISION
 from tiny_engines import (
     ALONE,
-    Tensors,
     assert_close,
     engine_of,
     gradients,
@@ -22,9 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.distributed import Layout
 from mvp_engine.distributed.sequence_parallel import UlyssesShard
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.media import shared_media
 from mvp_engine.hf.model.auto_model import media_inputs
@@ -34,14 +30,14 @@ from mvp_engine.kit.decoding import with_completion
 AUDIO = "input_features"
 
 
-def answered(prompt: PackedBatch, answer: list[int]) -> PackedBatch:
+def answered(prompt, answer):
     """The prompt, which the result shares its media with, and an answer with labels."""
     row = with_completion(prompt, None, answer)
     labels = torch.cat([row.input_ids[1:], torch.tensor([IGNORE])])
     return dataclasses.replace(row, labels=labels)
 
 
-def group(model: LanguageModel, name: str) -> list[PackedBatch]:
+def group(model, name):
     """Two answers to a prompt with two items, a row of text, three answers to a prompt with one item."""
     text, one, two = samples(model, name)
     rows = [answered(two, [5, 6, 7]), answered(two, [8]), answered(text, [9])]
@@ -89,7 +85,7 @@ def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name):
         assert sum(rows) == len(shared.media["pixel_values"].values)
 
 
-def trained(layout: Layout, name: str, is_shared: bool) -> Tensors:
+def trained(layout, name, is_shared):
     """Gradients of one step over two groups of answers and a text, a micro-batch each, and inferred log-probs."""
     model = build_model(LanguageModel, name)
     rows = group(model, name)
@@ -106,7 +102,7 @@ def trained(layout: Layout, name: str, is_shared: bool) -> Tensors:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    "name, sizes",
     [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})],
 )
 def test_shared_media_on_ranks_equal_repeated_media_on_one(on_ranks, name, sizes):
@@ -141,7 +137,7 @@ def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch):
         return outputs
 
     monkeypatch.setattr(kind, "get_image_features", flat)
-    with pytest.raises(UserError, match="give each sequence its own media"):
+    with user_error("give each sequence its own media"):
         model(shared, ["log_probs"])
 
 
@@ -150,7 +146,7 @@ class Unmasked(nn.Module):
 
     dtype = torch.float32
 
-    def get_audio_features(self, input_features: torch.Tensor) -> SimpleNamespace:
+    def get_audio_features(self, input_features):
         assert input_features.ndim == 3
         return SimpleNamespace(
             pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True)
@@ -177,10 +173,10 @@ class TilesAsFrames(nn.Module):
 
     dtype = torch.float32
 
-    def get_image_features(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+    def get_image_features(self, pixel_values):
         return SimpleNamespace(pooler_output=pixel_values.flatten(0, 1).flatten(2).transpose(1, 2))
 
-    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor): ...
+    def forward(self, pixel_values, pixel_values_videos): ...
 
 
 def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos():

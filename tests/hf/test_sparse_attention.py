@@ -1,13 +1,11 @@
 """Latent attention (MLA) and sparse attention with an indexer: packed equals alone and transformers, to 1e-5."""
 
-from __future__ import annotations
-
 import pytest
+from conftest import user_error
 from model_sweep import EXACT, build, causal_types, differences, worst_difference
 from sweep_columns import on_layout, on_two_ranks
 from tiny_engines import ALONE, CAMPAIGN
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.mixers import packed_mixers
 from mvp_engine.hf.model.preflight import check_packing, probe
 
@@ -42,7 +40,7 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(packed_mixers, "run_by_sequence", on_the_whole_pack)
-    with pytest.raises(UserError, match="two sequences in one batch change each other"):
+    with user_error("two sequences in one batch change each other"):
         probe(model)
 
 

@@ -1,22 +1,16 @@
 """Tensor parallelism by transformers' plans: models with unusual heads equal one rank, or are rejected."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
+from conftest import user_error
 from families import SMALL, overrides_of
 from test_packed_layouts import gradients
-from tiny_engines import ALONE, Tensors, assert_close, message_of
-
-from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError
+from tiny_engines import ALONE, assert_close, message_of
 
 GEMMA4 = {**SMALL, "model_type": "gemma4_text", "vocab_size_per_layer_input": 99}
 GEMMA4 |= {"hidden_size_per_layer_input": 8, "sliding_window": 3}
 
 
-def gradients_of(layout: Layout, config: dict[str, Any]) -> Tensors:
+def gradients_of(layout, config):
     return gradients(config, layout)
 
 
@@ -41,7 +35,6 @@ def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error():
 
     config = tiny_config("gemma3n_text")
     plan = config.base_model_tp_plan
-    message = r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"
-    with pytest.raises(UserError, match=message):
+    with user_error(r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"):
         _check(config, plan, 2)
     _check(tiny_config("gemma3n_text", activation_sparsity_pattern=[0.0] * 4), plan, 2)

@@ -1,9 +1,7 @@
 """Models with encoders: packed equals one by one and equals transformers' own forward, to 1e-5."""
 
-from __future__ import annotations
-
 import pytest
-from conftest import ROOT
+from conftest import ROOT, user_error
 from families import REFUSED_VISION, TYPES, VISION, vision_table
 from tiny_models import (
     check_packed_is_alone,
@@ -15,7 +13,6 @@ from tiny_models import (
 )
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.model import attention
 from mvp_engine.hf.model.preflight import MediaPreflight, check_packing
@@ -43,7 +40,7 @@ def test_value_model_with_media_packed_equals_single(name):
 
 @pytest.mark.parametrize("name", REFUSED_VISION)
 def test_preflight_unsupported_vision_model_is_rejected(name):
-    with pytest.raises(UserError, match=REFUSED_VISION[name][0]):
+    with user_error(REFUSED_VISION[name][0]):
         check_packing(shared_model(LanguageModel, name))
 
 
@@ -52,8 +49,7 @@ def test_media_inputs_missing_token_types_raise_for_images_only(name):
     model = shared_model(LanguageModel, name)
     text, *_, both = samples(model, name)
     del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
-    message = f"reads {TYPES[name]} to see images: give them in the batch's token_fields"
-    with pytest.raises(UserError, match=message):
+    with user_error(f"reads {TYPES[name]} to see images: give them in the batch's token_fields"):
         model(both, ["log_probs"])
     model(text, ["log_probs"])
 
@@ -62,7 +58,7 @@ def test_media_inputs_one_axis_positions_raise_for_images_only():
     model = shared_model(LanguageModel, "qwen3_vl")
     text, *_, both = samples(model, "qwen3_vl")
     flat = PackedBatch.from_sequences([both.input_ids], media=both.media)
-    with pytest.raises(UserError, match="Qwen3VLModel has positions on three axes"):
+    with user_error("Qwen3VLModel has positions on three axes"):
         model(flat, ["log_probs"])
     one_axis = model(PackedBatch.from_sequences([text.input_ids]), ["log_probs"])["log_probs"]
     assert close(one_axis, transformers_log_probs(model, processor_inputs(model, text)))

@@ -5,11 +5,8 @@ layer are shortened so that every kind of layer stays in them, and `EXCEPTIONS` 
 each other. `tests/hf/model_sweep.py` runs the models.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from typing import Any
 
 LAYERS = 4
 LONGEST = 64  # positions
@@ -153,7 +150,7 @@ EXCEPTIONS = {
 }
 
 
-def tiny_config(name: str, **more):
+def tiny_config(name, **more):
     """A small config of this model type, with every kind of layer that the default config has."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -163,7 +160,7 @@ def tiny_config(name: str, **more):
     )
 
 
-def small_values(default) -> dict[str, Any]:
+def small_values(default):
     """The settings that make a config small, those of its sub-configs included."""
     values = default.to_dict()
     small = {}
@@ -181,11 +178,11 @@ def small_values(default) -> dict[str, Any]:
     return small
 
 
-def _size(field: str) -> int | None:
+def _size(field):
     return next((size for pattern, size in RULES if re.fullmatch(pattern, field)), None)
 
 
-def _one_of_each(values: list[Any]) -> list[Any]:
+def _one_of_each(values):
     """As many values as the tiny model has layers, all different ones in the order in which they first appear."""
     kinds = list(dict.fromkeys(values))
     return (kinds * LAYERS)[: max(LAYERS, len(kinds))]

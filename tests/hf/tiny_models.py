@@ -4,19 +4,16 @@
 and read its gradients, but must not change it. `build_model` returns a new instance for tests that do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from families import VISION, config_of, media_of
-from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.hf import LanguageModel, PackedModel
+from mvp_engine.hf import PackedModel
 from mvp_engine.hf.model import attention
 
 ENCODERS = ("vision", "visual", "audio")  # parts of the names of their parameters
@@ -26,7 +23,7 @@ VIDEO_TOKEN = 91
 PLACEHOLDERS = {**dict.fromkeys(["video", "frame", "merged_video"], VIDEO_TOKEN), "audio": 92}
 
 
-def build_model(kind: type[M], name: str) -> M:
+def build_model(kind, name):
     """No weight is zero, and the media that a token attends to change its outputs by far more than 1e-5."""
     torch.manual_seed(0)
     model = kind.from_config(config_of(name))
@@ -36,7 +33,7 @@ def build_model(kind: type[M], name: str) -> M:
     return model.eval()
 
 
-def shared_model(kind: type[M], name: str) -> M:
+def shared_model(kind, name):
     """The instance of `build_model(kind, name)` that this test run shares, without gradients. Do not change it."""
     model = _shared_model(kind, name)
     model.zero_grad()
@@ -44,23 +41,21 @@ def shared_model(kind: type[M], name: str) -> M:
 
 
 @functools.cache
-def _shared_model(kind: type[PackedModel], name: str) -> PackedModel:
+def _shared_model(kind, name):
     return build_model(kind, name)
 
 
 # ---- Samples with media -----------------------------------------------------------------------------------------
 
 
-def samples(model: PackedModel, name: str) -> list[PackedBatch]:
+def samples(model, name):
     """Three: without media, with one item, with two of different sizes (or of two kinds)."""
     g = torch.Generator().manual_seed(5)
     forms = VISION[name][2].split()
     return [sample(model, forms, items, g) for items in ([], [forms[0]], [forms[0], forms[-1]])]
 
 
-def packs_of(
-    model: PackedModel, name: str, members: list[list[int]], lengths: list[tuple[int, ...]]
-) -> list[PackedBatch]:
+def packs_of(model, name, members, lengths):
     """Packs of these members of `samples`; of a model without encoders, of random sequences of these lengths."""
     if name in VISION:
         ones = samples(model, name)
@@ -72,7 +67,7 @@ def packs_of(
     ]
 
 
-def media_packs(model: PackedModel, name: str, members: list[list[int]]) -> list[PackedBatch]:
+def media_packs(model, name, members):
     """Packs of these members of `samples`. One of text alone does not even have an empty list of images."""
     ones = samples(model, name)
     text = dataclasses.replace(ones[0], media={})
@@ -80,9 +75,7 @@ def media_packs(model: PackedModel, name: str, members: list[list[int]]) -> list
     return [text if pack == [0] else batch for pack, batch in zip(members, packs, strict=True)]
 
 
-def sample(
-    model: PackedModel, forms: list[str], items: list[str], g: torch.Generator
-) -> PackedBatch:
+def sample(model, forms, items, g):
     """One sequence of text with the media `items` in between; `forms` are all media formats of the model."""
     row = [torch.randint(3, 90, (4,), generator=g)]
     media = {kind: one.select([]) for kind, one in (media_item(form, False, g) for form in forms)}
@@ -100,12 +93,12 @@ def sample(
     )
 
 
-def media_item(form: str, large: bool, g: torch.Generator) -> tuple[str, Media]:
+def media_item(form, large, g):
     kind, values, fields = media_of(form, large, g)
     return kind, Media(values, torch.tensor([len(values)]), torch.tensor([0]), fields)
 
 
-def concat_media(first: Media, second: Media) -> Media:
+def concat_media(first, second):
     return Media(
         torch.cat([first.values, second.values]),
         torch.cat([first.row_counts, second.row_counts]),
@@ -114,7 +107,7 @@ def concat_media(first: Media, second: Media) -> Media:
     )
 
 
-def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
+def num_placeholders(model, form, one):
     """The number of feature vectors that the encoder returns for an item."""
     base = model.base()
     if form == "audio":
@@ -127,7 +120,7 @@ def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
     return sum(part.numel() for part in features) // 32
 
 
-def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Tensor:
+def positions_of(model, ids, media):
     """The position ids that the model itself would compute."""
     base = model.base()
     if not hasattr(base, "get_rope_index"):
@@ -146,14 +139,12 @@ def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Te
 # ---- Comparisons ------------------------------------------------------------------------------------------------
 
 
-def close(computed: Tensor, expected: Tensor) -> bool:
+def close(computed, expected):
     """Equal to 1e-5 of the largest value, or to 1e-5."""
     return bool((computed - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1.0))
 
 
-def run(
-    model: PackedModel, batch: PackedBatch, names: list[str]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run(model, batch, names):
     """Outputs by the order of `names`, and the gradients of about their mean over tokens."""
     model.zero_grad()
     out = model(batch, names)
@@ -162,7 +153,7 @@ def run(
     return [out[name].detach() for name in names], grads
 
 
-def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]):
+def check_packed_is_alone(model, ones, names):
     """Outputs and gradients of packed sequences equal those of the sequences one by one."""
     alone = [run(model, one, names) for one in ones]
     packed, grads = run(model, PackedBatch.concat(ones), names)
@@ -174,7 +165,7 @@ def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: li
         assert close(grad, torch.stack(expected).sum(0)), name
 
 
-def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tensor:
+def transformers_log_probs(model, inputs):
     """Log-probs of the next tokens from transformers' own forward with eager attention; 0 at the end."""
     input_ids = inputs["input_ids"]
     with attention.eager_attention(model.hf.config), torch.no_grad():
@@ -183,7 +174,7 @@ def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tens
     return torch.cat([log_probs, log_probs.new_zeros(1)])
 
 
-def processor_inputs(model: LanguageModel, one: PackedBatch) -> dict[str, Any]:
+def processor_inputs(model, one):
     """One sequence as the inputs that the model's processor would return."""
     accepted = inspect.signature(model.hf.forward).parameters
     inputs = {"input_ids": one.input_ids[None]}

@@ -263,7 +263,7 @@ def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(co
 
 
 @pytest.mark.parametrize(
-    ("total", "intervals"),
+    "total, intervals",
     [(1, (1, 1, 1)), (93, (2, 10, 19)), (100_000, (10, 400, 200)), (None, (10, 400, 200))],
 )
 def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals):
@@ -275,7 +275,7 @@ def test_auto_intervals_follow_from_the_number_of_steps(config, total, intervals
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["data.max_length=null"], "needs data.max_length"),
         (

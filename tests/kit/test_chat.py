@@ -213,7 +213,7 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder, capsys, mo
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["nowhere", "-p", "x"], "no run 'nowhere'"),
         (

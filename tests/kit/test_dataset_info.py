@@ -77,7 +77,7 @@ def rows(folder, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name, expected",
     [
         ("alpaca", "user: q | assistant: a"),
         ("renamed", "system: s | user: q | assistant: a"),
@@ -104,7 +104,7 @@ def test_dataset_info_is_inspected_without_a_model(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    "path, words",
     [
         ("dataset_info.json", "one of the datasets in it: alpaca, renamed"),
         ("dataset_info.json:alpacca", "one of the datasets in it: alpaca"),

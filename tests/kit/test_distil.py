@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, user_error
 from families import overrides_of, parallel
 from test_policy_loss import LAYOUTS, SPLITS, alone, assert_equal, padded, padded_model, sequences
 from test_reward import NoLog
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit.preference import Head, Teacher, linear_kl
@@ -35,7 +33,7 @@ LOSSES = [
 ]
 
 
-def engine_of(seed: int, layout: Layout, **changed: Any) -> LanguageModelEngine:
+def engine_of(seed, layout, **changed):
     model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), **changed})
     model.chunk = 7  # several chunks in each micro-batch
     engine = LanguageModelEngine(model, layout, Settings(seed=seed))
@@ -43,7 +41,7 @@ def engine_of(seed: int, layout: Layout, **changed: Any) -> LanguageModelEngine:
     return engine
 
 
-def recipe_of(settings: Any, student: Any, teacher: LanguageModelEngine) -> Any:
+def recipe_of(settings, student, teacher):
     """The engine of the recipe, without a run: a student and its teacher."""
     engine = object.__new__(StudentEngine)
     engine.config, engine.model = SimpleNamespace(distil=settings), student
@@ -51,12 +49,12 @@ def recipe_of(settings: Any, student: Any, teacher: LanguageModelEngine) -> Any:
     return engine
 
 
-def packed(rows: list[int]) -> PackedBatch:
+def packed(rows):
     ids, masks = ([sequences()[row][place] for row in rows] for place in range(2))
     return PackedBatch.from_sequences(ids, masks)
 
 
-def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
+def all_losses(sizes, splits):
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     student, teacher = (engine_of(seed, layout) for seed in (STUDENT, TEACHER))
@@ -77,7 +75,7 @@ def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
     return found
 
 
-def padded_loss(settings: Any) -> Tensor:
+def padded_loss(settings):
     """From the full logits of both models on one padded batch."""
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
@@ -95,7 +93,7 @@ def padded_loss(settings: Any) -> Tensor:
 
 
 @cache
-def expected() -> list[tuple[float, dict[str, Tensor]]]:
+def expected():
     found = []
     for settings in LOSSES:
         model = padded_model(STUDENT)
@@ -108,23 +106,21 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
     return found
 
 
-def test_distil_losses_and_gradients_equal_full_logits_in_any_split() -> None:
+def test_distil_losses_and_gradients_equal_full_logits_in_any_split():
     for place, one in enumerate(all_losses({}, SPLITS)):
         assert_equal(one, expected()[place // len(SPLITS)], LOSSES[place // len(SPLITS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_distil_losses_and_gradients_equal_full_logits_on_two_ranks(
-    ranks2, sizes: dict[str, int]
-) -> None:
+def test_distil_losses_and_gradients_equal_full_logits_on_two_ranks(ranks2, sizes):
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:]):
         for one, wanted, settings in zip(of_rank, expected(), LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, settings))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(reverse: bool) -> None:
+def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(reverse):
     torch.manual_seed(0)
     T, V = 11, 23
     student = Head(
@@ -134,7 +130,7 @@ def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(rever
     hidden, of_teacher = torch.randn(T, 6, requires_grad=True), torch.randn(T, 9)
     weights = torch.randn(T)
 
-    def full(head: Head, states: Tensor) -> Tensor:
+    def full(head, states):
         logits = (states @ head.weight.T + head.bias) * head.scale
         return (head.softcap * torch.tanh(logits / head.softcap) / 0.8).log_softmax(-1)  # type: ignore[operator]
 
@@ -150,7 +146,7 @@ def test_linear_kl_of_heads_with_bias_softcap_and_scale_equals_full_logits(rever
         assert torch.allclose(one, two, atol=1e-5)
 
 
-def test_distil_student_equal_to_teacher_has_no_divergence_and_no_gradient() -> None:
+def test_distil_student_equal_to_teacher_has_no_divergence_and_no_gradient():
     student, teacher = engine_of(STUDENT, alone()), engine_of(STUDENT, alone())
     engine = recipe_of(LOSSES[0], student.model, teacher)
     loss, _ = engine.forward_step(NoLog(), packed([0, 1, 2]))
@@ -159,7 +155,7 @@ def test_distil_student_equal_to_teacher_has_no_divergence_and_no_gradient() -> 
     assert all(param.grad.abs().max() < 1e-5 for param in student.model.parameters())
 
 
-def test_distil_teacher_of_another_vocabulary_raises() -> None:
+def test_distil_teacher_of_another_vocabulary_raises():
     teacher = engine_of(TEACHER, alone(), vocab_size=100)
-    with pytest.raises(UserError, match="100 rows in its output embedding, the student has 99"):
+    with user_error("100 rows in its output embedding, the student has 99"):
         recipe_of(LOSSES[0], engine_of(STUDENT, alone()).model, teacher)

@@ -83,9 +83,7 @@ def test_faq_has_ten_entries():
     assert SETUPS.keys() <= {title for title, _, _ in ENTRIES}
 
 
-@pytest.mark.parametrize(
-    ("title", "command", "message"), ENTRIES, ids=[title for title, _, _ in ENTRIES]
-)
+@pytest.mark.parametrize("title, command, message", ENTRIES, ids=[title for title, _, _ in ENTRIES])
 def test_faq_command_prints_the_message_of_the_page(
     title,
     command,

@@ -12,7 +12,7 @@ from mvp_engine.kit.data.read.sources import open_source, split_rows
 
 
 @pytest.mark.parametrize(
-    ("size", "fraction", "held_out"),
+    "size, fraction, held_out",
     [(1000, 0.02, 20), (1049, 0.02, 20), (7, 0.02, 1), (2, 0.5, 1)],
 )
 def test_split_rows_holds_out_the_fraction_and_keeps_every_row_once(size, fraction, held_out):
@@ -68,7 +68,7 @@ def test_hold_out_divides_a_source_between_train_and_eval(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    "source, expected",
     [
         ({"hold_out": 0.1, "split": "eval"}, "hold_out is for sources of split train"),
         ({"hold_out": 0.1, "stream": True}, "hold_out is for sources of split train"),

@@ -105,7 +105,7 @@ def test_null_prompt_of_a_pair_is_a_bad_row_where_other_pairs_have_one(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("row", "columns"),
+    "row, columns",
     [
         ({"prompt": "", "completion": "a"}, {"prompt": "prompt?"}),
         ({"instruction": " ", "input": "\n", "output": "a"}, {"instruction": "instruction?"}),

@@ -128,7 +128,7 @@ def on_layout(base, sizes, lora, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "settings"),
+    "sizes, settings",
     [
         pytest.param(
             {"replicate": 2},

@@ -46,8 +46,7 @@ def test_expert_adapters_exported_and_merged_give_the_log_probs_of_the_engine(na
     found = log_probs(engine)[:8]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.export_hf(tmp_path / "merged")
-    config = read_json(tmp_path / "adapter" / "adapter_config.json")
-    assert len(config["target_parameters"]) == 4
+    assert len(read_json(tmp_path / "adapter" / "adapter_config.json")["target_parameters"]) == 4
     own = AutoModelForCausalLM.from_pretrained(base)
     before = own_log_probs(own)
     assert not torch.allclose(before, found, atol=1e-2)
@@ -127,7 +126,7 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
+    "lora, message",
     [
         (
             Lora(rank=8, target_parameters=["experts.up"]),

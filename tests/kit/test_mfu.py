@@ -267,7 +267,7 @@ def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "teraflops"),
+    "name, teraflops",
     [
         ("NVIDIA H200", 989),
         ("NVIDIA H100 80GB HBM3", 989),

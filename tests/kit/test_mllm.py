@@ -253,7 +253,7 @@ def test_plan_of_rows_that_do_not_fit_is_a_user_error(config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("size", "packs"),
+    "size, packs",
     [(["data.global_batch_size=2"], 2), (["data.global_batch_tokens=512"], 2), ([], 1)],
 )
 def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(

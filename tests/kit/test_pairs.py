@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from templates.tiny import tokenizer
@@ -16,7 +13,7 @@ from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read.rows import read_row
 
 
-def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
+def pair(i, good="Yes", bad="No"):
     return {
         "prompt": f"Is it {i}?",
         "chosen": f"{good} {i}.",
@@ -24,7 +21,7 @@ def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
     }
 
 
-def sides_by_sample(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]]:
+def sides_by_sample(batches):
     """Sample -> its (side, sequence) in the order of the packs; sides of a sample must be adjacent in one pack."""
     rows: dict[int, list[tuple[int, PackedBatch]]] = {}
     for batch in batches:
@@ -38,15 +35,13 @@ def sides_by_sample(batches: list[PackedBatch]) -> dict[int, list[tuple[int, Pac
     return rows
 
 
-def by_sample(batch: PackedBatch) -> dict[int, PackedBatch]:
+def by_sample(batch):
     samples = batch.sequence_fields["sample"].tolist()
     return {sample: batch.select([s]) for s, sample in enumerate(samples)}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(
-    tmp_path: Path, workers: int
-) -> None:
+def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(tmp_path, workers):
     rows = [pair(i) if i % 4 else chat(f"Hi {i}", "Hello") for i in range(40)]
     file = write(tmp_path / "pairs.jsonl", rows)
     kit = made(file, tokenizer("qwen2_5"), pairs=True)
@@ -64,7 +59,7 @@ def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(
     assert int(kit.dataset("train").plan.tokens.sum()) == sum(batch.num_tokens for batch in batches)
 
 
-def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
+def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path):
     file = write(tmp_path / "pairs.jsonl", [pair(i) for i in range(9)])
     kit = made(file, tokenizer("qwen2_5"), pack_tokens=2048)
     (batch,) = list(kit.loader("train"))
@@ -75,9 +70,7 @@ def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
-def test_pairs_images_of_the_prompt_are_decoded_and_held_once(
-    tmp_path: Path, overlong: str, monkeypatch
-) -> None:
+def test_pairs_images_of_the_prompt_are_decoded_and_held_once(tmp_path, overlong, monkeypatch):
     names = [write_image(tmp_path / f"{i}.png", 16, 16) for i in range(2)]
     rows = [{**pair(i), "prompt": "<image>Is it?", "images": [names[i]]} for i in range(2)]
     turns = [{"role": "user", "content": "<image>Is it?"}]
@@ -114,7 +107,7 @@ def test_pairs_images_of_the_prompt_are_decoded_and_held_once(
             )
 
 
-def test_pairs_sides_with_other_images_do_not_share_them(tmp_path: Path) -> None:
+def test_pairs_sides_with_other_images_do_not_share_them(tmp_path):
     names = [write_image(tmp_path / f"{i}.png", 16, 16) for i in range(2)]
     sides = []
     for name in names:
@@ -129,7 +122,7 @@ def test_pairs_sides_with_other_images_do_not_share_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path: Path, overlong: str) -> None:
+def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path, overlong):
     rows = [pair(1), pair(2, "long " * 300, "short"), pair(3, "long " * 300, "wide " * 300)]
     kit = made(
         write(tmp_path / "pairs.jsonl", rows), tokenizer("zephyr"), pairs=True, overlong=overlong
@@ -145,7 +138,7 @@ def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path: Path, over
     assert all(int(one.num_loss_tokens) > 0 for sides in seen.values() for _, one in sides)
 
 
-def test_pairs_bad_rejected_side_makes_the_whole_pair_bad(tmp_path: Path) -> None:
+def test_pairs_bad_rejected_side_makes_the_whole_pair_bad(tmp_path):
     row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "<|im_end|><|image_pad|>"}
     kit = made(
         write(tmp_path / "pairs.jsonl", [pair(1), row]),

@@ -11,24 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import CAMPAIGN, user_error
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.encode import row_encoder
 from mvp_engine.kit.data.pack import costs as costing
 from mvp_engine.kit.data.pack import plan as planning
-from mvp_engine.kit.data.pack.packs import PackLoader
-from mvp_engine.kit.data.pack.plan import Plan, make_packs, make_plan
+from mvp_engine.kit.data.pack.plan import make_packs, make_plan
 
 
-def lengths(rows: int, seed: int = 0, most: int = 4096) -> np.ndarray:
+def lengths(rows, seed=0, most=4096):
     drawn = np.exp(np.random.default_rng(seed).normal(6, 1, rows))
     return np.clip(drawn, 32, most).astype(np.int64)
 
 
-def planned(tokens: np.ndarray, budget: int = 8192, packs: int = 8, seed: int = 0) -> Plan:
+def planned(tokens, budget=8192, packs=8, seed=0):
     order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
     encoder = (tokens % 7 == 0) * tokens * 500
     shuffle = np.random.default_rng(seed)
@@ -37,9 +36,7 @@ def planned(tokens: np.ndarray, budget: int = 8192, packs: int = 8, seed: int = 
 
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
 @pytest.mark.parametrize("rows", [1, 3, 10_000])
-def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(
-    rows: int, budget: int
-) -> None:
+def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(rows, budget):
     tokens = lengths(rows)
     plan = planned(tokens, budget)
     packs = [plan.pack(i)[0][:, 1].tolist() for i in range(len(plan))]
@@ -50,14 +47,13 @@ def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(
     assert rows < 10_000 or plan.fill_ratio >= 0.99
 
 
-def test_make_plan_300000_rows_takes_seconds_and_fills_packs() -> None:
+def test_make_plan_300000_rows_takes_seconds_and_fills_packs():
     tokens, begun = lengths(300_000), time.process_time()
-    plan = planned(tokens)
-    assert plan.fill_ratio >= 0.99
+    assert planned(tokens).fill_ratio >= 0.99
     assert time.process_time() - begun < 60  # a few, on a machine with nothing else to do
 
 
-def test_make_packs_row_larger_than_the_budget_raises() -> None:
+def test_make_packs_row_larger_than_the_budget_raises():
     none = np.zeros(3, np.int64)
     assert sorted(make_packs(np.array([5, 5, 5], np.int64), none, 5)) == [[0], [1], [2]]
     for tokens in ([6], [0]):
@@ -65,7 +61,7 @@ def test_make_packs_row_larger_than_the_budget_raises() -> None:
             make_packs(np.array(tokens, np.int64), none[:1], 5)
 
 
-def test_make_plan_packs_of_a_step_are_sorted_by_work() -> None:
+def test_make_plan_packs_of_a_step_are_sorted_by_work():
     tokens = lengths(20_000)
     plan = planned(tokens, packs=16)
     encoder = (tokens % 7 == 0) * tokens * 500
@@ -84,7 +80,7 @@ def test_make_plan_packs_of_a_step_are_sorted_by_work() -> None:
     )  # 1.8 % and 3.6 % of the time of all ranks
 
 
-def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def realistic(rows, seed=0):
     """Tokens and encoder work: half text; the rest one image, several, or a video of 64 to 6,000 tokens."""
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, rows, p=[0.5, 0.35, 0.1, 0.05])
@@ -98,7 +94,7 @@ def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(said, 16, 8192 - seen) + seen, seen * 6144
 
 
-def test_make_plan_one_pack_per_rank_balances_encoder_work() -> None:
+def test_make_plan_one_pack_per_rank_balances_encoder_work():
     """Here 8 ranks wait 12 % of the time, and 32 % if packs are filled by size alone. A long video cannot be split."""
     tokens, encoder = realistic(12_000)
     order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
@@ -113,7 +109,7 @@ def test_make_plan_one_pack_per_rank_balances_encoder_work() -> None:
 
 
 @pytest.mark.parametrize("media", [0, 40_000])
-def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media: int) -> None:
+def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media):
     """Packs filled by size alone hold rows of one kind: their shares would deviate by 0.30 to 0.38 here."""
     rng = np.random.default_rng(0)
     kind = rng.integers(0, 4, 20_000)
@@ -152,28 +148,28 @@ WORDS = [
 ]
 
 
-def write_texts(file: Path, rows: int, seed: int = 0) -> None:
+def write_texts(file, rows, seed=0):
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 30))) for _ in range(rows)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def kit(folder: Path, workers: int = 0, **settings: Any) -> MLLMDataKit:
+def kit(folder, workers=0, **settings):
     given = {"sources": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}]}
     given |= {"pack_tokens": 256, "cache": str(folder / "cache"), **settings}
     given.setdefault("global_batch_tokens", 4 * given["pack_tokens"])
     return MLLMDataKit(MLLMData.model_validate(given), tokenizer("zephyr"), num_workers=workers)
 
 
-def held_out(folder: Path) -> MLLMDataKit:
+def held_out(folder):
     drawn = np.random.default_rng(0)
     rows = [{"text": f"{i} " + "word " * int(drawn.integers(1, 60))} for i in range(200)]
     return made(write(folder / "a.jsonl", rows), tokenizer("zephyr"))
 
 
 def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_batch(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     kit = held_out(tmp_path)
     expected = None
     for world, packs, seed in ((1, 1, 0), (2, 8, 0), (3, 3, 5), (4, 32, 0)):
@@ -188,7 +184,7 @@ def test_loader_of_some_packs_draws_the_same_ones_for_any_ranks_seed_and_global_
     assert max(expected) - min(expected) > 100  # of the whole split
 
 
-def test_pack_dataset_size_of_an_epoch_is_that_of_its_plan(tmp_path: Path) -> None:
+def test_pack_dataset_size_of_an_epoch_is_that_of_its_plan(tmp_path):
     loader = held_out(tmp_path).loader(global_batch_size=1)
     counted = [loader.steps_in_epoch(epoch) for epoch in range(12)]
     planned = []
@@ -200,7 +196,7 @@ def test_pack_dataset_size_of_an_epoch_is_that_of_its_plan(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("texts")
     write_texts(made / "a.jsonl", 150)
     write_texts(made / "b.jsonl", 60, seed=1)
@@ -208,7 +204,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]:
+def steps(loaders, most=None):
     """The samples of each optimizer step, collected from all ranks, in the order of the packs."""
     found: list[list[list[int]]] = []
     for loader in loaders:
@@ -221,7 +217,7 @@ def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]
     return [sorted(sample for pack in packs for sample in pack) for packs in found]
 
 
-def test_pack_loader_each_epoch_has_every_row_once_in_another_order(folder: Path) -> None:
+def test_pack_loader_each_epoch_has_every_row_once_in_another_order(folder):
     loader = kit(folder).loader("train", seed=3)
     first = steps([loader])
     loader.set_epoch(1)
@@ -237,19 +233,19 @@ def test_pack_loader_each_epoch_has_every_row_once_in_another_order(folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "worlds"),
+    "workers, worlds",
     [
         (0, (1, 2, 4)),
         (0, (2, 1, 4)),
         (0, (4, 2, 1)),
-        pytest.param(2, (1, 2, 4), marks=pytest.mark.campaign(only=True)),
-        pytest.param(2, (2, 1, 4), marks=pytest.mark.campaign(only=True)),
+        pytest.param(2, (1, 2, 4), marks=CAMPAIGN),
+        pytest.param(2, (2, 1, 4), marks=CAMPAIGN),
         (2, (4, 2, 1)),
     ],
 )
 def test_pack_loader_resumed_twice_on_other_ranks_gives_the_uninterrupted_order(
-    folder: Path, worlds: tuple[int, ...], workers: int
-) -> None:
+    folder, worlds, workers
+):
     made = kit(folder)
     straight = made.loader("train")
     straight.set_epoch(2)
@@ -274,7 +270,7 @@ def test_pack_loader_resumed_twice_on_other_ranks_gives_the_uninterrupted_order(
     assert sorted(sample for step in got for sample in step) == list(range(210))
 
 
-def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder: Path) -> None:
+def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder):
     made = kit(folder)
     alone = list(made.loader("train"))
     assert all(a.equals(b) for a, b in zip(alone, made.loader("train", num_workers=2), strict=True))
@@ -283,27 +279,27 @@ def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder: Path)
     assert all(a.equals(b) for a, b in zip(alone[4:], later, strict=True))
 
 
-def test_pack_loader_state_of_another_plan_raises(folder: Path) -> None:
+def test_pack_loader_state_of_another_plan_raises(folder):
     state = kit(folder).loader("train").state_dict()
     for changed in (
         {"pack_tokens": 512},
         {"global_batch_tokens": 512},
         {"sources": [{"path": f"{folder}/a.jsonl"}]},
     ):
-        with pytest.raises(UserError, match="not what the checkpoint was trained with"):
+        with user_error("not what the checkpoint was trained with"):
             kit(folder, **changed).loader("train").load_state_dict(state)
     kit(folder).loader("train").load_state_dict(state)
 
 
 def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     write_texts(tmp_path / "a.jsonl", 150)
     write_texts(tmp_path / "b.jsonl", 60, seed=1)
     measured: list[int] = []
     append = costing.Records.append
 
-    def counted(records: Any, found: Any) -> None:
+    def counted(records, found):
         measured.append(len(found.new_rows))
         append(records, found)
 
@@ -326,9 +322,9 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
 
 
 def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_not_with_source_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def key(name: str = "zephyr", **settings: Any) -> str:
+    folder, monkeypatch
+):
+    def key(name="zephyr", **settings):
         given = {
             "sources": [{"path": str(folder / "a.jsonl")}],
             "pack_tokens": 256,
@@ -349,7 +345,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
         assert key() != first
     encoder = kit(folder).row_encoder
 
-    def no_source_text(*_: Any, **__: Any) -> Any:
+    def no_source_text(*_, **__):
         raise AssertionError("a source file was read")
 
     with monkeypatch.context() as patched:
@@ -363,7 +359,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
         assert encoder.fingerprint == first
 
 
-def test_summary_before_the_first_step_has_steps_tokens_and_packs(folder: Path) -> None:
+def test_summary_before_the_first_step_has_steps_tokens_and_packs(folder):
     made = kit(folder)
     loader = made.loader("train")
     batches = list(loader)
@@ -377,7 +373,7 @@ def test_summary_before_the_first_step_has_steps_tokens_and_packs(folder: Path) 
     assert "Bad rows: none" in summary
 
 
-def test_mixture_by_repeats_or_weight_gives_the_rows_of_each_source(folder: Path) -> None:
+def test_mixture_by_repeats_or_weight_gives_the_rows_of_each_source(folder):
     paths = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
     twice = [{"path": paths[0]}, {"path": paths[1], "repeats": 2.0}]
     samples = [s for step in steps([kit(folder, sources=twice).loader("train")]) for s in step]
@@ -390,7 +386,7 @@ def test_mixture_by_repeats_or_weight_gives_the_rows_of_each_source(folder: Path
         kit(folder, sources=[{"path": paths[0], "weight": 1.0}, {"path": paths[1]}])
 
 
-def test_pack_loader_sample_ids_name_file_and_line(folder: Path) -> None:
+def test_pack_loader_sample_ids_name_file_and_line(folder):
     loader = kit(folder).loader("train", rank=1, world_size=2)
     batch = next(iter(loader))
     lines = [
@@ -401,8 +397,8 @@ def test_pack_loader_sample_ids_name_file_and_line(folder: Path) -> None:
 
 
 def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_nobody_takes(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     kit = made(
         write(tmp_path / "a.jsonl", [chat(f"Say {i}", "yes " * (i % 7 + 1)) for i in range(40)]),
         qwen3_vl(),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, mvp
 from fake_hub import FakeHub, use_hub
 from families import config_of
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -43,7 +42,7 @@ SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A folder with the config.json of models on the Hub, under their ids. A plan needs nothing else."""
     from transformers import AutoConfig
 
@@ -57,19 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def models(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def estimated(words: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:
+def estimated(words, capsys):
     code = main(["plan", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    return code, printed_json(capsys)
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda file: f"{file.parts[-3]}/{file.stem}")
-def test_shipped_gpu_config_fits_as_its_comment_says(
-    config: Path, models: None, capsys: Any
-) -> None:
+def test_shipped_gpu_config_fits_as_its_comment_says(config, models, capsys):
     found = re.search(r"^# Fits on \d+ GB: mvp plan CONFIG (.*)$", config.read_text(), re.MULTILINE)
     assert found, f"{config} does not say what it fits on"
     if "megatron" in config.stem and find_spec("megatron") is None:
@@ -81,7 +78,7 @@ def test_shipped_gpu_config_fits_as_its_comment_says(
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    "words, wanted",
     [
         (
             [SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"],
@@ -101,9 +98,7 @@ def test_shipped_gpu_config_fits_as_its_comment_says(
     ],
     ids=["checkpointing", "smaller packs", "encoder", "shards", "lora", "experts"],
 )
-def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
-    words: list[str], wanted: str, models: None, capsys: Any
-) -> None:
+def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(words, wanted, models, capsys):
     code, facts = estimated(words, capsys)
     assert code == EXIT_USER_ERROR
     assert not facts["fits"]
@@ -117,7 +112,7 @@ def test_plan_that_does_not_fit_exits_2_and_its_advice_fits(
         assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
 
 
-def test_auto_of_packs_shorter_than_rows_says_what_the_plan_says(models: None, capsys: Any) -> None:
+def test_auto_of_packs_shorter_than_rows_says_what_the_plan_says(models, capsys):
     words = [SFT, "model.path=Qwen/Qwen3-0.6B", "data.max_length=8192", "--tokens", "2048"]
     words += ["model.activation_checkpointing=auto", "--gpu", "L4"]  # slower than the host
     _, facts = estimated(words, capsys)
@@ -126,18 +121,14 @@ def test_auto_of_packs_shorter_than_rows_says_what_the_plan_says(models: None, c
     assert float(seconds) == pytest.approx(facts["step_s"], rel=0.02)  # without the optimizer
 
 
-def test_advice_prints_no_warning_of_settings_that_are_only_tried(
-    models: None, capsys: Any
-) -> None:
-    assert main(["plan", "experts", "--gpu", "L4", "--tokens", "4096"]) == EXIT_USER_ERROR
+def test_advice_prints_no_warning_of_settings_that_are_only_tried(models, capsys):
+    assert mvp("plan experts --gpu L4 --tokens 4096") == EXIT_USER_ERROR
     printed = capsys.readouterr()
     assert "lora.rank" in printed.out
     assert "stacked experts" not in printed.err
 
 
-def test_plan_with_offload_counts_states_on_the_host_and_their_copies(
-    models: None, capsys: Any
-) -> None:
+def test_plan_with_offload_counts_states_on_the_host_and_their_copies(models, capsys):
     words = [
         SFT,
         "model.path=Qwen/Qwen3-8B",
@@ -164,7 +155,7 @@ def test_plan_with_offload_counts_states_on_the_host_and_their_copies(
     assert "GiB per GPU, pinned: optimizer states (optim.offload)" in page(facts)
 
 
-def test_plan_advice_on_several_gpus_says_that_times_are_without_communication() -> None:
+def test_plan_advice_on_several_gpus_says_that_times_are_without_communication():
     option = {"gpus": 8, "words": "parallel.shard=8", "peak_gib": 60.0, "step_s": 1.0, "notes": []}
     facts: dict[str, Any] = {
         "config": "it",
@@ -178,8 +169,8 @@ def test_plan_advice_on_several_gpus_says_that_times_are_without_communication()
     assert "communication" not in page({**facts, "gpus": 1, "advice": [{**option, "gpus": 1}]})
 
 
-def test_plan_prints_the_words_to_paste(models: None, capsys: Any) -> None:
-    assert main(["plan", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
+def test_plan_prints_the_words_to_paste(models, capsys):
+    assert mvp("plan Qwen/Qwen3-1.7B --gpu 4080 --tokens 2048") == EXIT_USER_ERROR
     text = capsys.readouterr().out
     assert "does NOT fit" in text
     assert (
@@ -189,9 +180,7 @@ def test_plan_prints_the_words_to_paste(models: None, capsys: Any) -> None:
     assert "Without a change it fits on: L40S, " in text
 
 
-def test_plan_of_a_hub_id_downloads_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_plan_of_a_hub_id_downloads_no_weights(tmp_path, monkeypatch, capsys):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**SHAPES["Qwen/Qwen3-0.6B"]).to_json_string().encode()
@@ -203,11 +192,11 @@ def test_plan_of_a_hub_id_downloads_no_weights(
         assert code == 0
         assert facts["config"] == "Qwen/Qwen3-0.6B"
         assert set(hub.downloads()) == {"config.json"}
-        assert main(["plan", "Qwen/Qwen3-0.7B"]) == EXIT_USER_ERROR
+        assert mvp("plan Qwen/Qwen3-0.7B") == EXIT_USER_ERROR
         assert "Qwen/Qwen3-0.7B" in capsys.readouterr().err
 
 
-def test_plan_of_a_config_without_data_assumes_full_packs(models: None, capsys: Any) -> None:
+def test_plan_of_a_config_without_data_assumes_full_packs(models, capsys):
     code, facts = estimated([SFT, "model.path=Qwen/Qwen3-0.6B", "--tokens", "4096"], capsys)
     assert code == 0
     assert facts["tokens_per_step"] == 65536
@@ -219,14 +208,14 @@ def test_plan_of_a_config_without_data_assumes_full_packs(models: None, capsys: 
     code, on_8 = estimated([*shipped, "--gpus", "8"], capsys)
     assert on_8["idle_ranks"] == 6  # the global batch has two packs
     assert on_8["mfu"] == pytest.approx(facts["mfu"] / 4, rel=0.01)
-    assert main(["plan", "sft/lroa"]) == EXIT_USER_ERROR
+    assert mvp("plan sft/lroa") == EXIT_USER_ERROR
     assert "sft/lora" in capsys.readouterr().err
-    assert main(["plan", SFT]) == EXIT_USER_ERROR
+    assert mvp(f"plan {SFT}") == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert "model.path=..." in error
     assert "sources" not in error
     for words in (["--tokens", "0"], ["--media-share", "2"], ["--gpus", "0"]):
-        assert main(["plan", "Qwen/Qwen3-0.6B", *words]) == EXIT_USER_ERROR
+        assert mvp("plan Qwen/Qwen3-0.6B", *words) == EXIT_USER_ERROR
 
 
 TINY = {
@@ -240,9 +229,7 @@ TINY = {
 
 
 @pytest.mark.parametrize("model_type", TINY)
-def test_plan_of_other_families_counts_their_media(
-    model_type: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_plan_of_other_families_counts_their_media(model_type, tmp_path, capsys):
     config_of(model_type).save_pretrained(tmp_path)
     code, facts = estimated([str(tmp_path), "--tokens", "64"], capsys)
     assert code == 0
@@ -250,12 +237,10 @@ def test_plan_of_other_families_counts_their_media(
 
 
 @pytest.mark.parametrize(
-    ("model", "media"),
+    "model, media",
     [("Qwen/Qwen3-VL-2B-Instruct", "3 images"), ("Qwen/Qwen2-Audio-7B-Instruct", "4 audio clips")],
 )
-def test_plan_of_a_model_with_encoder_counts_media(
-    model: str, media: str, models: None, capsys: Any
-) -> None:
+def test_plan_of_a_model_with_encoder_counts_media(model, media, models, capsys):
     words = [model, "--tokens", "4096", "model.freeze=[llm]"]
     _, facts = estimated(words, capsys)
     assert media in facts["packs"]
@@ -264,7 +249,7 @@ def test_plan_of_a_model_with_encoder_counts_media(
     assert text["peak_gib"] < facts["peak_gib"]
 
 
-def test_plan_of_preference_training_counts_a_copied_reference(models: None, capsys: Any) -> None:
+def test_plan_of_preference_training_counts_a_copied_reference(models, capsys):
     config = str(ROOT / "recipes" / "preference" / "configs" / "gpu8.yaml")
     words = [config, "model.path=Qwen/Qwen3-8B", "--gpu", "H100"]
     peaks = []

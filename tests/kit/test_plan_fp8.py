@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT
 from test_compiled import dense
 from torch import Tensor
 
@@ -36,11 +36,11 @@ SHAPE |= {
 }
 
 
-def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -> None:
+def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone():
     model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
     batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
 
-    def saved(**how: Any) -> float:
+    def saved(**how):
         return BlockCosts(model, PlanSettings(**{"fp8": True, **how})).saved_bytes(batch).text
 
     less = (
@@ -54,13 +54,13 @@ def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone() -
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_plan_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard: bool) -> None:
+def test_plan_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard):
     model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
     batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
     rows = 2048 + 2 * 1024 + 2048 + 2 * 6144 + 2048  # of the seven matrices of a layer
     elements = sum(p.numel() for p in model.hf.model.layers[0].parameters() if p.ndim == 2)
 
-    def saved_by_fp8(ranks: int) -> float:
+    def saved_by_fp8(ranks):
         layouts = (PlanSettings(fp8=low, shard=ranks, reshard=reshard) for low in (False, True))
         bf16, low = (
             peak_memory(BlockCosts(model, one), [batch], 2)["all-gathered weights"]
@@ -84,7 +84,7 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
 
-def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
+def bytes_of_block(batch, weight_gradients):
     """Bytes that the one block saves, apart from parameters."""
     torch._dynamo.reset()
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
@@ -101,13 +101,13 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
     seen = {param.untyped_storage().data_ptr() for param in engine.model.parameters()}
     saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if tensor.untyped_storage().data_ptr() not in seen:
             seen.add(tensor.untyped_storage().data_ptr())
             saved.append(tensor)  # alive, so that no other gets its memory
         return tensor
 
-    def loss(one: PackedBatch) -> tuple[Tensor, Tensor]:
+    def loss(one):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return engine.model(one, ["loss"])["loss"], one.num_loss_tokens
 
@@ -115,10 +115,10 @@ def bytes_of_block(batch: PackedBatch, weight_gradients: bool) -> int:
     return sum(tensor.nbytes for tensor in saved)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_plan_of_fp8_weight_gradients_equals_what_autograd_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(fp8, "_matmul_transposed", lambda *both, fast=True: fp8_mm(*both))
     batch = PackedBatch.from_sequences([torch.arange(n) % 96 for n in (1000, 615)])
     with patch.multiple(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, mvp
+from run_files import printed_json, read_json
 from test_recipe import recipe  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
@@ -45,15 +44,15 @@ data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()
 
 
-def on_meta(shape: str) -> Any:
+def on_meta(shape):
     return LanguageModel.on_meta(None, data.shape(shape))
 
 
-def packed(shape: str, rows: int, mix: str = "mix") -> PackedBatch:
+def packed(shape, rows, mix="mix"):
     return data.packed(data.rows(mix, 1)[:rows], shape, PIXELS)
 
 
-def estimated(model: Any, batch: PackedBatch, **settings: Any) -> dict[str, Any]:
+def estimated(model, batch, **settings):
     return estimate_step(model, [batch], [batch], PlanSettings(**settings))
 
 
@@ -62,13 +61,7 @@ LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    (
-        "file",
-        "mix",
-        "shape",
-        "packs",
-        "sides",
-    ),  # sides: settings and number of steps; the first five steps warm up
+    "file, mix, shape, packs, sides",  # sides: settings and number of steps; the first five steps warm up
     [
         ("text_sft", "mix", "qwen3_1_7b", 2, {"ours": ({}, 15), "ours, fp8": ({"fp8": True}, 15)}),
         ("text_sft", "full", "qwen3_1_7b", 2, {"ours": ({}, 10)}),
@@ -82,10 +75,8 @@ LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
         ),
     ],
 )
-def test_plan_is_within_ten_percent_of_measurements(
-    file: str, mix: str, shape: str, packs: int, sides: dict[str, tuple[dict[str, Any], int]]
-) -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+def test_plan_is_within_ten_percent_of_measurements(file, mix, shape, packs, sides):
+    result = read_json(ROOT / "benchmarks" / "results" / f"{file}.json")
     model, pixels, size = (
         LanguageModel.on_meta(None, data.shape(shape)),
         data.Pixels(),
@@ -121,10 +112,9 @@ def test_plan_is_within_ten_percent_of_measurements(
         assert 1e3 * mean == pytest.approx(measured["step_ms"], rel=0.1), side
 
 
-def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
+def test_gradients_of_one_micro_batch_take_the_place_of_activations():
     model = on_meta("qwen3_1_7b")
-    rows = [packed("qwen3_1_7b", size) for size in (12, 1)]
-    for batch in rows:
+    for batch in [packed("qwen3_1_7b", size) for size in (12, 1)]:
         one, two = (
             estimate_step(model, [batch], [batch] * count, PlanSettings()) for count in (1, 2)
         )
@@ -133,13 +123,13 @@ def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
         assert two["peak_gib"] - one["peak_gib"] == pytest.approx(min(gradients, dynamic))
 
 
-def test_plan_settings_change_memory_and_time_as_expected() -> None:
+def test_plan_settings_change_memory_and_time_as_expected():
     model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
 
-    def step(model: Any = model, **settings: Any) -> dict[str, Any]:
+    def step(model=model, **settings):
         return estimate_step(model, [batch], [batch] * 2, PlanSettings(**settings))
 
-    def memory(model: Any = model, **settings: Any) -> dict[str, float]:
+    def memory(model=model, **settings):
         return step(model, **settings)["memory_gib"]
 
     base = memory()
@@ -174,7 +164,7 @@ def test_plan_settings_change_memory_and_time_as_expected() -> None:
 
 
 @pytest.mark.parametrize("dimension", ["ulysses", "context"])
-def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
+def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension):
     model, batch = on_meta("qwen3_vl_2b"), packed("qwen3_vl_2b", 6, "images")
     text = replace(batch, media={})
     alone, shared = (estimated(model, batch, **{dimension: n}) for n in (1, 4))
@@ -190,7 +180,7 @@ def test_plan_sequence_ranks_shard_text_and_weights_and_share_images(dimension: 
         assert shared["seconds"][name] == pytest.approx(words[name] + share * encoder)
 
 
-def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
+def test_plan_context_keeps_gathered_keys_unless_checkpointed():
     model = on_meta("qwen3_vl_2b")
     batch = replace(packed("qwen3_vl_2b", 6, "images"), media={})
     kept = {}
@@ -209,7 +199,7 @@ def test_plan_context_keeps_gathered_keys_unless_checkpointed() -> None:
     assert kept["full"] == 0
 
 
-def test_plan_of_lora_on_a_bf16_base() -> None:
+def test_plan_of_lora_on_a_bf16_base():
     """The base weights are stored once, the head has no gradient, and FP8 speeds up no more than all GEMMs."""
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
     batch = packed("qwen3_8b", 8)
@@ -226,7 +216,7 @@ def test_plan_of_lora_on_a_bf16_base() -> None:
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
 
 
-def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
+def test_plan_counts_experts_in_fp8_on_gpus_that_have_them():
     """Their outputs and input gradients; on other GPUs bf16 copies of experts are kept for backward."""
     model: Any = on_meta("qwen3_a3b_6")
     batch = packed("qwen3_a3b_6", 8)
@@ -244,7 +234,7 @@ def test_plan_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
     assert saved["H200"] - saved["L40S"] == pytest.approx(stacked * (1 - 1 / FP8_SPEEDUP), rel=1e-3)
 
 
-def test_plan_counts_weight_gradients_in_fp8() -> None:
+def test_plan_counts_weight_gradients_in_fp8():
     model: Any = on_meta("qwen3_8b")
     batch = packed("qwen3_8b", 8)
     both = (estimated(model, batch, fp8=low) for low in (True, "all"))
@@ -252,7 +242,7 @@ def test_plan_counts_weight_gradients_in_fp8() -> None:
     assert 0.8 * gemm[0] < gemm[1] < 0.97 * gemm[0]
 
 
-def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
+def test_plan_frozen_blocks_after_trained_ones_save_activations():
     vision = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -277,7 +267,7 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
     }
     batch = PackedBatch.from_sequences([ids], media=media)
 
-    def kept(*frozen: str) -> float:
+    def kept(*frozen):
         model = LanguageModel.on_meta(None, shape)
         freeze(model, frozen)
         return estimated(model, batch)["memory_gib"]["activations"]
@@ -289,7 +279,7 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations() -> None:
     assert kept("llm", "vision", "projector") == 0
 
 
-def test_plan_full_activation_checkpointing_adds_one_forward() -> None:
+def test_plan_full_activation_checkpointing_adds_one_forward():
     model = on_meta("qwen3_8b")
     batch = packed("qwen3_8b", 8)
     none, some, attention, full, offload = (
@@ -314,15 +304,15 @@ def test_plan_full_activation_checkpointing_adds_one_forward() -> None:
     assert offload["seconds"] == full["seconds"]
 
 
-def test_plan_of_attention_of_long_sequences_is_near_its_measurements() -> None:
+def test_plan_of_attention_of_long_sequences_is_near_its_measurements():
     """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs.
 
     These were measured with cuDNN. The rate of the estimate is that of FlashAttention 4, which was measured on one
     sequence of 131,072 tokens: so what is compared is how the rate depends on lengths.
     """
     results = ROOT / "benchmarks" / "results"
-    measured = json.loads((results / "context_share.json").read_text())["rows"]
-    packs = json.loads((results / "recipe_attention.json").read_text())["rows"]
+    measured = read_json(results / "context_share.json")["rows"]
+    packs = read_json(results / "recipe_attention.json")["rows"]
     tflops = {row["kernel"]: row["tflops"] for row in packs if row["pack"] == "1 x 131072"}
     faster = tflops["FlashAttention 4"] / tflops["cuDNN, ragged"]
     peak = gpu_by_name("H200").flops_per_s
@@ -342,7 +332,7 @@ def test_plan_of_attention_of_long_sequences_is_near_its_measurements() -> None:
     assert attention_efficiency(short) == ATTENTION_EFFICIENCY
 
 
-def test_plan_offload_waits_for_copies_over_a_slow_link() -> None:
+def test_plan_offload_waits_for_copies_over_a_slow_link():
     model = on_meta("qwen3_8b")
     batch = packed("qwen3_8b", 8)
     costs = BlockCosts(model, PlanSettings(activation_checkpointing="offload"))
@@ -354,7 +344,7 @@ def test_plan_offload_waits_for_copies_over_a_slow_link() -> None:
     assert micro_batch_seconds(costs, batch, slow) < fast + 1.2 * copies
 
 
-def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
+def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack():
     """The few rows of a sample may have less than most: `auto` counts that of more rows, which are not loaded."""
     rows = data.rows("images", 1)
     costs = np.array([[len(row.ids), 1536 * sum(h * w for h, w in row.grids)] for row in rows])
@@ -385,49 +375,49 @@ def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
 
 
 def test_plan_with_data_advises_packs_that_hold_its_longest_row(
-    recipe: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+    recipe,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
     words = ["plan", str(next(recipe.glob("chat/**/*.yaml"))), "--gpu", "T4", "--json"]
     assert main(words) == 0
-    peak = json.loads(capsys.readouterr().out)["peak_gib"]
+    peak = printed_json(capsys)["peak_gib"]
     monkeypatch.setitem(GPUS, "T4", (peak, 0.32, 25, 25, False))
     assert main(words) == EXIT_USER_ERROR
-    (advice,) = json.loads(capsys.readouterr().out)["advice"]
+    (advice,) = printed_json(capsys)["advice"]
     assert advice["words"].startswith("data.pack_tokens=")
     assert main([*words, *advice["words"].split()]) == 0
-    again = json.loads(capsys.readouterr().out)
+    again = printed_json(capsys)
     assert again["peak_gib"] == pytest.approx(advice["peak_gib"])
     assert again["peak_gib"] < 0.95 * peak
 
 
-def test_plan_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  # noqa: F811
+def test_plan_command_prints_text_and_json(recipe, capsys):  # noqa: F811
     config = str(next(recipe.glob("chat/**/*.yaml")))
-    assert main(["plan", config, "--gpu", "A100", "--gpus", "2"]) == 0
+    assert mvp(f"plan {config} --gpu A100 --gpus 2") == 0
     assert "2 x A100" in (text := capsys.readouterr().out)
     assert "fits" in text
-    assert main(["plan", config, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"plan {config} --json") == 0
+    facts = printed_json(capsys)
     assert facts["gpu"] == "H200"
     assert facts["peak_gib"] == pytest.approx(sum(facts["memory_gib"].values()))
     assert facts["eta_s"] == pytest.approx(facts["steps"] * facts["step_s"])
-    assert main(["plan", config, "--gpu", "abacus"]) == 2
-    assert main(["plan", config, "--gpus", "3", "parallel.shard=2"]) == 2
+    assert mvp(f"plan {config} --gpu abacus") == 2
+    assert mvp(f"plan {config} --gpus 3 parallel.shard=2") == 2
     assert "needs a multiple of 2" in capsys.readouterr().err
-    assert main(["plan", config, "--gpus", "4", "parallel.replicate=2"]) == 2
+    assert mvp(f"plan {config} --gpus 4 parallel.replicate=2") == 2
     assert "needs 2. parallel.replicate=-1" in capsys.readouterr().err
     sizes = []
     for gpus in ("2", "3"):
-        assert main(["plan", config, "--gpus", gpus, "data.global_batch_size=4", "--json"]) == 0
-        sizes.append(json.loads(capsys.readouterr().out))
+        assert mvp(f"plan {config} --gpus {gpus} data.global_batch_size=4 --json") == 0
+        sizes.append(printed_json(capsys))
     assert sizes[0]["step_s"] == pytest.approx(
         sizes[1]["step_s"], rel=0.1
     )  # one of the three has two packs, too
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
 
 
-def test_plan_of_qlora_counts_4_bit_weights_and_their_dequantization() -> None:
+def test_plan_of_qlora_counts_4_bit_weights_and_their_dequantization():
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
     batch = packed("qwen3_8b", 8)
     found = []

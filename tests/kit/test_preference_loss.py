@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from conftest import ROOT
+from conftest import CAMPAIGN, ROOT, user_error
 from families import config_of, overrides_of, parallel
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import MLLMEngine
@@ -43,7 +41,7 @@ LOSSES: list[dict[str, Any]] = [
 LAYOUTS = [
     {"ulysses": 2},
     *(
-        pytest.param(sizes, marks=pytest.mark.campaign(only=True))
+        pytest.param(sizes, marks=CAMPAIGN)
         for sizes in ({"shard": 2}, {"tensor": 2}, {}, {"context": 2})
     ),
 ]
@@ -51,7 +49,7 @@ POLICY, REFERENCE = 5, 6  # seeds of their weights
 PLAIN = 3  # a row that is no pair: only the NLL term counts it
 
 
-def rows() -> list[list[tuple[Tensor, int]]]:
+def rows():
     """Each row's sequences, as (token ids, length of the prompt): two sides, or one of a row that is no pair."""
     g = torch.Generator().manual_seed(1)
     found = []
@@ -65,7 +63,7 @@ def rows() -> list[list[tuple[Tensor, int]]]:
     return found
 
 
-def packed(chosen: list[int], kto: bool = False) -> PackedBatch:
+def packed(chosen, kto=False):
     """One batch of these rows; for KTO each row has one answer and a label."""
     sequences, fields = [], []
     for row in chosen:
@@ -83,7 +81,7 @@ def packed(chosen: list[int], kto: bool = False) -> PackedBatch:
 
 
 @cache
-def padded_model(seed: int) -> Any:
+def padded_model(seed):
     """transformers' own model with the weights that an engine of this seed has."""
     engine = LanguageModelEngine(
         LanguageModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=seed)
@@ -96,7 +94,7 @@ def padded_model(seed: int) -> Any:
     return model.float()
 
 
-def padded_log_probs(model: Any, sequences: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def padded_log_probs(model, sequences):
     """Summed log-probs of answers, and their lengths, from one right-padded batch and its full logits."""
     longest = max(len(ids) for ids, _ in sequences)
     input_ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in sequences])
@@ -111,7 +109,7 @@ def padded_log_probs(model: Any, sequences: list[tuple[Tensor, int]]) -> tuple[T
     return (found * answer).sum(1), answer.sum(1)
 
 
-def padded_loss(settings: Any) -> Tensor:
+def padded_loss(settings):
     """The loss of all rows, written after the papers, one pair at a time."""
     beta, eps = settings.beta, settings.label_smoothing
     policy, reference = padded_model(POLICY), padded_model(REFERENCE)
@@ -154,7 +152,7 @@ def padded_loss(settings: Any) -> Tensor:
     return torch.stack(terms).mean() + settings.nll_weight * torch.stack(nll).sum() / tokens
 
 
-def padded_kto(settings: Any) -> Tensor:
+def padded_kto(settings):
     policy, reference = padded_model(POLICY), padded_model(REFERENCE)
     sequences = [sides[0] for sides in rows()]
     swapped = []
@@ -186,26 +184,26 @@ def padded_kto(settings: Any) -> Tensor:
 # ---- The engine ----------------------------------------------------------------------------------------------------
 
 
-def alone() -> Layout:
+def alone():
     return Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
 
 class SeededReference:
     """A second engine on the policy's layout, with other weights."""
 
-    def __init__(self, layout: Layout, seed: int) -> None:
+    def __init__(self, layout, seed):
         model = LanguageModel.on_meta(None, overrides_of("qwen3"))
         self.engine = LanguageModelEngine(model, layout, Settings(seed=seed))
         self.engine.initialize()
 
-    def log_probs(self, batch: PackedBatch, split: str) -> Tensor:
+    def log_probs(self, batch, split):
         with self.engine.eval_mode():
             return sequence_log_probs(self.engine.model(batch, ["log_probs"])["log_probs"], batch)
 
-    def count_flops(self, ctx: StepContext) -> None: ...
+    def count_flops(self, ctx): ...
 
 
-def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
+def engine_on(layout, reference=REFERENCE):
     """The engine's own step methods, without a run: a policy, its reference, and the settings that they read."""
     engine: Any = object.__new__(PairsEngine)
     engine.layout, engine.world, engine.device = layout, layout.world, layout.world.device
@@ -218,7 +216,7 @@ def engine_on(layout: Layout, reference: int = REFERENCE) -> Any:
     return engine
 
 
-def step(engine: Any, settings: Any, micro_batches: list[PackedBatch]) -> Any:
+def step(engine, settings, micro_batches):
     """Loss and gradients of a step as the model engine divides them, and the metrics."""
     layout = engine.layout
     engine.config = SimpleNamespace(preference=settings, data=SimpleNamespace(tokens_per_pack=40))
@@ -249,7 +247,7 @@ def step(engine: Any, settings: Any, micro_batches: list[PackedBatch]) -> Any:
     return loss / weight, grads, ctx.metrics.reduce()[0]
 
 
-def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
+def all_losses(sizes, splits):
     """Every loss in every split into micro-batches, on this rank's share of the rows."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -265,7 +263,7 @@ def all_losses(sizes: dict[str, int], splits: list[list[list[int]]]) -> Any:
 
 
 @cache
-def expected() -> list[tuple[float, dict[str, Tensor]]]:
+def expected():
     found = []
     for given in LOSSES:
         model = padded_model(POLICY)
@@ -278,7 +276,7 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
     return found
 
 
-def assert_equal(found: Any, wanted: Any, what: Any) -> None:
+def assert_equal(found, wanted, what):
     assert found[0] == pytest.approx(wanted[0], abs=1e-5, rel=1e-5), what
     for name, grad in found[1].items():
         assert torch.allclose(grad, wanted[1][name], rtol=1e-5, atol=1e-5), (what, name)
@@ -287,7 +285,7 @@ def assert_equal(found: Any, wanted: Any, what: Any) -> None:
 SPLITS = [[[0, 1, 2, 3, 4, 5, 6]], [[5, 0], [6], [3], [1, 2, 4]]]
 
 
-def test_preference_losses_and_gradients_equal_padded_reference_in_any_split() -> None:
+def test_preference_losses_and_gradients_equal_padded_reference_in_any_split():
     found = all_losses({}, SPLITS)
     for place, given in enumerate(LOSSES):
         for one in found[place * len(SPLITS) :][: len(SPLITS)]:
@@ -296,15 +294,13 @@ def test_preference_losses_and_gradients_equal_padded_reference_in_any_split() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(
-    ranks2, sizes: dict[str, int]
-) -> None:
+def test_preference_losses_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes):
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:]):
         for one, wanted, given in zip(of_rank, expected(), LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, given))
 
 
-def test_preference_metrics_are_exact_means_over_pairs() -> None:
+def test_preference_metrics_are_exact_means_over_pairs():
     settings = PreferenceLoss(loss="dpo", beta=0.3)
     _, _, metrics = step(
         engine_on(alone()), settings, [packed([0, 1]), packed([2, PLAIN, 4]), packed([5, 6])]
@@ -323,7 +319,7 @@ def test_preference_metrics_are_exact_means_over_pairs() -> None:
     }
 
 
-def test_preference_policy_equal_to_reference_gives_ln_2_on_every_pack() -> None:
+def test_preference_policy_equal_to_reference_gives_ln_2_on_every_pack():
     engine = engine_on(alone(), reference=POLICY)
     for chosen in ([0, 1, 2], [4], [PLAIN, 5, 6]):
         loss, _, metrics = step(engine, PreferenceLoss(), [packed(chosen)])
@@ -332,6 +328,6 @@ def test_preference_policy_equal_to_reference_gives_ln_2_on_every_pack() -> None
 
 
 @pytest.mark.parametrize("cut", [[0, 2], [0], [1, 0, 2, 3]], ids=str)
-def test_preference_cut_pair_raises(cut: list[int]) -> None:
-    with pytest.raises(UserError, match="its other side is not next to it"):
+def test_preference_cut_pair_raises(cut):
+    with user_error("its other side is not next to it"):
         check_pairs([packed([0, 1]).select(cut)])

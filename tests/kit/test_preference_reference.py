@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of, overrides_of
 from folders import alone
 from lora_models import BATCH
@@ -27,7 +27,7 @@ from mvp_engine.kit.preference.reference import cache_file
 from mvp_engine.model_engine import Settings
 
 
-def test_adapters_off_gives_base_outputs_and_leaves_gradients_alone() -> None:
+def test_adapters_off_gives_base_outputs_and_leaves_gradients_alone():
     torch.manual_seed(0)
     model: Any = LanguageModel.from_config(config_of("qwen3"))
     base = model(BATCH, ["log_probs"])["log_probs"].detach()
@@ -47,16 +47,14 @@ def test_adapters_off_gives_base_outputs_and_leaves_gradients_alone() -> None:
     assert torch.equal(model(BATCH, ["log_probs"])["log_probs"], plain)
 
 
-def test_adapters_off_without_adapters_raises() -> None:
+def test_adapters_off_without_adapters_raises():
     model = LanguageModel.from_config(config_of("qwen3"))
-    with pytest.raises(UserError, match="no LoRA adapters"), adapters_off(model):
+    with user_error("no LoRA adapters"), adapters_off(model):
         pass
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(
-    tmp_path: Path, images: bool
-) -> None:
+def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(tmp_path, images):
     processor = qwen3_vl() if images else tokenizer("qwen2_5")
     name = write_image(tmp_path / "a.png", 16, 24)
     rows: list[dict[str, Any]] = []
@@ -95,14 +93,14 @@ def test_mismatched_batches_equal_rows_that_were_written_with_the_other_answer(
         }
 
 
-def test_mismatched_batches_cut_long_answers_to_the_budget(tmp_path: Path) -> None:
+def test_mismatched_batches_cut_long_answers_to_the_budget(tmp_path):
     rows = [{"prompt": "a " * 20, "completion": "b"}, {"prompt": "c", "completion": "d " * 60}]
     kit = made(write(tmp_path / "rows.jsonl", rows), tokenizer("qwen2_5"))
     parts, _ = mismatched_batches(list(kit.loader("train")), alone(), 100)
     assert max(part.num_tokens for part in parts) <= 100
 
 
-def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path: Path) -> None:
+def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path):
     model: Any = LanguageModel.from_config(config_of("qwen3"))
     encoder = SimpleNamespace(fingerprint="rows", max_tokens=8, overlong="drop")
     data = SimpleNamespace(data_id=str, row_encoder=encoder, cache=tmp_path)
@@ -122,7 +120,7 @@ def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path:
     assert len(files) == 3
 
 
-def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains() -> None:
+def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains():
     """A teacher without experts; weights in 4 bits are for adapters."""
     model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), "hidden_size": 64})
     config = SimpleNamespace(model=SimpleNamespace(type="language_model", backend="fsdp"))
@@ -141,7 +139,7 @@ train: {max_steps: 1}
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (["data.pairs=false"], "data.pairs=true"),
         (["preference.loss=kto"], "data.fields={label: int}"),
@@ -159,9 +157,7 @@ train: {max_steps: 1}
         ),
     ],
 )
-def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
-    tmp_path: Path, words: list[str], said: str
-) -> None:
+def test_preference_config_that_does_not_fit_the_loss_names_the_fix(tmp_path, words, said):
     file = tmp_path / "train.yaml"
     file.write_text(
         BASE + "data: {pairs: true, pack_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"
@@ -171,7 +167,7 @@ def test_preference_config_that_does_not_fit_the_loss_names_the_fix(
     assert said in str(error.value).replace('"', "")
 
 
-def test_preference_reference_follows_loss_and_lora(tmp_path: Path) -> None:
+def test_preference_reference_follows_loss_and_lora(tmp_path):
     file = tmp_path / "train.yaml"
     file.write_text(
         BASE + "data: {pairs: true, pack_tokens: 64, sources: {rows: {path: rows.jsonl}}}\n"

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from conftest import ROOT
+from conftest import ROOT, user_error
 from families import config_of, overrides_of, parallel
 from folders import alone
 from test_preference_loss import PLAIN, SPLITS, packed, rows
-from torch import Tensor
 
 from mvp_engine.config import compose
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
-from mvp_engine.errors import UserError
 from mvp_engine.hf import ValueModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit.loss import last_token_scores
@@ -39,14 +35,14 @@ LOSSES = [
 
 
 class NoLog(StepContext):
-    def __init__(self) -> None: ...
+    def __init__(self): ...
 
-    def log(self, *_: Any) -> None: ...  # type: ignore[override]
+    def log(self, *_): ...  # type: ignore[override]
 
-    def count(self, *_: Any) -> None: ...
+    def count(self, *_): ...
 
 
-def engine_on(layout: Layout) -> ValueModelEngine:
+def engine_on(layout):
     engine = ValueModelEngine(
         ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5)
     )
@@ -54,13 +50,13 @@ def engine_on(layout: Layout) -> ValueModelEngine:
     return engine
 
 
-def pairs(chosen: list[int]) -> PackedBatch:
+def pairs(chosen):
     batch = packed(chosen)
     batch.sequence_fields["gap"] = 0.1 * batch.sequence_fields["sample"].float()
     return batch
 
 
-def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
+def step(layout, splits):
     engine, found = engine_on(layout), []
     for settings, split in product(LOSSES, splits):
         recipe = object.__new__(ReviewsEngine)
@@ -81,7 +77,7 @@ def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
     return found
 
 
-def on_ranks(sizes: dict[str, int]) -> Any:
+def on_ranks(sizes):
     world = World.join("cpu")
     result = step(Layout.of(world, parallel(**sizes)), SPLITS[1:])
     world.close()
@@ -89,7 +85,7 @@ def on_ranks(sizes: dict[str, int]) -> Any:
 
 
 @cache
-def classifier() -> Any:
+def classifier():
     """transformers' own sequence classifier with the weights of the engine."""
     config = config_of("qwen3")
     config.num_labels, config.pad_token_id = 1, 0
@@ -101,14 +97,14 @@ def classifier() -> Any:
     return model
 
 
-def padded_scores(model: Any, sequences: list[Tensor]) -> Tensor:
+def padded_scores(model, sequences):
     longest = max(map(len, sequences))
     ids = torch.stack([torch.nn.functional.pad(one, (0, longest - len(one))) for one in sequences])
     mask = torch.stack([torch.arange(longest) < len(one) for one in sequences]).long()
     return model(input_ids=ids, attention_mask=mask).logits[:, 0]
 
 
-def padded_loss(settings: Any) -> Tensor:
+def padded_loss(settings):
     model, losses = classifier(), []
     for row, sides in enumerate(rows()):
         scores = padded_scores(model, [ids for ids, _ in sides])
@@ -128,7 +124,7 @@ def padded_loss(settings: Any) -> Tensor:
 
 
 @cache
-def expected() -> list[tuple[float, dict[str, Tensor]]]:
+def expected():
     found = []
     for settings in LOSSES:
         model = classifier()
@@ -143,7 +139,7 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
     return found
 
 
-def assert_equal(found: Any) -> None:
+def assert_equal(found):
     splits = len(found) // len(LOSSES)
     for place, (loss, grads) in enumerate(found):
         wanted = expected()[place // splits]
@@ -152,20 +148,18 @@ def assert_equal(found: Any) -> None:
             assert torch.allclose(grad, wanted[1][name], rtol=1e-5, atol=1e-5), name
 
 
-def test_reward_loss_and_gradients_equal_padded_reference_in_any_split() -> None:
+def test_reward_loss_and_gradients_equal_padded_reference_in_any_split():
     assert_equal(step(alone(), SPLITS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2}, {"context": 2}], ids=str)
-def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(
-    ranks2, sizes: dict[str, int]
-) -> None:
+def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes):
     for found in ranks2.run(on_ranks, sizes):
         assert_equal(found)
 
 
-def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path: Path) -> None:
+def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path):
     engine = engine_on(alone())
     engine.export_hf(tmp_path / "reward")
     batch = pairs([0, 1, 2])
@@ -183,7 +177,7 @@ def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words, message",
     [
         (["reward_loss.target=points"], "reward_loss.target=points is no column of numbers"),
         (["reward_loss.target=gap", "reward_loss.centring=0.1"], "rows with a score are no pairs"),
@@ -195,14 +189,9 @@ def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path
     ],
     ids=str,
 )
-def test_reward_config_that_does_not_fit_its_rows_raises(words: list[str], message: str) -> None:
+def test_reward_config_that_does_not_fit_its_rows_raises(words, message):
     file = ROOT / "recipes" / "reward_model" / "configs" / "cpu.yaml"
-    valid = [
-        "data.pairs=false",
-        "reward_loss.margin=null",
-        "reward_loss.centring=0",
-        "reward_loss.target=gap",
-    ]
+    valid = "data.pairs=false reward_loss.margin=null reward_loss.centring=0 reward_loss.target=gap".split()
     compose(file, valid)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         compose(file, [*valid, *words])

@@ -210,7 +210,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("block", "part"), BLOCKS, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize("block, part", BLOCKS, ids=lambda value: str(value)[:50])
 def test_read_row_typed_block_in_every_spelling_gives_the_part(block, part):
     row = read_row(
         {"messages": [{"role": "user", "content": [block, {"type": "text", "text": "?"}]}, ANSWER]}
@@ -259,7 +259,7 @@ def test_read_row_unknown_format_names_found_and_wanted_keys():
 
 
 @pytest.mark.parametrize(
-    ("raw", "columns"),
+    "raw, columns",
     [
         ({"message": []}, "{message: messages}"),
         ({"Question": "Q", "Answer": "A", "id": 1}, "{Question: question, Answer: answer}"),
@@ -272,7 +272,7 @@ def test_read_row_similar_columns_are_named_in_the_error(raw, columns):
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "kind"),
+    "column, value, kind",
     [
         ("image_path", "a.png", "image"),
         ("picture", {"bytes": b"x", "path": None}, "image"),

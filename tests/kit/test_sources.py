@@ -270,7 +270,7 @@ def test_open_source_several_folders_have_media_paths_from_the_common_root(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "words"),
+    "name, data, words",
     [
         ("gone.jsonl", None, "nothing at"),
         ("*.jsonl", None, "nothing at"),

@@ -76,7 +76,7 @@ def test_stream_loader_state_of_an_earlier_version_continues(file):  # noqa: F81
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "lanes"),
+    "before, after, lanes",
     [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)],
 )
 def test_move_lanes_deals_out_even_shares(before, after, lanes):

@@ -102,7 +102,7 @@ def test_stream_loader_order_depends_on_epoch_not_on_workers(file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stops", "workers"),
+    "stops, workers",
     [
         ((1, 1), (0, 0, 0)),
         pytest.param((5, 17), (0, 0, 0), marks=CAMPAIGN),

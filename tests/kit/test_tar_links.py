@@ -25,7 +25,7 @@ def shard(file, links):
 
 
 @pytest.mark.parametrize(
-    ("kind", "target"), [(tarfile.LNKTYPE, "a/1.png"), (tarfile.SYMTYPE, "../a/./1.png")]
+    "kind, target", [(tarfile.LNKTYPE, "a/1.png"), (tarfile.SYMTYPE, "../a/./1.png")]
 )
 def test_tar_shard_linked_member_has_the_content_of_its_target(tmp_path, kind, target):
     again = "2.png" if kind == tarfile.SYMTYPE else "a/2.png"  # a link to a link

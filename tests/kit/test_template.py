@@ -298,9 +298,7 @@ def test_render_ambiguous_spans_are_bad_rows():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize(
-    ("name", "oracle"), [("qwen2_5", chatml), ("phi3", phi), ("llama3", llama)]
-)
+@pytest.mark.parametrize("name, oracle", [("qwen2_5", chatml), ("phi3", phi), ("llama3", llama)])
 def test_render_arbitrary_texts_have_the_loss_spans_of_the_format(name, oracle, data):
     text = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
     turn = st.tuples(text, text, st.sampled_from([None, True, False]))

@@ -112,7 +112,7 @@ def test_tool_arguments_as_json_text_are_learnt_like_objects(name):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    "arguments, reason",
     [
         ("{'city': 'Bern'}", "bad_json"),
         ('{"city": ', "bad_json"),

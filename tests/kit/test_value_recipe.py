@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from conftest import ROOT
+from conftest import ROOT, mvp
 from templates.tiny import tokenizer
 from tiny_vlm import TEXT, made, write
 
-from mvp_engine.cli import main
-
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "value_model.md").read_text()
     for name, code in re.findall(
         r"`(scores/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL
@@ -46,9 +43,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_docs_value_model_learns_scores_and_exports_a_classifier(recipe: Path) -> None:
+def test_docs_value_model_learns_scores_and_exports_a_classifier(recipe):
     torch.manual_seed(0)
-    assert main(["train", "scores/train.yaml", "log.backends=[jsonl]"]) == 0
+    assert mvp("train scores/train.yaml log.backends=[jsonl]") == 0
     (file,) = recipe.glob("outputs/*/metrics.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     held_out = [record for record in records if record["split"] == "eval"]
@@ -63,7 +60,7 @@ def test_docs_value_model_learns_scores_and_exports_a_classifier(recipe: Path) -
         assert model(ids["input_ids"]).logits.item() == pytest.approx(score, abs=0.4)
 
 
-def test_loader_numbers_of_rows_are_sequence_fields(tmp_path: Path) -> None:
+def test_loader_numbers_of_rows_are_sequence_fields(tmp_path):
     rows = [{"prompt": f"{i}", "score": i / 4, "label": i % 2 == 0} for i in range(6)]
     rows += [
         {"prompt": "x", "completion": "y", "score": "2", "label": 3},

@@ -76,7 +76,7 @@ def test_media_type_is_as_listed_in_every_column(name, ranks2):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name, reason",
     [
         ("emu3", "writes <s> in front of any text"),
         ("kosmos-2", "cannot run without pixel_values"),
@@ -93,7 +93,7 @@ def test_media_type_that_cannot_be_trained_is_refused_with_the_reason(name, reas
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    "name, steps",
     [
         ("cohere2", LogitSteps(0.0625, None)),
         ("granite", LogitSteps(0.5, None)),

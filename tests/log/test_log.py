@@ -111,7 +111,7 @@ def test_log_line_contains_the_main_metrics():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")]
+    "seconds, text", [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")]
 )
 def test_duration_is_formatted_as_clock(seconds, text):
     assert format.duration(seconds) == text
@@ -156,7 +156,7 @@ def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_ech
     ] * 3
 
 
-@pytest.mark.parametrize(("interval", "says"), [(10, True), (1, False)])
+@pytest.mark.parametrize("interval, says", [(10, True), (1, False)])
 def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(interval, says, monkeypatch):
     console = Console(file=(out := io.StringIO()), width=80)
     monkeypatch.setattr("mvp_engine.log.backends.Terminal", partial(Terminal, console=console))
@@ -303,7 +303,7 @@ def board(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fails", "calls"),
+    "fails, calls",
     [
         ("never", "start " + "metrics " * 4 + "close "),
         ("start", "start "),
@@ -330,7 +330,7 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("entry", "expected"),
+    "entry, expected",
     [
         ("'board.py:Mute'", "'board.py:Mute' must define metrics(self, record)"),
         ("'board.py:Board'", "missing a required argument: 'file'"),

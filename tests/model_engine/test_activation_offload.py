@@ -172,9 +172,7 @@ def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypa
     assert not alive
 
 
-@pytest.mark.parametrize(
-    ("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)]
-)
+@pytest.mark.parametrize("backend, by_name", [(None, False), (None, True), ("aot_eager", False)])
 def test_offload_after_forward_has_two_inputs_in_memory(backend, by_name):
     inputs = []
     net = net_engine("offload", compile=backend).model

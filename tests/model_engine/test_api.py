@@ -63,7 +63,7 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "how"),
+    "family, how",
     [
         ("qwen3", {"activation_checkpointing": "full"}),
         ("qwen3", {"activation_checkpointing": "selective"}),
@@ -145,7 +145,7 @@ def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_rank
 
 
 @pytest.mark.parametrize(
-    ("sizes", "family", "message"),
+    "sizes, family, message",
     [
         ({"tensor": 4}, "qwen3", "parallel.tensor=4 cannot share 4 query and 2 key/value heads"),
         ({"tensor": 3}, "qwen3", "do not multiply to the 4 process"),

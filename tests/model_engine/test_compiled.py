@@ -110,7 +110,7 @@ SOME = [compiled_with("selective")]
 
 @CAMPAIGN
 @pytest.mark.parametrize(
-    ("name", "sizes", "ways"),
+    "name, sizes, ways",
     [
         ("qwen3", {"shard": 2, "ulysses": 2}, EVERY),
         ("qwen3_vl", {"ulysses": 2}, SOME),
@@ -151,7 +151,7 @@ def test_compile_with_tensor_parallel_runs_where_torch_supports_it(on_ranks):
             assert_as_expected(found[0], "qwen3")
 
 
-@pytest.mark.parametrize(("version", "backend"), [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
+@pytest.mark.parametrize("version, backend", [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
 def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
     monkeypatch, logged, version, backend
 ):
@@ -166,7 +166,7 @@ def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
 
 
 @pytest.mark.parametrize(
-    ("mode", "warning"),
+    "mode, warning",
     [
         (
             "selective",
@@ -314,7 +314,7 @@ def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes():
 
 @CAMPAIGN
 @pytest.mark.parametrize(
-    ("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")]
+    "name, mode", [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")]
 )
 def test_graphs_of_blocks_are_kept_on_disk(name, mode):
     """Those with autograd functions (experts), and those whose checkpointing has a policy."""

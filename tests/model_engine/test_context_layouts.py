@@ -75,7 +75,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("sizes", "names"),
+    "sizes, names",
     [
         ({"context": 2}, ["qwen3"]),
         pytest.param({"context": 2}, FEW[1:], marks=pytest.mark.slow),

@@ -107,7 +107,7 @@ def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path, precision
 
 
 @pytest.mark.parametrize(
-    ("layout", "micro_batch"), [("shard", 2), ("ulysses", 2), ("pipeline", 2), ("tensor", 8)]
+    "layout, micro_batch", [("shard", 2), ("ulysses", 2), ("pipeline", 2), ("tensor", 8)]
 )
 def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
     train, ranks2, tmp_path, layout, micro_batch

@@ -261,7 +261,7 @@ def test_packs_with_images_compile_few_graphs_without_host_sync(other):
 
 
 @pytest.mark.parametrize(
-    ("name", "compile", "graphs"), [("gemma2", "inductor", 24), ("gpt_oss", None, 2)]
+    "name, compile, graphs", [("gemma2", "inductor", 24), ("gpt_oss", None, 2)]
 )
 def test_soft_caps_and_sinks_compile_few_graphs_without_host_sync(
     monkeypatch, name, compile, graphs
@@ -284,7 +284,7 @@ def test_bidirectional_image_attention_has_no_host_sync(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "modes", "more"),
+    "name, modes, more",
     [
         ("gemma2", ["none", "full", "selective", "attention"], {}),
         # With more experts, rounding would choose other ones.

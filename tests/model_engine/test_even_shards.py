@@ -87,7 +87,7 @@ def held(param, rank, ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
+    "name, ranks",
     [
         ("mixtral", 16),
         ("gpt_oss", 64),
@@ -106,7 +106,7 @@ def test_fsdp_shards_of_published_moe_models_are_even(name, ranks):
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
+    "shape, ranks, dim",
     [
         ((8, 6, 4), 4, 0),  # whole experts
         ((8, 32, 4), 16, 1),

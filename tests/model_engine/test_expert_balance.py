@@ -94,7 +94,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how"),
+    "sizes, how",
     [
         pytest.param(EXPERT, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ({"pipeline": 2}, {}),
@@ -183,7 +183,7 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "experts", "lr", "start"),
+    "family, experts, lr, start",
     [
         ("gpt_oss", Experts(balance="loss", aux_loss_coef=0.05), 0.02, 0.25),
         ("glm4_moe", Experts(balance="bias", bias_update_rate=0.002), 0.01, 0.2),
@@ -246,7 +246,7 @@ def test_dummy_sequences_are_not_counted(on_ranks, sizes):
 
 
 @pytest.mark.parametrize(
-    ("family", "balance", "message"),
+    "family, balance, message",
     [
         ("qwen3_moe", "bias", "experts.balance=bias: the routers of qwen3_moe choose by their sc"),
         ("qwen3", "loss", "experts: qwen3 has no experts to balance"),

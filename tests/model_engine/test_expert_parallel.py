@@ -98,7 +98,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "families"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes, families", LAYOUTS, ids=str)
 def test_expert_parallel_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     data_size = sizes.get("replicate", 1) * sizes.get("shard", 1)
     for found in on_ranks(sizes, of_families, families, {}):
@@ -187,7 +187,7 @@ def skewed(layout, family, chosen, rows=None):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "family", "chosen"),
+    "sizes, family, chosen",
     [({"shard": 2, "expert": 2}, "glm4_moe", [0, 1]), ({"shard": 4, "expert": 4}, "gpt_oss", [3])],
     ids=str,
 )
@@ -262,7 +262,7 @@ def assert_near(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "family"),
+    "sizes, family",
     [
         ({"shard": 2, "expert": 2}, "gpt_oss"),
         pytest.param({"shard": 2, "tensor": 2, "expert": 2}, "qwen3_moe", marks=CAMPAIGN),
@@ -290,7 +290,7 @@ def test_expert_parallel_run_saves_resumes_and_exports_as_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "family", "more", "message"),
+    "sizes, family, more, message",
     [
         ({"replicate": 2, "expert": 2}, "qwen3_moe", {}, "does not divide the 1 FSDP ranks"),
         ({"shard": 2, "expert": 2}, "qwen3", {}, "parallel.expert=2: qwen3 has no experts"),

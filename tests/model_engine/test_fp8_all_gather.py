@@ -89,7 +89,7 @@ def second_step(layout, weight_gradients, backend, reshard):
 
 
 @pytest.mark.parametrize(
-    ("weight_gradients", "backend", "reshard"),
+    "weight_gradients, backend, reshard",
     [
         (False, None, True),
         (True, None, False),
@@ -135,7 +135,7 @@ def facts_of_shards(layout, wide):
     return [one.bytes for one in recorder.calls if one.kind == "all-gather"], kinds
 
 
-@pytest.mark.parametrize(("wide", "kind"), [(96, GatheredWeight), (95, nn.Parameter)])
+@pytest.mark.parametrize("wide, kind", [(96, GatheredWeight), (95, nn.Parameter)])
 def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(on_ranks, wide, kind):
     up = 48 * (IN + 4)  # of 96 rows, each with a scale of 4 bytes
     if wide == 95:
@@ -282,7 +282,7 @@ def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(
 
 
 @pytest.mark.parametrize(
-    ("device", "backend"),
+    "device, backend",
     [
         ("cpu", None),
         ("cpu", "aot_eager"),

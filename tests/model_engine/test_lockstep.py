@@ -226,7 +226,7 @@ SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config, words",
     [
         (TINY, ["parallel.shard=2"]),
         (TINY, ["parallel.replicate=2"]),

@@ -123,7 +123,7 @@ def test_megatron_compiled_equals_fsdp():
 
 
 @needs_megatron
-@pytest.mark.parametrize(("sizes", "how", "families"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes, how, families", LAYOUTS, ids=str)
 def test_megatron_on_layouts_equals_fsdp_on_one_rank(on_ranks, sizes, how, families):
     results = on_ranks(sizes, on_megatron, how, families, timeout=400)
     for family in families:
@@ -236,7 +236,7 @@ def engine_for(family, backend="megatron", config=None, **how):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "how", "message"),
+    "family, config, how, message",
     [
         (
             "gemma2",

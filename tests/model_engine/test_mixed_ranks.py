@@ -62,7 +62,7 @@ MORE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "name", "is_frozen"), [*CASES, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE)]
+    "sizes, name, is_frozen", [*CASES, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE)]
 )
 def test_ranks_with_different_media_give_the_gradients_of_one(on_ranks, sizes, name, is_frozen):
     expected = trained(ALONE, name, is_frozen)

@@ -71,7 +71,7 @@ def expected(family):
     return gradients(family, ALONE)
 
 
-@pytest.mark.parametrize(("sizes", "families"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes, families", LAYOUTS, ids=str)
 def test_every_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     for result in on_ranks(sizes, of_families, families):
         for family in families:
@@ -88,7 +88,7 @@ def one(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "ranks, layout",
     [
         (2, ["parallel.ulysses=2"]),
         pytest.param(4, ["parallel.shard=2", "parallel.ulysses=2"], marks=LONG),
@@ -142,7 +142,7 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
     assert_metrics(read_metrics(tmp_path / "cut"), read_metrics(tmp_path / "straight"), loss=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
+@pytest.mark.parametrize("heads, kv_heads, ranks", [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
 def test_ulysses_with_heads_that_do_not_divide_is_refused(heads, kv_heads, ranks):
     with user_error(f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
         check_heads(heads, kv_heads, ranks)

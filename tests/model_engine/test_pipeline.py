@@ -197,7 +197,7 @@ def check(results, one, case):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cases"),
+    "sizes, cases",
     [*LAYOUTS, *(pytest.param(*one, marks=[pytest.mark.slow, CAMPAIGN]) for one in MORE)],
     ids=str,
 )
@@ -326,7 +326,7 @@ def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    "family, changes, message",
     [
         ("qwen3", {"num_hidden_layers": 1}, "the model has 1 block, and each stage needs one"),
         ("gemma2", {}, ""),

@@ -60,7 +60,7 @@ def expected(*case):
     return trained(ALONE, *case)
 
 
-@pytest.mark.parametrize(("sizes", "name", "layers", "freeze"), CASES, ids=str)
+@pytest.mark.parametrize("sizes, name, layers, freeze", CASES, ids=str)
 def test_pipeline_with_images_on_some_packs_gives_the_gradients_of_one_rank(
     on_ranks, sizes, name, layers, freeze
 ):

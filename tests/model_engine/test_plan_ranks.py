@@ -75,7 +75,7 @@ def on_fake_rank(
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("family", "sizes", "how"),
+    "family, sizes, how",
     [*LAYOUTS, *(pytest.param(*one, marks=CAMPAIGN) for one in MORE_LAYOUTS)],
 )
 def test_plan_of_four_ranks_equals_their_bytes_and_collectives(

@@ -1,10 +1,7 @@
 """Kernel dispatch of varlen_attention, and the independence of `ops` from transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attention import AttnSpec, reference_attention, varlen_attention
@@ -24,7 +21,7 @@ EXTRAS = [
 ]
 
 
-def qkv() -> list[Tensor]:
+def qkv():
     g = torch.Generator().manual_seed(0)
     return [torch.randn(heads, 9, 8, generator=g) for heads in (2, 1, 1)]
 
@@ -61,7 +58,7 @@ def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_varlen(chosen
 
 
 @pytest.mark.parametrize(
-    ("extra", "kernel"),
+    "extra, kernel",
     [*((extra, "flex") for extra in EXTRAS), ({"dropout": 0.1}, "reference")],
     ids=["softcap", "sinks", "mask_function", "dropout"],
 )

@@ -1,16 +1,13 @@
 """Log-probs and entropies of several heads in batched GEMMs: equal to one head after the other, gradients too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from mvp_engine.ops.batched_heads import batched_log_probs
 from mvp_engine.ops.logit_stats import IGNORE
 
 
-def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(device):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 11, 16, generator=g)
     weight = torch.randn(3, 20, 16, generator=g)
@@ -19,7 +16,7 @@ def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device)
 
 
-def one_by_one(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def one_by_one(hidden, weight, labels):
     log_p = torch.stack(
         [(rows @ head.T).log_softmax(-1) for rows, head in zip(hidden, weight, strict=True)]
     )
@@ -27,7 +24,7 @@ def one_by_one(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, 
     return torch.where(labels == IGNORE, 0.0, picked), -(log_p.exp() * log_p).sum(-1)
 
 
-def compare(device: str, chunk: int | None, tolerance: float):
+def compare(device, chunk, tolerance):
     found = []
     for compute in (lambda *given: batched_log_probs(*given, chunk=chunk), one_by_one):
         hidden, weight, labels = inputs(device)

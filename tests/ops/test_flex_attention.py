@@ -1,15 +1,12 @@
 """FlexAttention over packed sequences: the results of the reference, without host syncs, from a few compiled graphs."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from tiny_engines import no_host_sync
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
@@ -23,11 +20,11 @@ from mvp_engine.ops.flex_attention import block_mask_of
 LENGTHS = [1, 700, 5, 129, 128, 1, 64, 300, 33, 1900]
 
 
-def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
+def cu_seqlens_of(lengths, device="cpu"):
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def images(tokens: int, window: int | None, device: str = "cpu"):
+def images(tokens, window, device="cpu"):
     """Blocks of 40 tokens in every 100 that attend to each other; the end of a sequence cuts some of them."""
     from transformers import masking_utils as masks
 
@@ -37,7 +34,7 @@ def images(tokens: int, window: int | None, device: str = "cpu"):
     return both if window is None else masks.and_masks(both, masks.sliding_window_overlay(window))
 
 
-def spec_of(options: dict[str, Any], lengths: list[int], device: str = "cpu") -> AttnSpec:
+def spec_of(options, lengths, device="cpu"):
     """The spec of a test's options, without sinks."""
     window = options.get("window")
     return AttnSpec(
@@ -73,7 +70,7 @@ def test_block_mask_contains_exactly_the_pairs_of_the_reference(monkeypatch, opt
     assert full == [set(row.nonzero()[:, 0].tolist()) for row in blocks.all(3).all(1)]
 
 
-def blocks_of(mask, spec: AttnSpec, queries: int, keys: int) -> Tensor:
+def blocks_of(mask, spec, queries, keys):
     """The pairs that the reference sees, in blocks of 128, after a comparison with those of the mask.
 
     Values are one-hot, so the reference's output names each visible pair of tokens.
@@ -96,9 +93,7 @@ OPTIONS = [
 ]
 
 
-def both(
-    attend, options, lengths: list[int], tensors: list[Tensor], weight: Tensor
-) -> list[list[Tensor]]:
+def both(attend, options, lengths, tensors, weight):
     """Outputs and gradients of q, k, v (and sinks): of `attend`, and of the reference in float32."""
     found = []
     spec = spec_of(options, lengths, str(weight.device))
@@ -134,7 +129,7 @@ def test_flex_attention_on_cpu_equals_reference_with_one_graph_per_kind_of_layer
     assert counter.frame_count == len(OPTIONS)  # whatever the lengths
 
 
-def sees(mask, query: int, key: int) -> bool:
+def sees(mask, query, key):
     return bool(mask.mask_mod(0, 0, torch.tensor(query), torch.tensor(key)))
 
 
@@ -176,7 +171,7 @@ def test_block_mask_built_in_inference_mode_is_usable_in_training():
     assert not mask.kv_indices.is_inference()
 
 
-def layer(way: str = "plain"):
+def layer(way="plain"):
     """What a model's layer calls, with the signature of a kernel."""
 
     def attend(q, k, v, spec):

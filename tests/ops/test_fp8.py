@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import torch
+from conftest import user_error
 from families import overrides_of
 from tiny_engines import adamw, counting, engine_of, fresh_graphs, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import quantized_once
 from mvp_engine.ops import fp8
 
 
-def layers(device: str = "cpu", weight_gradients: bool = False) -> tuple[nn.Linear, nn.Sequential]:
+def layers(device="cpu", weight_gradients=False):
     torch.manual_seed(0)
     plain = nn.Linear(64, 48).to(device)  # initialized on the CPU: equal on all devices
     low = nn.Sequential(copy.deepcopy(plain))
@@ -24,7 +24,7 @@ def layers(device: str = "cpu", weight_gradients: bool = False) -> tuple[nn.Line
     return plain, low
 
 
-def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
+def run(layer, x, d):
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16):
         out = layer(x)
@@ -33,7 +33,7 @@ def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
     return {"out": out.detach(), "x": x.grad, **grads}
 
 
-def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
+def inputs(device="cpu"):
     g = torch.Generator().manual_seed(1)
     x, d = torch.randn(2, 40, 64, generator=g), torch.randn(2, 40, 48, generator=g)
     x[0, 0] *= 1e4  # an outlier
@@ -41,7 +41,7 @@ def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
     return x.to(device), d.to(device, torch.bfloat16)
 
 
-def in_columns(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def in_columns(tensors):
     """Tokens by features, with the tokens innermost in memory."""
     return tuple(one.flatten(0, 1).t().contiguous().t() for one in tensors)
 
@@ -172,7 +172,7 @@ def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs():
     check_compiled("cpu", "aot_eager", tolerance=0.0)
 
 
-def check_compiled(device: str, backend: str, tolerance: float):
+def check_compiled(device, backend, tolerance):
     _, low = layers(device, weight_gradients=True)
     stats = fresh_graphs()
     compiled = torch.compile(low, backend=backend, fullgraph=True)
@@ -222,7 +222,7 @@ def engine(**how):
     return engine_of("qwen3", optimizer=lambda model: adamw(model, 3e-3), **how)
 
 
-def step(part) -> float:
+def step(part):
     numbers = train(part, counting(30, 12, 50, modulus=7))
     return float(numbers.loss_sum / numbers.weight)
 
@@ -256,7 +256,7 @@ def test_fp8_setting_by_part_is_applied():
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    "how, message",
     [
         ({"precision": "fp32", "fp8": True}, "is for bf16, not for fp32"),
         ({"fp8": {"vision": True}}, "no part vision"),
@@ -265,13 +265,13 @@ def test_fp8_setting_by_part_is_applied():
     ids=str,
 )
 def test_fp8_setting_that_cannot_be_raises(how, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         engine(**{"precision": "bf16", **how})
 
 
 def test_fp8_of_a_model_without_layers_that_fit_raises():
     odd = {**overrides_of("qwen3"), "hidden_size": 24, "intermediate_size": 40}
-    with pytest.raises(UserError, match="no block of LanguageModel has linear layers"):
+    with user_error("no block of LanguageModel has linear layers"):
         engine_of(odd, precision="bf16", fp8=True)
 
 

@@ -1,8 +1,6 @@
 """FlashAttention 4 and cuDNN over packed sequences: the results of torch's varlen kernel, repeatable gradients, few
 plans, no reads out of bounds."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 import types
@@ -11,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 from conftest import ROOT
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.model.attention import boundaries, packed_attention
@@ -24,7 +22,7 @@ needs_cudnn = pytest.mark.gpu(package="cudnn")
 MODULES = {"flash": flash_attention, "cudnn": cudnn_attention}
 
 
-def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None):
+def use_only(monkeypatch, kernel):
     """Let `varlen_attention` find one of the kernels, or none."""
     if kernel is not None and not MODULES[kernel].INSTALLED:
         pytest.skip(f"the package of {kernel} is not installed")
@@ -33,16 +31,16 @@ def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None):
             monkeypatch.setattr(module, "INSTALLED", False)
 
 
-def count_calls(monkeypatch, module, name: str, calls: list[str], what: str):
+def count_calls(monkeypatch, module, name, calls, what):
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: (calls.append(what), real(*args))[1])
 
 
-def cu_seqlens_of(lengths: list[int]) -> Tensor:
+def cu_seqlens_of(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int().cuda()
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor], most: float = 1e-2):
+def assert_near(found, expected, most=1e-2):
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < most
 
@@ -68,7 +66,7 @@ def test_plan_packs_of_all_sizes_share_few_plans():
 @pytest.mark.parametrize("kernel", MODULES)
 @pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed"])
 @pytest.mark.parametrize(
-    ("options", "heads", "size"),
+    "options, heads, size",
     [
         ({}, (8, 2), 128),
         ({"sliding_window": 50}, (8, 4), 64),
@@ -122,7 +120,7 @@ def test_fused_attention_output_and_gradients_equal_torch_varlen(
 
 @needs_cudnn
 @pytest.mark.parametrize(
-    ("heads", "size", "causal"),
+    "heads, size, causal",
     [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)],
     ids=str,
 )
@@ -220,7 +218,7 @@ def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_i
 
 
 @pytest.mark.parametrize(
-    ("version", "used"), [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)]
+    "version, used", [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)]
 )
 def test_flash_attention_other_versions_are_not_used(monkeypatch, version, used):
     """The extra `cuda` installs the one that is."""
@@ -260,7 +258,7 @@ def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, log
 
 
 @pytest.mark.parametrize(
-    ("cuda", "capability", "runs"),
+    "cuda, capability, runs",
     [("13.0", 9, True), ("12.8", 9, False), (None, 9, False), ("13.0", 10, False)],
 )
 def test_flash_attention_runs_on_hopper_with_cuda_13(monkeypatch, cuda, capability, runs):
@@ -270,7 +268,7 @@ def test_flash_attention_runs_on_hopper_with_cuda_13(monkeypatch, cuda, capabili
 
 
 @pytest.mark.parametrize(
-    ("change", "used"),
+    "change, used",
     [
         ({}, True),
         ({"dtype": torch.float16}, False),
@@ -297,7 +295,7 @@ def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(monkeypatch, cha
     assert flash_attention.is_supported(q, spec, keys) is used
 
 
-@pytest.mark.parametrize(("window", "left"), [(0, None), (3, 2)])
+@pytest.mark.parametrize("window, left", [(0, None), (3, 2)])
 def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch, window, left):
     given = []
 
@@ -323,7 +321,7 @@ def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "loaded", "hints"),
+    "capability, installed, loaded, hints",
     [(9, True, 1, 0), (9, False, 0, 1), (8, False, 0, 0)],
 )
 def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(

@@ -1,10 +1,8 @@
 """Compiled and uncompiled attention in one process: neither changes the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tiny_engines import Tensors, counting, engine_of, fresh_graphs, gradients, train
+from tiny_engines import counting, engine_of, fresh_graphs, gradients, train
 
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
@@ -12,14 +10,14 @@ from mvp_engine.ops.attention import AttnSpec, varlen_attention
 MODULES = [attention, cudnn_attention, flash_attention, flex_attention]
 
 
-def stepped(engine) -> Tensors:
+def stepped(engine):
     """The loss and the gradients of one step."""
     engine.optimizer_zero_grad()
     loss = train(engine, counting(30, 12, 50, modulus=7)).loss_sum
     return {"loss": loss, **gradients(engine.model)}
 
 
-def attributes() -> dict[tuple[str, str], int]:
+def attributes():
     """The identity of every attribute of the attention modules."""
     return {(m.__name__, name): id(value) for m in MODULES for name, value in vars(m).items()}
 

@@ -1,7 +1,5 @@
 """Attention of some chunks of the queries: the outputs and gradients of the whole sequences at these tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,12 +7,10 @@ import pytest
 import torch
 from test_flex_attention import MASKS, blocks_of, spec_of
 from test_fused_attention import MODULES, assert_near, use_only
-from torch import Tensor
 
 from mvp_engine.distributed.sequence_parallel import (
     Chunk,
     KeyExchange,
-    Keys,
     causal_keys,
     offsets_of,
     ranges_of,
@@ -31,7 +27,7 @@ RANKS = 4
 CPU = torch.device("cpu")
 
 
-def shard_of(rank: int, lengths: list[int], device: str = "cpu"):
+def shard_of(rank, lengths, device="cpu"):
     """What attention reads of a ContextShard."""
     of_ranks = zigzag(lengths, RANKS)
     chunks = of_ranks[rank]
@@ -48,9 +44,7 @@ def shard_of(rank: int, lengths: list[int], device: str = "cpu"):
     return shard
 
 
-def part_of(
-    spec: AttnSpec, rank: int, lengths: list[int], device: str = "cpu"
-) -> tuple[AttnSpec, Tensor, Keys]:
+def part_of(spec, rank, lengths, device="cpu"):
     shard = shard_of(rank, lengths, device)
     part, exchange = context_spec(spec, shard)
     return part, shard.queries, exchange.keys

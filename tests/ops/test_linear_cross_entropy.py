@@ -1,7 +1,5 @@
 """Chunked linear cross-entropy: the values and gradients of plain PyTorch, without the logits of the whole batch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mvp_engine.distributed import Layout
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
 
 WAYS = [
@@ -26,7 +23,7 @@ EXCLUDED = (3, 30, 49)
 Inputs = tuple[Tensor, Tensor, Tensor, Any]  # hidden states, weight, labels, bias
 
 
-def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False) -> Inputs:
+def inputs(tokens=23, width=8, vocab=50, bias=False):
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, width, generator=g, requires_grad=True)
     weight = torch.randn(vocab, width, generator=g, requires_grad=True)
@@ -36,7 +33,7 @@ def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False
     return hidden, weight, labels, bias_V
 
 
-def inputs_without_excluded_labels(bias: bool = False) -> Inputs:
+def inputs_without_excluded_labels(bias=False):
     hidden, weight, labels, bias_V = inputs(bias=bias)
     with torch.no_grad():
         weight[3] *= 30  # would be the most likely in many rows
@@ -44,7 +41,7 @@ def inputs_without_excluded_labels(bias: bool = False) -> Inputs:
     return hidden, weight, labels.masked_fill(is_excluded, IGNORE), bias_V
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how) -> tuple[Tensor, ...]:
+def plain(hidden, weight, labels, bias, **how):
     logits = torch.nn.functional.linear(hidden, weight, bias) * how.get("scale", 1.0)
     if cap := how.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
@@ -55,9 +52,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how) -> tuple[
     return log_probs, -(log_p.exp() * log_p).sum(-1), logits.logsumexp(-1), log_p.mean(-1)
 
 
-def plain_without_excluded(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias, **how
-) -> tuple[Tensor, ...]:
+def plain_without_excluded(hidden, weight, labels, bias, **how):
     """`plain` on the other rows of the vocabulary alone."""
     kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
     places = torch.searchsorted(kept, labels.clamp(min=0))
@@ -65,18 +60,18 @@ def plain_without_excluded(
     return plain(hidden, weight[kept], labels, None if bias is None else bias[kept], **how)
 
 
-def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean=0.0) -> Tensor:
+def loss_of(log_probs, entropy, log_z, mean=0.0):
     weights = torch.linspace(-1, 1, len(log_probs))
     others = 0.3 * entropy + 0.01 * log_z.square()
     return (log_probs * weights + others * weights.flip(0) + 0.2 * mean).sum()
 
 
-def assert_close(found, expected, atol: float = 1e-6):
+def assert_close(found, expected, atol=1e-6):
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=atol)
 
 
-def gradients(given: Inputs) -> list[Tensor]:
+def gradients(given):
     return [tensor.grad for tensor in given if tensor is not None and tensor.requires_grad]
 
 
@@ -205,7 +200,7 @@ def test_excluded_rows_have_neither_probability_nor_gradient(how, bias, only_los
 # ---- A vocabulary on two ranks ----------------------------------------------------------------------------------
 
 
-def rows_of(given: Inputs, start: int, end: int) -> Inputs:
+def rows_of(given, start, end):
     """The inputs of a rank that has these rows of the vocabulary."""
     hidden, weight, labels, bias = given
     weight = weight.detach()[start:end].requires_grad_()
@@ -217,11 +212,11 @@ def rows_of(given: Inputs, start: int, end: int) -> Inputs:
     )
 
 
-def on_shard(given: Inputs, start: int, **how):
+def on_shard(given, start, **how):
     return linear_log_probs(*given, **how, group=dist.group.WORLD, vocab_start=start)
 
 
-def of_shard(layout: Layout, cuts: list[int], ways: list[dict[str, Any]]) -> list[Any]:
+def of_shard(layout, cuts, ways):
     """Values and gradients for each way, from this rank's rows of the vocabulary."""
     start, end = cuts[layout.world.rank : layout.world.rank + 2]
     results = []
@@ -252,7 +247,7 @@ def test_linear_log_probs_sharded_vocabulary_equals_unsharded(on_ranks, cuts):
             assert_close(grads, [d_hidden, *(grad[rows] for grad in d_rows)], atol=1e-5)
 
 
-def of_shard_with_excluded(layout: Layout, how: dict[str, Any]) -> list[Tensor]:
+def of_shard_with_excluded(layout, how):
     """Log-probs and entropy, and the gradients of hidden states and of this rank's rows."""
     start, end = ((0, 49), (49, 50))[layout.world.rank]  # the only row of the last is excluded
     mine = rows_of(inputs_without_excluded_labels(), start, end)
@@ -274,7 +269,7 @@ def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(on_ranks, how):
     assert_close([torch.cat([one[3] for one in found])], [d_weight], atol=1e-5)
 
 
-def peak_and_collectives(layout: Layout, tokens: int, vocab: int, chunk: int) -> list[int]:
+def peak_and_collectives(layout, tokens, vocab, chunk):
     """The peak of elements; the collectives of forward, of backward, and of backward with frozen hidden states."""
     start = layout.world.rank * vocab // 2
     peaks, collectives = [], []
@@ -297,7 +292,7 @@ def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(on_
         assert collectives == [1, tokens // chunk, 1, 0]
 
 
-def label_past_the_vocabulary(layout: Layout) -> tuple[float, float]:
+def label_past_the_vocabulary(layout):
     start = 25 * layout.world.rank
     given = inputs(vocab=50)
     given[2][1] = 50

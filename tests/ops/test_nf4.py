@@ -1,7 +1,5 @@
 """NF4 linear layers: the numbers of bitsandbytes, and gradients of a layer with the dequantized weight."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -10,8 +8,9 @@ from zlib import crc32
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from functorch.compile import nop
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
@@ -20,7 +19,7 @@ from mvp_engine.ops import nf4
 from mvp_engine.ops.nf4 import Nf4Linear
 
 
-def weight(rows: int = 48, columns: int = 192) -> Tensor:
+def weight(rows=48, columns=192):
     """Values that are the same on every machine, one block of zeros among them."""
     numbers = torch.arange(rows * columns, dtype=torch.float64)
     values = ((numbers * 0.7548776662 + 0.1) % 1.0 - 0.5) * (1 + (numbers * 0.5698402909) % 1.0)
@@ -55,7 +54,7 @@ def test_nf4_numbers_equal_those_of_an_installed_bitsandbytes():
         assert torch.equal(nf4.dequantize(stored, 256, dtype), expected)
 
 
-def layers(dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
+def layers(dtype):
     """A plain layer with the dequantized weight, and the quantized layer."""
     plain = nn.Linear(192, 48)
     plain.weight = nn.Parameter(weight(), requires_grad=False)
@@ -68,7 +67,7 @@ def layers(dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
     return plain, quantized
 
 
-def run(layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def run(layer, dtype):
     x = (weight(20, 192) * 3).view(2, 10, 192).requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         out = layer(x)
@@ -100,7 +99,7 @@ def test_nf4_fits_only_plain_layers_with_whole_blocks():
     assert not nf4.fits(layers(torch.float32)[1])
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_nf4_kernel_returns_the_weight_of_the_plain_path():
     """By Triton's interpreter, which needs no GPU; in float32, since it rounds bf16 in its own way."""
     pytest.importorskip("triton")

@@ -1,8 +1,6 @@
 """Triton kernels compute what PyTorch does: the scripts of `kernels/`. Without a GPU Triton interprets them, which is
 set before its import: so in one process for all, whose imports take longer than the kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,14 +1,10 @@
 """Every shipped config for a CPU, unchanged on 1, 2, 3 and 4 processes: the same losses, and the same metrics of one
 checkpoint."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, read_metrics
 from ranks import RankPool
 from run_files import json_lines
 
@@ -16,13 +12,10 @@ from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
 RECIPES = ROOT / "recipes"
-FEW_STEPS = [
-    "train.max_steps=3",
-    "data.num_workers=0",
-    "log.interval=1",
-    "log.backends=[jsonl]",
-    "checkpoint.interval=null",
-]
+FEW_STEPS = (
+    "train.max_steps=3 data.num_workers=0 log.interval=1 log.backends=[jsonl] "
+    "checkpoint.interval=null"
+).split()
 FEW_TOKENS = ["eval.generation.max_new_tokens=2", "eval.generation.every_n_samples=50"]
 # Little data for each config. Stages stand after those whose exports they start from.
 SIZES = {
@@ -70,7 +63,7 @@ NO_HELD_OUT_ROWS = {"preference/sft_text", "preference/sft_images"}
 SHARDED = "2, sharded"
 
 
-def config_file(name: str) -> Path:
+def config_file(name):
     recipe, _, config = name.partition("/")
     return RECIPES / recipe / "configs" / f"{config}.yaml"
 
@@ -90,7 +83,7 @@ def pools(rank_processes):
     return {**made, SHARDED: made["2"]}
 
 
-def train_on(pools, name: str, layout: str, words: list[str]):
+def train_on(pools, name, layout, words):
     shard = ["parallel.shard=2"] if layout == SHARDED else []
     pool = pools[layout]
     assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
@@ -112,7 +105,7 @@ def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(pools, tmp_pat
                 compare(records, read_metrics(tmp_path, split), where)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("name", [*SIZES, *RL_SIZES])
 def test_one_checkpoint_evaluated_on_1_to_4_processes_gives_the_same_metrics(pools, stages, name):
     """All metrics, of the whole split and of a part of it."""
@@ -145,7 +138,7 @@ def stages(tmp_path_factory):
     return tmp_path_factory.mktemp("stages")
 
 
-def last_evaluation(folder: Path):
+def last_evaluation(folder):
     record = json_lines(list_runs(folder)[-1].dir / "evaluate.jsonl")[-1]
     del record["split"]
     return {
@@ -153,7 +146,7 @@ def last_evaluation(folder: Path):
     }  # of nothing
 
 
-def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], where: str):
+def compare(alone, together, where):
     assert len(alone) == len(together), where
     assert alone or where.endswith("eval"), where  # stages without held-out rows
     for one, many in zip(alone, together, strict=True):

@@ -1,14 +1,10 @@
 """The contrastive recipe: negatives of all micro-batches and ranks; one big batch equals any split; learning."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, read_metrics
 
 from mvp_engine.config import compose
 from mvp_engine.data import derived_seed, seed_everything
@@ -16,16 +12,11 @@ from mvp_engine.kit.preference import info_nce, siglip
 from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "contrastive" / "configs" / "train.yaml"
-SHORT = ["train.max_steps=4", "eval.steps=4", "log.interval=1", "log.backends=[jsonl]"]
-SHORT += [
-    "data.global_batch_size=96",
-    "optim.warmup=0",
-    "towers.width=16",
-    "towers.embedding=8",
-]
+SHORT = "train.max_steps=4 eval.steps=4 log.interval=1 log.backends=[jsonl]".split()
+SHORT += "data.global_batch_size=96 optim.warmup=0 towers.width=16 towers.embedding=8".split()
 
 
-def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
+def trained(folder, *words, ranks=None):
     given = [*SHORT, f"output_dir={folder}", *words]
     if ranks is None:
         assert launch(str(CONFIG), given) == 0
@@ -34,7 +25,7 @@ def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
     return read_metrics(folder) + read_metrics(folder, "eval")
 
 
-def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
+def plain_first_step(loss, *words):
     """Loss and gradient norm of the first step in plain PyTorch: one batch, one backward, no cache."""
     composed = compose(
         CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96", *words]
@@ -118,7 +109,7 @@ def test_contrastive_losses_equal_their_formulas():
     )
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("loss", ["infonce", "siglip"])
 def test_contrastive_learns_held_out_numbers_both_ways(tmp_path, loss):
     words = [f"output_dir={tmp_path}", f"contrastive.loss={loss}", "log.backends=[jsonl]"]

@@ -1,40 +1,23 @@
 """The digits_flow recipe: the same losses on 1 and 2 ranks and after a resume; right digits that are no copies."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, read_metrics
 
 from mvp_engine.launch import launch
 
 CONFIG = ROOT / "recipes" / "digits_flow" / "configs" / "train.yaml"
-SHORT = [
-    "train.max_steps=4",
-    "eval.steps=4",
-    "log.interval=1",
-    "log.backends=[jsonl]",
-    "dit.width=16",
-]
-SHORT += [
-    "dit.depth=1",
-    "data.global_batch_size=24",
-    "data.micro_batch_size=12",
-    "generated=20",
-    "flow.steps=4",
-]
+SHORT = "train.max_steps=4 eval.steps=4 log.interval=1 log.backends=[jsonl] dit.width=16".split()
+SHORT += "dit.depth=1 data.global_batch_size=24 data.micro_batch_size=12 generated=20 flow.steps=4".split()
 
 
-def trained(folder: Path, *words: str, ranks=None) -> list[dict[str, Any]]:
+def trained(folder, *words, ranks=None):
     given = [*SHORT, f"output_dir={folder}", *words]
     codes = [launch(str(CONFIG), given)] if ranks is None else ranks.launch(CONFIG, *given)
     assert set(codes) == {0}
     return read_metrics(folder) + read_metrics(folder, "eval")
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path, ranks2):
     alone = trained(tmp_path / "alone")
     for size in (2, 1):  # shards; replicas
@@ -58,7 +41,7 @@ def test_digits_flow_resume_continues_bit_equal(tmp_path):
             assert by_step[record["step"]] == record["loss"]
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_flow_draws_right_digits_that_are_no_copies(tmp_path, seed):
     assert (

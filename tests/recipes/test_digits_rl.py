@@ -1,13 +1,8 @@
 """The digits_rl recipe: RL on images, which are held and encoded once per prompt; learning in the campaign."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import CAMPAIGN, ROOT, read_metrics, readme_commands
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -17,13 +12,9 @@ from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "digits_rl" / "configs"
-SMALL = [
-    "made.digits=60",
-    "data.num_workers=0",
-    "log.interval=1",
-    "log.backends=[jsonl]",
-    "eval.steps=null",
-]
+SMALL = (
+    "made.digits=60 data.num_workers=0 log.interval=1 log.backends=[jsonl] eval.steps=null".split()
+)
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "clip_fraction")
 
 
@@ -36,19 +27,14 @@ def base(tmp_path_factory):
     return folder
 
 
-def trained(base: Path, name: str, *more: str) -> list[dict[str, Any]]:
+def trained(base, name, *more):
     words = [
         *SMALL,
         f"output_dir={base / name}",
         f"made.folder={base}/digits_rl_data",
         "export_link=null",
     ]
-    words += [
-        f"model.path={base}/digits_rl_base",
-        "train.max_steps=2",
-        "rl.prompts_per_step=6",
-        "rl.num_generations=4",
-    ]
+    words += f"model.path={base}/digits_rl_base train.max_steps=2 rl.prompts_per_step=6 rl.num_generations=4".split()
     assert launch(str(CONFIGS / "grpo.yaml"), [*words, "reward.workers=0", *more]) == 0
     return read_metrics(base / name)
 
@@ -103,7 +89,7 @@ def test_digits_rl_gpu_configs_compose(name):
     )
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path, seed):
     """On two idle cores in under 10 minutes."""

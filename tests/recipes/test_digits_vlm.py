@@ -1,18 +1,14 @@
 """The digits_vlm recipe at a small size: train, resume, evaluate, report, export; on one rank and on two."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, read_metrics, user_error
 from run_files import json_lines
 
 from mvp_engine.config import compose
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
@@ -24,26 +20,17 @@ SMALL = [
     "vision_config.deepstack_visual_indexes=[0]",
 ]
 SMALL = [f"model.config.{key}" for key in SMALL]
-QUICK = [
-    "data.num_workers=0",
-    "log.interval=1",
-    "eval.steps=null",
-    "digits.drawings=1",
-    "digits.count=60",
-]
-QUICK += [
-    "data.pack_tokens=256",
-    "train.max_steps=6",
-    "train.epochs=null",
-    "log.backends=[terminal,file,jsonl]",
-]
+QUICK = (
+    "data.num_workers=0 log.interval=1 eval.steps=null digits.drawings=1 digits.count=60".split()
+)
+QUICK += "data.pack_tokens=256 train.max_steps=6 train.epochs=null log.backends=[terminal,file,jsonl]".split()
 
 
-def run(folder: Path, *more: str) -> int:
+def run(folder, *more):
     return launch(str(CONFIG), [f"output_dir={folder}", *SMALL, *QUICK, *more])
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [record["loss"] for record in read_metrics(folder)]
 
 
@@ -142,14 +129,14 @@ def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained):
 def test_digits_vlm_prepare_user_errors_name_the_fix(trained, tmp_path, monkeypatch):
     from digits_vlm.data import prepare
 
-    with pytest.raises(UserError, match=r"was made with .*remove it, or set digits.folder"):
+    with user_error(r"was made with .*remove it, or set digits.folder"):
         prepare(trained / "digits_data", 60, 2)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match="was not made by this recipe"):
+    with user_error("was not made by this recipe"):
         prepare(tmp_path / "mine", 60, 1)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match=r"sklearn: pip install 'mvp-engine\[demo\]'"):
+    with user_error(r"sklearn: pip install 'mvp-engine\[demo\]'"):
         prepare(tmp_path / "new", 60, 1)
     assert not list(tmp_path.glob("*.tmp"))
     assert torch.get_num_threads() == 1

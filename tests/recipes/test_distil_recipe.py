@@ -1,28 +1,17 @@
 """The distil recipe: a student trains from a teacher's export on any layout, and resumes."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import ROOT, mvp, read_metrics, user_error
+from run_files import printed_json
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "distil" / "configs"
-SMALL = [
-    "made.rows=60",
-    "data.num_workers=0",
-    "log.interval=1",
-    "log.backends=[jsonl]",
-    "eval.generation=null",
-]
+SMALL = "made.rows=60 data.num_workers=0 log.interval=1 log.backends=[jsonl] eval.generation=null".split()
 SMALL += ["data.pack_tokens=256", "data.global_batch_size=2", "optim.warmup=0"]
 NUMBERS = ("loss", "teacher_kl", "nll", "grad_norm")
 
@@ -36,7 +25,7 @@ def base(tmp_path_factory):
     return folder
 
 
-def trained(base: Path, name: str, *words: str, ranks=None) -> list[dict[str, Any]]:
+def trained(base, name, *words, ranks=None):
     given = [
         *SMALL,
         f"output_dir={base / name}",
@@ -84,23 +73,15 @@ def test_distil_teacher_of_another_vocabulary_is_a_user_error(base, capsys):
         "model.config.vocab_size=340",
     ]
     words += [f"distil.teacher={base}/distil_teacher_model"]
-    assert main(["train", str(CONFIGS / "cpu.yaml"), *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {CONFIGS}/cpu.yaml", *words) == EXIT_USER_ERROR
     assert "has 320 rows in its output embedding, the student has 340" in capsys.readouterr().err
 
 
 def test_distil_estimate_counts_the_teacher(base, capsys):
-    words = [
-        "plan",
-        str(CONFIGS / "cpu.yaml"),
-        "--json",
-        "--gpu",
-        "H100",
-        f"output_dir={base}",
-        "made.rows=60",
-    ]
+    words = f"plan {CONFIGS}/cpu.yaml --json --gpu H100 output_dir={base} made.rows=60".split()
     words += [f"distil.teacher={base}/distil_teacher_model"]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed_json(capsys)
     assert found["memory_gib"]["teacher"] == pytest.approx(4 * 335_000 / 2**30, rel=0.05)
 
 
@@ -109,5 +90,5 @@ def test_distil_gpu_configs_compose(name):
     given = ["model.path=x", "distil.teacher=y", "data.sources.rows.path=z.jsonl"]
     config = compose(CONFIGS / f"{name}.yaml", given).config
     assert (config.distil.teacher, config.parallel.shard) == ("y", 8 if name == "gpu8" else 1)
-    with pytest.raises(UserError, match="distillation reads rows with one answer"):
+    with user_error("distillation reads rows with one answer"):
         compose(CONFIGS / f"{name}.yaml", [*given, "data.pairs=true"])

@@ -1,14 +1,10 @@
 """The preference recipe: stages chain, references and layouts agree, GPU configs compose; learning in the campaign."""
 
-from __future__ import annotations
-
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import CAMPAIGN, ROOT, mvp, read_metrics, readme_commands
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -17,13 +13,7 @@ from mvp_engine.launch import launch
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "preference" / "configs"
-SMALL = [
-    "made.rows=60",
-    "data.num_workers=0",
-    "log.interval=1",
-    "log.backends=[jsonl]",
-    "optim.warmup=0",
-]
+SMALL = "made.rows=60 data.num_workers=0 log.interval=1 log.backends=[jsonl] optim.warmup=0".split()
 SHORT = [
     *SMALL,
     "train.max_steps=3",
@@ -43,9 +33,7 @@ def base(tmp_path_factory):
     return folder
 
 
-def trained(
-    base: Path, name: str, *words: str, ranks=None, config: str = "dpo_text"
-) -> list[dict[str, Any]]:
+def trained(base, name, *words, ranks=None, config="dpo_text"):
     """The records of a short training in a folder of its own: 3 steps of 2 packs, then an evaluation."""
     out = base / name
     given = [
@@ -67,7 +55,7 @@ def trained(
     return read_metrics(out) + read_metrics(out, "eval")
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
+def assert_same(found, wanted):
     for one, two in zip(found, wanted, strict=True):
         assert {n: one.get(n) for n in NUMBERS} == {
             n: two.get(n) and pytest.approx(two[n], rel=1e-4, abs=1e-5) for n in NUMBERS
@@ -87,7 +75,7 @@ def test_preference_copy_cached_and_sharded_ranks_train_alike(base, ranks2):
     )
 
 
-def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
+def launch_with_own_cache(config, words, folder):
     """Launch a rank with a cache folder of its own, as ranks of several nodes may have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / os.environ["RANK"]))
@@ -113,12 +101,7 @@ def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(
 
 
 def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base):
-    lora = [
-        "lora.rank=4",
-        "preference.reference=adapters_off",
-        "lora.dropout=0.1",
-        "eval.steps=null",
-    ]
+    lora = "lora.rank=4 preference.reference=adapters_off lora.dropout=0.1 eval.steps=null".split()
     lora += ["preference.nll=0", "optim.schedule=constant"]
     trained(base, "parts", *lora, "train.max_steps=2", "checkpoint.interval=1")
     resumed = trained(base, "parts", *lora, "resume=auto")
@@ -150,7 +133,7 @@ def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base, capsys)
         "export_link=null",
     ]
     given += [f"model.path={base}/preference_text_base", "data.global_batch_size=2", "resume=auto"]
-    assert main(["train", str(CONFIGS / "dpo_text.yaml"), *given]) == EXIT_USER_ERROR
+    assert mvp(f"train {CONFIGS}/dpo_text.yaml", *given) == EXIT_USER_ERROR
     assert "reference_log_probs" in capsys.readouterr().err
 
 
@@ -161,18 +144,18 @@ def test_preference_kto_ranks_agree_on_the_kl_term(base, ranks2):
     assert_same(trained(base, "kto2", ranks=ranks2, config="kto_text"), alone)
 
 
-@pytest.mark.parametrize(("name", "reference"), [("gpu1", "adapters_off"), ("gpu8", "copy")])
+@pytest.mark.parametrize("name, reference", [("gpu1", "adapters_off"), ("gpu8", "copy")])
 def test_preference_gpu_configs_compose_and_name_missing_keys(name, reference, capsys):
     config = compose(
         CONFIGS / f"{name}.yaml", ["model.path=x", "data.sources.pairs.path=y.jsonl"]
     ).config
     assert config.reference == reference
-    assert main(["config", str(CONFIGS / f"{name}.yaml")]) in (0, EXIT_USER_ERROR)
+    assert mvp(f"config {CONFIGS}/{name}.yaml") in (0, EXIT_USER_ERROR)
     assert "model.path" in "".join(capsys.readouterr())
 
 
-@pytest.mark.campaign(only=True)
-@pytest.mark.parametrize(("kind", "bound"), [("text", 0.95), ("images", 0.9)])
+@CAMPAIGN
+@pytest.mark.parametrize("kind, bound", [("text", 0.95), ("images", 0.9)])
 def test_preference_readme_commands_learn_preferences(tmp_path, kind, bound):
     """On two idle cores: text in under 3 minutes, images in under 5."""
     for _, *words in readme_commands("preference"):

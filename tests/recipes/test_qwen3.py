@@ -1,26 +1,22 @@
 """The qwen3 recipe: the README's commands run in order, held-out data is held out, GPU configs name missing keys."""
 
-from __future__ import annotations
-
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import ROOT, read_metrics, readme_commands, user_error
 from run_files import json_lines
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
 FOLDER = ROOT / "recipes" / "qwen3"
 TASKS = ("count", "largest", "next", "reverse")
-SMALL = ["made.modules=20", "made.chats=60", "log.interval=1", "log.backends=[terminal,file,jsonl]"]
+SMALL = "made.modules=20 made.chats=60 log.interval=1 log.backends=[terminal,file,jsonl]".split()
 QUICK = {
     "pretrain_cpu": [
         "train.max_steps=8",
@@ -59,16 +55,16 @@ def ran(tmp_path_factory):
     return folder
 
 
-def run_of(folder: Path, stage: str) -> Path:
+def run_of(folder, stage):
     return next(run.dir for run in list_runs(folder) if run.id.startswith(f"qwen3_{stage}-"))
 
 
-def records(folder: Path, stage: str, split: str) -> list[dict[str, Any]]:
+def records(folder, stage, split):
     found = json_lines(run_of(folder, stage) / "metrics.jsonl")
     return [record for record in found if record["split"] == split]
 
 
-def kit_of(folder: Path, stage: str, *words: str):
+def kit_of(folder, stage, *words):
     composed = compose(
         FOLDER / "configs" / f"{stage}_cpu.yaml", [f"output_dir={folder}", *SMALL, *words]
     )
@@ -197,7 +193,7 @@ def test_qwen3_gpu_configs_compose_and_name_missing_keys(name):
     data_ranks = config.parallel.shard
     assert config.data.global_batch_tokens % (data_ranks * config.data.max_length) == 0
     for i, word in enumerate(words):
-        with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
+        with user_error(f"{word.partition('=')[0]}="):
             compose(file, words[:i] + words[i + 1 :])
 
 
@@ -243,12 +239,7 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name, ran, tmp_path):
         "eval.generation=null",
         "parallel={shard: 1, expert: 1, ulysses: 1, context: 1}",
     ]
-    words += [
-        "log.interval=1",
-        "eval.batches=1",
-        "optim.warmup=0",
-        "optim.lr=1e-3",
-    ]
+    words += "log.interval=1 eval.batches=1 optim.warmup=0 optim.lr=1e-3".split()
     if "pretrain" in name:
         tiny = ["n_routed_experts=8"] if "moe" in name else []
         tiny += [

@@ -1,20 +1,18 @@
 """The qwen3_vl recipe at a small size: the README's commands in order, what trains, exports, held-out data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, readme_commands
+from conftest import ROOT, mvp, readme_commands, user_error
 from folders import entries
-from run_files import json_lines
+from run_files import json_lines, write_json
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.model_engine import ModelSource
 
@@ -45,11 +43,11 @@ def chain(tmp_path_factory):
     return folder / "outputs"
 
 
-def exported(chain: Path, stage: str) -> dict[str, torch.Tensor]:
+def exported(chain, stage):
     return dict(entries(chain / "qwen3_vl" / stage / "model.safetensors"))
 
 
-def held_out(chain: Path, stage: str):
+def held_out(chain, stage):
     (file,) = {path.resolve().parent / "metrics.jsonl" for path in [chain / "qwen3_vl" / stage]}
     return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
 
@@ -141,10 +139,7 @@ def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(cha
 
 
 def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(tmp_path, capsys):
-    assert (
-        main(["train", str(RECIPE / "configs" / "align.yaml"), f"output_dir={tmp_path}"])
-        == EXIT_USER_ERROR
-    )
+    assert mvp(f"train {RECIPE}/configs/align.yaml output_dir={tmp_path}") == EXIT_USER_ERROR
     assert "it is what the stage before exports, so train that first" in capsys.readouterr().err
 
 
@@ -175,7 +170,7 @@ REAL = {  # the sizes of Qwen3-VL-2B
 
 
 @pytest.mark.parametrize(
-    ("name", "sources"),
+    "name, sources",
     [
         ("align_gpu1", ["captions", "held_captions"]),
         ("pretrain_gpu8", ["captions", "interleaved", "videos", "texts", "held"]),
@@ -187,11 +182,9 @@ REAL = {  # the sizes of Qwen3-VL-2B
 )
 def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(name, sources, tmp_path):
     config = str(RECIPE / "configs" / f"{name}.yaml")
-    with pytest.raises(
-        UserError, match=rf"has keys without a value.* data\.sources\.{sources[0]}\.path=\.\.\."
-    ):
+    with user_error(rf"has keys without a value.* data\.sources\.{sources[0]}\.path=\.\.\."):
         compose(config, [])
-    (tmp_path / "config.json").write_text(json.dumps(REAL))
+    write_json(tmp_path / "config.json", REAL)
     words = [
         f"model.path={tmp_path}",
         *(f"data.sources.{source}.path=rows.jsonl" for source in sources),

@@ -1,24 +1,21 @@
 """The qwen_audio recipe: the README's commands, resume, the export in transformers, two ranks."""
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import ROOT, read_metrics, readme_commands, user_error
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "qwen_audio" / "configs"
-FEW = ["speech.sentences=60", "speech.held_out=12", "data.num_workers=0", "log.interval=1"]
+FEW = "speech.sentences=60 speech.held_out=12 data.num_workers=0 log.interval=1".split()
 SMALL = [
     "model.config.text_config.num_hidden_layers=1",
     "model.config.audio_config.encoder_layers=1",
@@ -35,7 +32,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("audio")
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def words(folder, *more):
     few = [*FEW, *SMALL, "log.backends=[terminal,file,jsonl]"]
     return [f"output_dir={folder}", *few, "train.max_steps=6", "eval.steps=null", *more]
 
@@ -96,8 +93,7 @@ def test_qwen_audio_export_transcribes_like_the_checkpoint(folder, trained, monk
     ]
     assert [one.sample for one in answers] == list(range(24))
     files = [str(home / row["messages"][0]["content"][0]["audio"]) for row in rows]
-    heard = hear(str(export), files[::4], max_new_tokens=8)
-    assert heard == [one.written for one in answers[::4]]
+    assert hear(str(export), files[::4], max_new_tokens=8) == [one.written for one in answers[::4]]
     assert [one.expected for one in answers] == [row["messages"][1]["content"] for row in rows]
 
 
@@ -183,6 +179,6 @@ def test_qwen_audio_without_synthesizer_names_the_package_to_install(tmp_path, m
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'mvp-engine\[demo\]'"):
+    with user_error(r"pip install 'mvp-engine\[demo\]'"):
         prepare(str(tmp_path / "speech"), 3, 1)
     assert not list(tmp_path.glob("*.tmp"))

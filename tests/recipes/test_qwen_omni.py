@@ -1,7 +1,5 @@
 """The qwen_omni recipe: the README's commands, spoken answers on the page, the export in transformers, the judge."""
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import json
@@ -10,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import ROOT, mvp, read_metrics, readme_commands, user_error
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "qwen_omni" / "configs"
-FEW = ["spoken.sentences=120", "spoken.held_out=4", "data.num_workers=0", "log.interval=1"]
+FEW = "spoken.sentences=120 spoken.held_out=4 data.num_workers=0 log.interval=1".split()
 HAS_SPEECH = (
     importlib.util.find_spec("espeakng_loader") is not None
     or ctypes.util.find_library("espeak-ng") is not None
@@ -28,7 +26,7 @@ HAS_SPEECH = (
 speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def words(folder, *more):
     sizes = ["train.max_steps=3", "eval.steps=3", "eval.generation.speech.max_frames=6"]
     return [f"output_dir={folder}", *FEW, *sizes, "log.backends=[terminal,file,jsonl]", *more]
 
@@ -40,7 +38,7 @@ def test_qwen_omni_readme_commands_run(tmp_path, monkeypatch, capsys):
     for command in readme_commands("qwen_omni"):
         if "--nproc" in command or any("gpu" in word for word in command):
             continue
-        fewer = {"train": words(tmp_path), "chat": ["--dir", str(tmp_path), "--max-frames", "6"]}
+        fewer = {"train": words(tmp_path), "chat": f"--dir {tmp_path} --max-frames 6".split()}
         command = [
             word.replace("outputs/", f"{tmp_path}/").replace("two.wav", f"{tmp_path}/two.wav")
             for word in command
@@ -58,15 +56,12 @@ def test_qwen_omni_readme_commands_run(tmp_path, monkeypatch, capsys):
         (["--speaker", "ann"], "--speaker is for spoken answers: add --speak"),
         (["--speak", "a.mp3"], "a name that ends with .wav"),
         (
-            ["--speak", "a.wav", "--speaker", "carl"],
+            "--speak a.wav --speaker carl".split(),
             "--speaker carl: the model's speakers are ann, bob",
         ),
-        (["--speak", "a.wav", "--codec", "nothing"], "--codec=nothing is neither a folder nor"),
+        ("--speak a.wav --codec nothing".split(), "--codec=nothing is neither a folder nor"),
     ):
-        assert (
-            main(["chat", "latest", "-p", "say up", "--dir", str(tmp_path), *wrong])
-            == EXIT_USER_ERROR
-        )
+        assert mvp(f"chat latest -p 'say up' --dir {tmp_path}", *wrong) == EXIT_USER_ERROR
         assert said in capsys.readouterr().err
     last = read_metrics(tmp_path, "eval")[-1]
     assert {"word_accuracy_eval", "exact_eval", "speech_ended", "speech_first", "text_loss"} <= set(
@@ -155,7 +150,7 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    "word, said",
     [
         ("data.speech=null", "eval.generation.speech needs a model that speaks"),
         (
@@ -170,7 +165,7 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word, sa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (
             ["data.speech=null"],
@@ -181,5 +176,5 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word, sa
 )
 def test_talker_without_speech_and_speech_without_talker_are_user_errors(words, said):
     composed = compose(str(CONFIGS / "cpu.yaml"), ["eval.generation=null", *words])
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         composed.engine_class.data_kit(composed.config)

@@ -1,7 +1,5 @@
 """The reverse_rl recipe: algorithms, resume, workers, one-step-off and faults; learning in the campaign."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -9,32 +7,24 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, mvp, read_metrics, user_error
 from kill_resume import ForkedJob, compare
 from safetensors.torch import load_file
 
-from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.distributed import World
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 from mvp_engine.tools.push import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
-SMALL = ["made.rows=40", "log.interval=1", "log.backends=[jsonl]", "export_link=null"]
-SHORT = [
-    "train.max_steps=3",
-    "eval.steps=3",
-    "eval.batches=1",
-    "rl.prompts_per_step=4",
-    "rl.num_generations=4",
-]
+SMALL = "made.rows=40 log.interval=1 log.backends=[jsonl] export_link=null".split()
+SHORT = "train.max_steps=3 eval.steps=3 eval.batches=1 rl.prompts_per_step=4 rl.num_generations=4".split()
 SHORT += ["reward.workers=0", "optim.lr=3e-3"]
 
 
@@ -48,18 +38,18 @@ def base(tmp_path_factory):
     return folder
 
 
-def words_of(base: Path, name: str, *more: str) -> list[str]:
+def words_of(base, name, *more):
     words = [*SMALL, *SHORT, f"output_dir={base / name}", f"made.folder={base}/reverse_data"]
     return [*words, f"model.path={base}/reverse_base", *more]
 
 
-def trained(base: Path, name: str, *more: str, config: str = "grpo") -> list[dict[str, Any]]:
+def trained(base, name, *more, config="grpo"):
     """The records of a short training in a folder of its own."""
     assert launch(str(CONFIGS / f"{config}.yaml"), words_of(base, name, *more)) == 0
     return read_metrics(base / name) + read_metrics(base / name, "eval")
 
 
-def weights(base: Path, name: str, model: str = "actor") -> dict[str, torch.Tensor]:
+def weights(base, name, model="actor"):
     folder = list_runs(base / name)[-1].checkpoint_list()[-1] / model
     return {
         k: v
@@ -68,7 +58,7 @@ def weights(base: Path, name: str, model: str = "actor") -> dict[str, torch.Tens
     }
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]):
+def assert_same_bits(one, two):
     assert one.keys() == two.keys()
     assert one
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -107,7 +97,7 @@ def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base):
             assert one[name] == pytest.approx(two[name], abs=1e-5)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base):
     words = ["evaluation={samples: 2, temperature: 1.0}", "eval.steps=3"]
     before = trained(base, "report", *words)
@@ -118,20 +108,20 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
     assert (run.dir / "rollouts.jsonl").read_text() == rollouts
     assert (run.dir / "report.html").is_file()
     assert (run.dir / "hf_step_3" / "model.safetensors").is_file()
-    assert main(["check", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
+    assert mvp(f"check {run.dir} --step 2") == EXIT_USER_ERROR
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config, words",
     [
         pytest.param(
             "grpo",
             ["rl.async_steps=1", "rl.dynamic_sampling=1", "rl.kl_coef=0.1"],
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),  # see also tests/kit/rl/test_rl_runs.py
         (
             "ppo",
-            ["rl.prompts_per_step=6", "rl.num_generations=1", "rl.updates=2", "rl.critic_warmup=1"],
+            "rl.prompts_per_step=6 rl.num_generations=1 rl.updates=2 rl.critic_warmup=1".split(),
         ),
     ],
 )
@@ -157,16 +147,10 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base, config, words):
     assert (run.dir / "rollouts.jsonl").read_text() == rollouts
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
 def test_rl_algorithms_train_a_step(base, algorithm):
-    words = [
-        "train.max_steps=1",
-        "eval.steps=null",
-        "rl.clip=null",
-        "rl.kl_coef=0.01",
-        "rl.updates=1",
-    ]
+    words = "train.max_steps=1 eval.steps=null rl.clip=null rl.kl_coef=0.01 rl.updates=1".split()
     (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
     assert record["skipped"] == 0
     assert record["grad_norm"] > 0
@@ -175,15 +159,9 @@ def test_rl_algorithms_train_a_step(base, algorithm):
     )  # before the first update the policy is the reference
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_rl_adapters_off_is_the_reference_of_lora(base):
-    words = [
-        "lora.rank=4",
-        "lora.target_modules=[llm]",
-        "rl.kl_coef=0.1",
-        "eval.steps=null",
-        "train.max_steps=2",
-    ]
+    words = "lora.rank=4 lora.target_modules=[llm] rl.kl_coef=0.1 eval.steps=null train.max_steps=2".split()
     off = trained(base, "lora_off", *words)
     copy = trained(base, "lora_copy", *words, "groups.reference={}")
     assert off[1]["kl"] > 0
@@ -192,7 +170,7 @@ def test_rl_adapters_off_is_the_reference_of_lora(base):
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_rl_separate_sampler_group_gives_the_same_training(base):
     words = ["eval.steps=null", "rl.async_steps=1"]
     shared = trained(base, "shared", *words)
@@ -203,12 +181,12 @@ def test_rl_under_torchrun_is_refused_with_the_fix():
     from mvp_engine.kit.rl import RLEngine
 
     world = World(0, 2, 0, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"workers.where=spawn groups.actor.ranks=2"):
+    with user_error(r"workers.where=spawn groups.actor.ranks=2"):
         RLEngine(None, world)
 
 
 @pytest.mark.parametrize(
-    ("word", "text"),
+    "word, text",
     [
         ("groups.actor.ranks=2", "workers.where=spawn"),
         ("parallel.shard=2", "groups.actor.parallel"),
@@ -230,20 +208,20 @@ def test_rl_under_torchrun_is_refused_with_the_fix():
 )
 def test_rl_config_errors_name_the_fix(base, word, text, capsys):
     words = words_of(base, "errors", *word.split())
-    assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {CONFIGS}/grpo.yaml", *words) == EXIT_USER_ERROR
     assert text in capsys.readouterr().err
 
 
 def test_rl_gap_above_the_limit_stops_before_the_first_update(base, capsys):
     words = words_of(base, "gap", "generation.max_gap=1e-12", "rl.importance_cap=2")
-    assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {CONFIGS}/grpo.yaml", *words) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert "generation.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
     assert "assistant" in error  # the text before the worst tokens
     assert read_metrics(base / "gap") == []
 
 
-@pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 40), ("ppo", 34)])
+@pytest.mark.parametrize("algorithm, steps", [("grpo", 40), ("ppo", 34)])
 def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
     algorithm, steps, monkeypatch
 ):
@@ -256,7 +234,7 @@ def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
         return nullcontext()
 
     monkeypatch.setattr(ModelGroups, "_start", start)
-    words = ["model.path=x", f"rl.algorithm={algorithm}", "rl.critic_warmup=3", "rl.updates=2"]
+    words = f"model.path=x rl.algorithm={algorithm} rl.critic_warmup=3 rl.updates=2".split()
     config = compose(CONFIGS / "gpu8.yaml", words).config
     groups = ModelGroups(config, "fp32", 20, Path("files"), torch.device("cuda"))
     groups.initialize(optimizer=object())
@@ -275,7 +253,7 @@ def test_rl_gpu_configs_compose(name):
     )
 
 
-def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
+def assert_close(found, wanted):
     assert len(found) == len(wanted)
     for one, two in zip(found, wanted, strict=True):
         assert one.keys() == two.keys()
@@ -287,7 +265,7 @@ def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]):
                 )
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("config", ["grpo", "ppo"])
 def test_rl_spawned_ranks_train_as_the_local_process(base, config):
     words = ["rl.prompts_per_step=6", "rl.updates=2", "rl.kl_coef=0.05"]
@@ -300,18 +278,13 @@ def test_rl_spawned_ranks_train_as_the_local_process(base, config):
     assert_close(trained(base, f"two_{config}", *two, config=config), local)
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize(
     "words", [["rl.async_steps=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]]
 )
 def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base, tmp_path, words):
     settings = [word for word in words_of(base, "x", *words) if not word.startswith("output_dir")]
-    settings += [
-        "train.max_steps=70",
-        "eval.steps=20",
-        "checkpoint.interval=1",
-        "reward.workers=2",
-    ]
+    settings += "train.max_steps=70 eval.steps=20 checkpoint.interval=1 reward.workers=2".split()
     settings += ["log.backends=[file,jsonl]", "optim.lr=1e-3"]
     found = compare(20, 1, settings, tmp_path, config=CONFIGS / "grpo.yaml", start=ForkedJob)
     print(found)
@@ -327,7 +300,7 @@ def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base, tmp_path, wo
     assert_same_bits(*ends)
 
 
-def kill_a_worker_once(marker: Path):
+def kill_a_worker_once(marker):
     """Kill the first child process that is a worker of the group."""
     if marker.exists():
         return
@@ -337,18 +310,13 @@ def kill_a_worker_once(marker: Path):
         return
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkpoint(
     base, monkeypatch
 ):
     from mvp_engine.kit.rl import RLEngine
 
-    words = [
-        "workers.where=spawn",
-        "groups.actor.ranks=2",
-        "checkpoint.interval=1",
-        "eval.steps=null",
-    ]
+    words = "workers.where=spawn groups.actor.ranks=2 checkpoint.interval=1 eval.steps=null".split()
     undisturbed = trained(base, "alive", *words, "log.backends=[file,jsonl]")
     original = RLEngine.train_pre_step
 
@@ -365,13 +333,13 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_rl_readme_commands_learn_from_half_right_to_right(tmp_path):
     """On two idle cores: GRPO in under 3 minutes, PPO in under 4."""
     shown = {}
     for config, metric in (("sft", "exact_held_out"), ("grpo", "pass@1"), ("ppo", "pass@1")):
         words = [f"output_dir={tmp_path}", "log.backends=[jsonl]"]
-        assert main(["train", str(CONFIGS / f"{config}.yaml"), *words]) == 0
+        assert mvp(f"train {CONFIGS}/{config}.yaml", *words) == 0
         shown[config] = read_metrics(tmp_path, "eval")[-1][metric]
     assert shown["sft"] <= 0.5
     assert min(shown["grpo"], shown["ppo"]) >= 0.95

@@ -1,9 +1,7 @@
 """The reward_model recipe: it trains, exports a classifier, refuses rows that end with the pad token; learning."""
 
-from __future__ import annotations
-
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, mvp, read_metrics
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -11,13 +9,9 @@ from mvp_engine.errors import EXIT_USER_ERROR
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reward_model" / "configs"
-SHORT = [
-    "made.rows=60",
-    "train.max_steps=2",
-    "eval.steps=2",
-    "data.num_workers=0",
-    "log.backends=[jsonl]",
-]
+SHORT = (
+    "made.rows=60 train.max_steps=2 eval.steps=2 data.num_workers=0 log.backends=[jsonl]".split()
+)
 
 
 def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path):
@@ -53,7 +47,7 @@ def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path
         f"made.folder={folder}",
         f"model.config.pad_token_id={last}",
     ]
-    assert main(["train", str(CONFIGS / "cpu.yaml"), *words]) == EXIT_USER_ERROR
+    assert mvp(f"train {CONFIGS}/cpu.yaml", *words) == EXIT_USER_ERROR
     assert "Set model.config.pad_token_id" in capsys.readouterr().err
 
 
@@ -65,18 +59,8 @@ def test_reward_model_gpu_configs_compose(name):
     assert (config.model.type, config.lora is None) == ("value_model", name == "gpu8")
 
 
-@pytest.mark.campaign(only=True)
-@pytest.mark.parametrize(("name", "bound"), [("cpu", 0.95), ("cpu_images", 0.9)])
+@CAMPAIGN
+@pytest.mark.parametrize("name, bound", [("cpu", 0.95), ("cpu_images", 0.9)])
 def test_reward_model_readme_command_learns_held_out_pairs(tmp_path, name, bound):
-    assert (
-        main(
-            [
-                "train",
-                str(CONFIGS / f"{name}.yaml"),
-                f"output_dir={tmp_path}",
-                "log.backends=[jsonl]",
-            ]
-        )
-        == 0
-    )
+    assert mvp(f"train {CONFIGS}/{name}.yaml output_dir={tmp_path} log.backends=[jsonl]") == 0
     assert read_metrics(tmp_path, "eval")[-1]["accuracy"] >= bound

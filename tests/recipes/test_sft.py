@@ -1,12 +1,9 @@
 """The sft recipe: its engine, which spells the step out, trains bit for bit as MLLMEngine does."""
 
-from __future__ import annotations
-
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import ROOT, mvp, read_metrics
 from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
 
-from mvp_engine.cli import main
 from mvp_engine.config.engine_class import find_engine
 from mvp_engine.engine.hooks import EngineHooks
 
@@ -37,9 +34,7 @@ def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, w
     results = []
     for engine in ("sft", "mvp_engine.kit:MLLMEngine"):
         folder = vlm_folder / engine.rpartition(":")[2]
-        assert (
-            main(["train", "train.yaml", f"engine={engine}", f"output_dir={folder}", *words]) == 0
-        )
+        assert mvp(f"train train.yaml engine={engine} output_dir={folder}", *words) == 0
         results.append(read_metrics(folder) + read_metrics(folder, "eval"))
     assert results[0] == results[1]
     assert {"loss", "loss_images", "loss_others", "fill"} <= results[0][0].keys()
@@ -52,5 +47,4 @@ RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive"
 @pytest.mark.parametrize("name", RECIPES.split())
 def test_engine_of_a_recipe_has_at_most_three_levels_below_it(name):
     engine_class, _ = find_engine(name, ROOT / "train.yaml")
-    bases = [base for base in engine_class.mro()[1:] if issubclass(base, EngineHooks)]
-    assert len(bases) <= 3
+    assert len([base for base in engine_class.mro()[1:] if issubclass(base, EngineHooks)]) <= 3

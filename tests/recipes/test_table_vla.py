@@ -1,8 +1,5 @@
 """The table_vla recipe: it trains and rolls out, its export acts as the engine does, and the policy learns the task."""
 
-from __future__ import annotations
-
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import CAMPAIGN, ROOT, mvp, read_metrics
+from run_files import printed_json, read_json
 from test_action_model import transformers_pi0
 from test_lerobot import write_folder
 from tiny_pi0 import tiny_pi0
@@ -26,18 +24,8 @@ from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import Run
 
 CONFIGS = ROOT / "recipes" / "table_vla" / "configs"
-SHORT = [
-    "table.demonstrations=40",
-    "train.max_steps=2",
-    "eval.steps=2",
-    "data.num_workers=0",
-]
-SHORT += [
-    "simulation.episodes=4",
-    "simulation.max_steps=8",
-    "log.backends=[jsonl]",
-    "log.interval=1",
-]
+SHORT = "table.demonstrations=40 train.max_steps=2 eval.steps=2 data.num_workers=0".split()
+SHORT += "simulation.episodes=4 simulation.max_steps=8 log.backends=[jsonl] log.interval=1".split()
 # Needs nothing but torch, numpy and transformers: it imports the file next to the weights.
 ACT = """
 import json, sys
@@ -114,14 +102,13 @@ def test_table_vla_export_acts_as_the_engine(engine, world, tmp_path):
     assert acted.shape == (3, 8, 3)
     np.testing.assert_allclose(acted, expected, rtol=1e-5, atol=1e-5)
     # The comparison notices other statistics, and a checkpoint has them too.
-    spec = json.loads((export / "normalization.json").read_text())
-    moved = np.abs(expected - spec["action"]["mean"]).max()
-    assert moved > 1e-2
+    spec = read_json(export / "normalization.json")
+    assert np.abs(expected - spec["action"]["mean"]).max() > 1e-2
     checkpoint = next(engine.run.dir.glob("checkpoints/step_*"))
-    assert json.loads(next(checkpoint.rglob("normalization.json")).read_text()) == spec
+    assert read_json(next(checkpoint.rglob("normalization.json"))) == spec
 
 
-@pytest.mark.campaign(only=True)  # three trainings
+@CAMPAIGN  # three trainings
 def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path, capsys):
     words = [
         str(CONFIGS / "cpu.yaml"),
@@ -131,7 +118,7 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path, c
         "eval.steps=null",
     ]
     assert main(["train", *words, "table.version=v2.1", "table.codec=libx264"]) == 0
-    words += ["table.version=v2.1", "table.codec=libx264", "resume=auto", "train.max_steps=3"]
+    words += "table.version=v2.1 table.codec=libx264 resume=auto train.max_steps=3".split()
     capsys.readouterr()
     assert main(["train", *words, "actions.normalize=min_max"]) == EXIT_USER_ERROR
     assert "another normalization (mode)" in capsys.readouterr().err
@@ -160,19 +147,14 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
         f"data.sources.robot.path={root}",
         "data.sources.robot.hold_out=0.34",
     ]
-    given += [
-        f"output_dir={tmp_path}",
-        f"data.cache={tmp_path}",
-        "data.num_workers=0",
-        "train.precision=fp32",
-    ]
+    given += f"output_dir={tmp_path} data.cache={tmp_path} data.num_workers=0 train.precision=fp32".split()
     name, *others = words
-    assert main(["check", str(CONFIGS / f"{name}.yaml"), *given, *others, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {CONFIGS}/{name}.yaml", *given, *others, "--json") == 0
+    facts = printed_json(capsys)
     assert facts["ok"], facts
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_table_vla_readme_command_learns_the_task(tmp_path):
     words = [str(CONFIGS / "cpu.yaml"), f"output_dir={tmp_path}", "log.backends=[jsonl]"]
     assert main(["train", *words]) == 0

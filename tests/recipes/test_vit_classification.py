@@ -1,16 +1,13 @@
 """The vit_classification recipe: digits, a user's folder with broken files, export, two ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_metrics, readme_commands
+from conftest import CAMPAIGN, ROOT, read_metrics, readme_commands, user_error
 from PIL import Image
-from run_files import json_lines
+from run_files import json_lines, read_json, write_json
 from safetensors.torch import load_file, save_file
 
 from mvp_engine.checkpoint.format import Reader
@@ -28,15 +25,15 @@ SMALL = [
     "model.config.hidden_size=16",
     "model.config.intermediate_size=16",
 ]
-QUICK = ["data.num_workers=0", "log.interval=1", "eval.steps=null", "optim.warmup=0"]
+QUICK = "data.num_workers=0 log.interval=1 eval.steps=null optim.warmup=0".split()
 QUICK += ["log.backends=[terminal,file,jsonl]"]  # a plot takes half a second
 
 
-def run(folder: Path, *more: str) -> int:
+def run(folder, *more):
     return launch(str(CONFIGS / "cpu.yaml"), [f"output_dir={folder}", *SMALL, *QUICK, *more])
 
 
-def write_images(folder: Path, count: int = 12) -> Path:
+def write_images(folder, count=12):
     """Two classes, red and blue, of many sizes and modes; three files are broken."""
     random = np.random.default_rng(0)
     for name, colour in (("blue", 2), ("red", 0)):
@@ -78,12 +75,7 @@ def own(tmp_path_factory):
         "images.crop=0.5",
         "images.flip=true",
     ]
-    words += [
-        "data.micro_batch_size=4",
-        "data.global_batch_size=8",
-        "train.epochs=6",
-        "optim.lr=0.01",
-    ]
+    words += "data.micro_batch_size=4 data.global_batch_size=8 train.epochs=6 optim.lr=0.01".split()
     assert run(folder, *words, "checkpoint.interval=3") == 0
     return folder, words
 
@@ -101,8 +93,7 @@ def test_vit_broken_files_are_listed_counted_and_left_out(own):
     assert len(named) == len(in_training)  # once each, not in every epoch
     assert all(": corrupt: " in name for name in named)
     records = read_metrics(folder)
-    bad = sum(record["totals"].get("bad_images", 0) for record in records)
-    assert bad == 6 * len(in_training)
+    assert sum(record["totals"].get("bad_images", 0) for record in records) == 6 * len(in_training)
     assert "left out: " in (newest / "log.txt").read_text()
     assert run(folder, *words, "workflow=evaluate", f"resume={newest}") == 0
     [line] = json_lines(newest / "evaluate.jsonl")
@@ -156,8 +147,7 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2, ow
     [export] = newest.glob("hf_step_*")
     classify = pipeline("image-classification", str(export), device="cpu")
     for file in sorted((folder / "images").glob("*/1*.*")):
-        guesses = classify(Image.open(file).convert("RGB"))
-        assert guesses[0]["label"] == file.parent.name
+        assert classify(Image.open(file).convert("RGB"))[0]["label"] == file.parent.name
     raw = classify.model.state_dict()
     saved = Reader(newest / "checkpoints" / "latest")
     for name, tensor in raw.items():
@@ -188,7 +178,7 @@ def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(
 
     folder, words = own
     for name in ("gpu1", "gpu8"):
-        with pytest.raises(UserError, match=r"give on the command line: images.root=..."):
+        with user_error(r"give on the command line: images.root=..."):
             compose(str(CONFIGS / f"{name}.yaml"), [])
         composed = compose(str(CONFIGS / f"{name}.yaml"), ["images.root=/somewhere"])
         with torch.device("meta"):
@@ -224,7 +214,7 @@ TEXT = {
 TEXT |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def write_folder(folder: Path, kind: str) -> Path:
+def write_folder(folder, kind):
     """A pretrained folder without a classifier; CLIP and SigLIP with a nested vision config and a text encoder."""
     import transformers
 
@@ -237,9 +227,7 @@ def write_folder(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind", ["vit", "clip", pytest.param("siglip", marks=pytest.mark.campaign(only=True))]
-)
+@pytest.mark.parametrize("kind", ["vit", "clip", pytest.param("siglip", marks=CAMPAIGN)])
 def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_what_trains_only(
     kind, tmp_path, capsys
 ):
@@ -253,7 +241,7 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
         f"model.path={base}",
         "train.max_steps=2",
     ]
-    words += ["lora.rank=2", "optim.ema=null", "optim.lr=0.01", "data.micro_batch_size=8"]
+    words += "lora.rank=2 optim.ema=null optim.lr=0.01 data.micro_batch_size=8".split()
     config = str(CONFIGS / "cpu.yaml")
     assert launch(config, [*words, "images.size=16"]) == EXIT_USER_ERROR
     key, there = ("hidden_size=64", 16) if kind == "vit" else ("model_type=vit", kind)
@@ -298,19 +286,16 @@ def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is
 
     base = write_folder(tmp_path / "base", "siglip")
     transformers.SiglipImageProcessor(size={"height": 24, "width": 24}).save_pretrained(base)
-    with pytest.raises(
-        UserError,
-        match=r"images\.size=16, but the image processor in .* makes tensors of \(3, 24, 24\)",
+    with user_error(
+        r"images\.size=16, but the image processor in .* makes tensors of \(3, 24, 24\)",
     ):
         make_processor(str(base), 16)
-    settings = json.loads((base / "config.json").read_text())["vision_config"]
-    (base / "config.json").write_text(json.dumps(settings))
+    settings = read_json(base / "config.json")["vision_config"]
+    write_json(base / "config.json", settings)
     model = compose(
         str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]
     ).config.model
-    with pytest.raises(
-        UserError, match=r"no image classifier for siglip_vision_model: .* give the whole folder"
-    ):
+    with user_error(r"no image classifier for siglip_vision_model: .* give the whole folder"):
         make_model(model, 16, ["a", "b"])
 
 
@@ -321,23 +306,17 @@ def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path):
     ).config.model
     from vit_classification.model import make_model  # compose has made it importable
 
-    with pytest.raises(
-        UserError, match=r"model\.config\.qkv_bias=False, but the model in .* has True"
-    ):
+    with user_error(r"model\.config\.qkv_bias=False, but the model in .* has True"):
         make_model(model.model_copy(update={"config": {"qkv_bias": False}}), 16, ["a", "b"])
     weights = load_file(base / "model.safetensors")
     del weights["layernorm.bias"]
     weights["layernorm.weight"] = torch.ones(5)
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"layernorm\.weight has the shape \(5,\) there and \(16,\)"
-    ):
+    with user_error(r"layernorm\.weight has the shape \(5,\) there and \(16,\)"):
         make_model(model, 16, ["a", "b"])
     del weights["layernorm.weight"]
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"lacks 2 weights of ViTForImageClassification, such as vit\.layernorm"
-    ):
+    with user_error(r"lacks 2 weights of ViTForImageClassification, such as vit\.layernorm"):
         make_model(model, 16, ["a", "b"])
 
 

@@ -20,7 +20,7 @@ def drawn(metric, *curves, label="curve"):
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "scale", "tick"),
+    "metric, values, scale, tick",
     [
         ("loss", [9.0, 3.0, 0.5], "log", "1"),
         ("loss", [1.25, 1.5, 2.0], "linear", "1.4"),

@@ -1,7 +1,5 @@
 """The actions skill's check passes on the kit and fails on kits with common errors."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

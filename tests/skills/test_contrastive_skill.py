@@ -1,10 +1,7 @@
 """The contrastive skill's check passes on the kit and fails on losses with common errors."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import ROOT
-from torch import Tensor
 
 from mvp_engine.imports import import_file
 from mvp_engine.kit.preference import siglip
@@ -13,19 +10,19 @@ check = import_file(ROOT / "skills" / "contrastive" / "check.py")
 problems, KIT = check.problems, check.kit_loss
 
 
-def mean(views_B2D: Tensor) -> Tensor:
+def mean(views_B2D):
     return KIT(views_B2D).mean()
 
 
-def no_negatives(views_B2D: Tensor) -> Tensor:
+def no_negatives(views_B2D):
     return 1 - (views_B2D[:, 0] * views_B2D[:, 1]).sum(-1)
 
 
-def wrong_sign(views_B2D: Tensor) -> Tensor:
+def wrong_sign(views_B2D):
     return -KIT(views_B2D)
 
 
-def siglip_loss(views_B2D: Tensor) -> Tensor:
+def siglip_loss(views_B2D):
     return siglip(views_B2D[:, 0] @ views_B2D[:, 1].T / 0.3 - 1)
 
 
@@ -35,7 +32,7 @@ def test_check_of_the_kit_passes(loss):
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    "loss, said",
     [(mean, "no mean"), (no_negatives, "no negatives"), (wrong_sign, "does not lower the loss")],
 )
 def test_check_of_a_wrong_loss_names_the_error(loss, said):

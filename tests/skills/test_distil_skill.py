@@ -1,42 +1,38 @@
 """The distil skill's check passes on the kit and fails on losses with common errors."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import ROOT
-from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.imports import import_file
 
 check = import_file(ROOT / "skills" / "distil" / "check.py")
 problems, KIT = check.problems, check.kit_loss
 
 
-def kl_of(logits_TV: Tensor, teacher_TV: Tensor) -> Tensor:
+def kl_of(logits_TV, teacher_TV):
     log_p, log_q = logits_TV.log_softmax(-1), teacher_TV.log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def wrong_sign(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
+def wrong_sign(logits_TV, teacher_TV, batch):
     loss_sum, weight = KIT(logits_TV, teacher_TV, batch)
     return -loss_sum, weight
 
 
-def with_prompts(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
+def with_prompts(logits_TV, teacher_TV, batch):
     return kl_of(logits_TV, teacher_TV.detach()).sum(), batch.num_tokens
 
 
-def trained_teacher(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
+def trained_teacher(logits_TV, teacher_TV, batch):
     return kl_of(logits_TV, teacher_TV)[batch.labels != -100].sum(), batch.num_loss_tokens
 
 
-def cross_entropy(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
+def cross_entropy(logits_TV, teacher_TV, batch):
     terms_T = -(teacher_TV.detach().softmax(-1) * logits_TV.log_softmax(-1)).sum(-1)
     return terms_T[batch.labels != -100].sum(), batch.num_loss_tokens
 
 
-def mean(logits_TV: Tensor, teacher_TV: Tensor, batch: PackedBatch):
+def mean(logits_TV, teacher_TV, batch):
     loss_sum, weight = KIT(logits_TV, teacher_TV, batch)
     return loss_sum / weight, 1.0
 
@@ -46,7 +42,7 @@ def test_check_of_the_kit_passes():
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    "loss, said",
     [
         (wrong_sign, "does not bring the student closer"),
         (with_prompts, "tokens without a label"),

@@ -1,13 +1,10 @@
 """The flow skill's check passes on the kit and fails on parts with common errors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
-from torch import Tensor
 
 from mvp_engine.imports import import_file
 from mvp_engine.kit import flow
@@ -15,26 +12,26 @@ from mvp_engine.kit import flow
 problems = import_file(ROOT / "skills" / "flow" / "check.py").problems
 
 
-def with_part(name: str, part):
+def with_part(name, part):
     names = ("draw", "noisy_sample", "velocity_losses", "euler_sample")
     return SimpleNamespace(**{**{one: getattr(flow, one) for one in names}, name: part})
 
 
-def global_draw(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int):
+def global_draw(seed, epoch, sample, shape, draws):
     return flow.Draw(
         torch.randn(draws, *shape), torch.rand(draws), torch.ones(draws, dtype=torch.bool)
     )
 
 
-def same_epochs(seed: int, epoch: int, sample: int, shape: tuple[int, ...], draws: int):
+def same_epochs(seed, epoch, sample, shape, draws):
     return flow.draw(seed, 0, sample, shape, draws)
 
 
-def mean_loss(predicted: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
+def mean_loss(predicted, clean, noise):
     return flow.velocity_losses(predicted, clean, noise).mean()
 
 
-def wrong_way(velocity, noise: Tensor, steps: int) -> Tensor:
+def wrong_way(velocity, noise, steps):
     return flow.euler_sample(lambda x, times: -velocity(x, times), noise, steps)
 
 
@@ -43,7 +40,7 @@ def test_check_of_the_kit_passes():
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "said"),
+    "name, part, said",
     [
         ("draw", global_draw, "global generator"),
         ("draw", same_epochs, "do not depend on the epoch"),

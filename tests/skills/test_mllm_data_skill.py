@@ -1,9 +1,6 @@
 """The data skill's check passes on the data kit and fails on loaders with common errors."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ def test_check_of_the_kit_passes():
 class Changed:
     """The kit's loader with other batches."""
 
-    def __init__(self, loader, change: Callable[[PackedBatch], PackedBatch]):
+    def __init__(self, loader, change):
         self.loader, self.change = loader, change
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
@@ -30,18 +27,18 @@ class Changed:
         return map(self.change, self.loader)
 
 
-def off_by_one(batch: PackedBatch) -> PackedBatch:
+def off_by_one(batch):
     """The loss mask starts one token late: the first token of an answer has no loss."""
     has_loss = batch.labels != IGNORE
     first = has_loss & ~torch.cat([torch.tensor([False]), has_loss[:-1]])
     return dataclasses.replace(batch, labels=batch.labels.masked_fill(first, IGNORE))
 
 
-def shifted_twice(batch: PackedBatch) -> PackedBatch:
+def shifted_twice(batch):
     return dataclasses.replace(batch, labels=batch.labels.roll(-1))
 
 
-def padded(batch: PackedBatch) -> PackedBatch:
+def padded(batch):
     """Padded to the longest row, as collators do."""
     ones = [batch.select([s]) for s in range(batch.num_sequences)]
     longest = max(one.num_tokens for one in ones)
@@ -69,7 +66,7 @@ class Repeating(Changed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         (off_by_one, "has loss, not 'It is "),
         (shifted_twice, "labels are not the next tokens"),

@@ -1,13 +1,9 @@
 """The preference skill's check passes on the recipe and fails on losses with common errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import ROOT
-from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.imports import import_file
 from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.kit.preference import sigmoid_loss
@@ -18,29 +14,29 @@ PairsEngine = import_file(ROOT / "recipes" / "preference" / "engine.py").PairsEn
 DPO = check.loss_of(PairsEngine)
 
 
-def wrong_sign(ctx, model, batch: PackedBatch, reference_S: Tensor):
+def wrong_sign(ctx, model, batch, reference_S):
     batch.sequence_fields["side"] = -batch.sequence_fields["side"].roll(1)
     scores_S = sequence_log_probs(model(batch, [])["log_probs"], batch) - reference_S
     is_chosen_S = torch.arange(len(scores_S)) % 2 == 0
     return sigmoid_loss(0.1 * (scores_S.roll(-1) - scores_S))[is_chosen_S].sum(), is_chosen_S.sum()
 
 
-def with_prompts(ctx, model, batch: PackedBatch, reference_S: Tensor):
+def with_prompts(ctx, model, batch, reference_S):
     log_probs_T = model(batch, [])["log_probs"] * 1.0
     loss_sum, pairs = DPO(ctx, lambda *_: {"log_probs": log_probs_T}, batch, reference_S)
     return loss_sum + 0.1 * (log_probs_T - log_probs_T.detach()).sum(), pairs
 
 
-def without_reference(ctx, model, batch: PackedBatch, reference_S: Tensor):
+def without_reference(ctx, model, batch, reference_S):
     return DPO(ctx, model, batch, None)
 
 
-def mean(ctx, model, batch: PackedBatch, reference_S: Tensor):
+def mean(ctx, model, batch, reference_S):
     loss_sum, pairs = DPO(ctx, model, batch, reference_S)
     return loss_sum / pairs, 1.0
 
 
-def swapped(margin_S: Tensor) -> Tensor:
+def swapped(margin_S):
     return sigmoid_loss(-0.1 * margin_S)
 
 
@@ -53,7 +49,7 @@ def test_check_of_the_recipe_passes_and_of_a_changed_engine_names_the_error():
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    "loss, said",
     [
         (wrong_sign, "does not raise the log-probs of chosen answers"),
         (with_prompts, "gradient at prompt tokens"),

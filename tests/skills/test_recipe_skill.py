@@ -1,7 +1,5 @@
 """The recipe skill's check passes on a correct recipe and fails on common errors."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import ROOT
 
@@ -16,13 +14,10 @@ SMALL = [
     "vision_config.deepstack_visual_indexes=[0]",
 ]
 SMALL = [f"model.config.{key}" for key in SMALL]
-SMALL += [
-    "data.num_workers=0",
-    "digits.drawings=1",
-    "digits.count=40",
-    "data.global_batch_size=1",
-    "eval.generation.every_n_samples=4",
-]
+SMALL += (
+    "data.num_workers=0 digits.drawings=1 digits.count=40 data.global_batch_size=1 "
+    "eval.generation.every_n_samples=4"
+).split()
 BROKEN = """
 import torch
 
@@ -78,12 +73,7 @@ class Mean(MagicEngine):
 def test_check_of_recipes_without_packs_passes_or_names_the_mean(tmp_path):
     magic = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
     compose(magic)  # makes its package importable
-    small = [
-        "data.global_batch_size=8",
-        "task.train_problems=100",
-        "task.eval_problems=10",
-        "model.layers=1",
-    ]
+    small = "data.global_batch_size=8 task.train_problems=100 task.eval_problems=10 model.layers=1".split()
     assert CHECK.problems(magic, small) == []
     (tmp_path / "mean.py").write_text(MEAN)
     [problem] = CHECK.problems(magic, [*small, f"engine={tmp_path / 'mean.py'}:Mean"])
@@ -92,7 +82,7 @@ def test_check_of_recipes_without_packs_passes_or_names_the_mean(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "more", "expected"),
+    "name, more, expected",
     [
         ("Blank", [], ["the export differs from the trained model"]),
         (

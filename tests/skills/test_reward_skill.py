@@ -1,13 +1,10 @@
 """The reward skill's check passes on the recipe and fails on losses with common errors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from conftest import ROOT
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.imports import import_file
 
 check = import_file(ROOT / "skills" / "reward" / "check.py")
@@ -16,17 +13,17 @@ ReviewsEngine = import_file(ROOT / "recipes" / "reward_model" / "engine.py").Rev
 BRADLEY_TERRY = check.loss_of(ReviewsEngine)
 
 
-def first_token(ctx, model, batch: PackedBatch):
+def first_token(ctx, model, batch):
     values_T = model(batch, ["values"])["values"]
     return BRADLEY_TERRY(ctx, lambda *_: {"values": values_T.roll(-1)}, batch)
 
 
-def wrong_sign(ctx, model, batch: PackedBatch):
+def wrong_sign(ctx, model, batch):
     values_T = -model(batch, ["values"])["values"]
     return BRADLEY_TERRY(ctx, lambda *_: {"values": values_T}, batch)
 
 
-def mean(ctx, model, batch: PackedBatch):
+def mean(ctx, model, batch):
     loss_sum, pairs = BRADLEY_TERRY(ctx, model, replace(batch))
     return loss_sum / pairs, 1.0
 
@@ -36,7 +33,7 @@ def test_check_of_the_recipe_passes():
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    "loss, said",
     [
         (first_token, "other tokens than the last"),
         (wrong_sign, "does not raise"),

@@ -1,16 +1,13 @@
 """The check of the rl skill passes on a correct recipe and fails on common errors."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, is_gone, wait_until
+from conftest import ROOT, is_gone, user_error, wait_until
 
-from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
 from mvp_engine.tools.skill_check import run_check
 
@@ -91,7 +88,7 @@ def test_rl_check_of_a_correct_recipe_passes(words):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         ("WrongSign", "the reward does not prefer a row's own answer"),
         ("WrongMask", "the loss covers tokens of the prompt"),
@@ -105,7 +102,7 @@ def test_rl_check_of_a_recipe_with_an_error_names_it(name, said, words):
     assert any(said in problem for problem in found), found
 
 
-def engine(words: list[str], name: str) -> str:
+def engine(words, name):
     folder = next(word for word in words if word.startswith("output_dir="))
     return f"engine={Path(folder.removeprefix('output_dir=')) / 'engines.py'}:{name}"
 
@@ -113,13 +110,11 @@ def engine(words: list[str], name: str) -> str:
 @pytest.mark.slow
 def test_rl_check_of_a_reward_that_hangs_names_the_row_and_the_time_limit(words):
     limited = [*words, "reward.timeout=3", engine(words, "HangsOnNothing")]
-    with pytest.raises(
-        UserError, match=r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"
-    ):
+    with user_error(r"reward: .*train\.jsonl.*no result after 3 s \(reward\.timeout\)"):
         CHECK.problems(str(CONFIGS / "grpo.yaml"), limited)
 
 
-def run(check, *words: str) -> int:
+def run(check, *words):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["check.py", *words])
         with pytest.raises(SystemExit) as exited:
@@ -153,7 +148,7 @@ def test_skill_check_that_hangs_is_ended_with_its_processes_and_shows_where(tmp_
     wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
 
 
-@pytest.mark.parametrize(("problems", "code"), [([], 0), (["one"], 1)])
+@pytest.mark.parametrize("problems, code", [([], 0), (["one"], 1)])
 def test_skill_check_prints_problems_or_ok_and_exits_with_0_or_1(problems, code, capfd):
     assert run(lambda: problems) == code
     assert capfd.readouterr().out == ("one\n" if problems else "ok\n")

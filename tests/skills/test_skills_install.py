@@ -1,11 +1,9 @@
 """Skills are where coding agents look for them: links in the repository, `mvp recipe --skills` elsewhere."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, mvp
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -17,12 +15,12 @@ FOLDERS = [".agents/skills", ".claude/skills"]
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_skills_of_the_repository_are_linked_where_agents_look(folder, capsys):
     assert (ROOT / folder).resolve() == ROOT / "skills"
-    assert main(["recipe", "--skills", "--dir", str(ROOT)]) == 0
+    assert mvp(f"recipe --skills --dir {ROOT}") == 0
     assert "nothing to install" in capsys.readouterr().out
 
 
 def test_skills_install_texts_name_paths_that_exist(tmp_path, capsys):
-    assert main(["recipe", "--skills", "--dir", str(tmp_path)]) == 0
+    assert mvp(f"recipe --skills --dir {tmp_path}") == 0
     assert f"{len(NAMES)} skills written" in capsys.readouterr().out
     for folder in FOLDERS:
         assert sorted(entry.name for entry in (tmp_path / folder).iterdir()) == NAMES
@@ -36,7 +34,7 @@ def test_skills_install_texts_name_paths_that_exist(tmp_path, capsys):
 
 
 def test_skills_install_keeps_changed_skills_without_force(tmp_path, capsys):
-    install = ["recipe", "--skills", "--dir", str(tmp_path)]
+    install = f"recipe --skills --dir {tmp_path}".split()
     (tmp_path / ".claude/skills/loss").mkdir(parents=True)
     (tmp_path / ".claude/skills/loss/SKILL.md").write_text("mine")
     assert main(install) == EXIT_USER_ERROR
@@ -57,8 +55,8 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("folder", "expected"), [("/proc", "cannot write /proc"), ("/nowhere", "no such folder")]
+    "folder, expected", [("/proc", "cannot write /proc"), ("/nowhere", "no such folder")]
 )
 def test_skills_install_unusable_folder_is_a_user_error(folder, expected, capsys):
-    assert main(["recipe", "--skills", "--dir", folder]) == EXIT_USER_ERROR
+    assert mvp(f"recipe --skills --dir {folder}") == EXIT_USER_ERROR
     assert expected in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The speech skill's check passes on the kit and fails on plans with common errors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,7 @@ def changed(media, change):
 def shifted_text(protocol, ids, positions, turns):
     """The text one frame late."""
 
-    def change(values, frames: int):
+    def change(values, frames):
         values[-frames:, TEXT] = torch.cat([torch.tensor([check.PAD]), values[-frames:-1, TEXT]])
 
     return changed(KIT(protocol, ids, positions, turns), change)
@@ -38,7 +36,7 @@ def without_end(protocol, ids, positions, turns):
 def first_code_alone(protocol, ids, positions, turns):
     """Frames with the sum of one embedding, not of all codebooks."""
 
-    def change(values, frames: int):
+    def change(values, frames):
         values[-frames:, FIRST_CODE + 1 :] = 0
 
     return changed(KIT(protocol, ids, positions, turns), change)
@@ -62,7 +60,7 @@ def test_check_of_the_kit_passes():
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    "plan, said",
     [
         (shifted_text, "differ from those of transformers' generate"),
         (without_end, "the end of speech is not learnt"),

@@ -37,7 +37,7 @@ def log_probs(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "config"),
+    "layout, config",
     [({"tensor": 2}, TINY), ({"shard": 2, "expert": 2}, MOE)],
     ids=["tensor", "expert_parallel"],
 )

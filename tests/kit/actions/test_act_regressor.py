@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_files import read_json, write_json
 from test_action_cotrain import TEXTS, regressor_config
 from transformers import AutoProcessor
 
@@ -26,7 +26,7 @@ from mvp_engine.runs import Run
 CAMERAS = {"observation.images.top": (48, 64), "observation.images.wrist": (32, 32)}
 
 
-def write_robot(root: Path) -> str:
+def write_robot(root):
     dice = np.random.default_rng(0)
     sizes = {"observation.state": 4, "action": 3}
     with LeRobotWriter(root, fps=10, sizes=sizes, cameras=CAMERAS, codec=None) as writer:
@@ -43,7 +43,7 @@ def write_robot(root: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine(tmp_path_factory):
     """After two steps at a high learning rate, on relative actions."""
     folder = tmp_path_factory.mktemp("regressor")
     processor = make_qwen3_vl_processor(TEXTS, 300)
@@ -69,7 +69,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None},
     }
-    (folder / "train.yaml").write_text(json.dumps(values))
+    write_json(folder / "train.yaml", values)
     composed = compose(folder / "train.yaml", [])
     made: Any = composed.engine_class(
         composed.config, World.join("cpu"), Run.create(folder, "regressor", None)
@@ -79,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
-def observations() -> list[Observation]:
+def observations():
     """With one and two cameras, prompts of different lengths, and a frame of another size."""
     dice = np.random.default_rng(1)
     seen = []
@@ -91,7 +91,7 @@ def observations() -> list[Observation]:
 
 
 @pytest.mark.slow
-def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engine: Any) -> None:
+def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engine):
     seen = observations()
     expected = engine.act(seen, 0, [(0, 0), (1, 0), (2, 0)])
     folder = engine.export()
@@ -113,9 +113,9 @@ def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engi
     ):
         with pytest.raises(ValueError, match=r"needs \(height, width, 3\) of uint8"):
             policy.act(dict.fromkeys(images[0], wrong), states[0], tasks[0])
-    spec = json.loads((folder / "normalization.json").read_text())
+    spec = read_json(folder / "normalization.json")
     spec["action"]["std"] = [1.0, 1.0, 1.0]
-    (folder / "normalization.json").write_text(json.dumps(spec))
+    write_json(folder / "normalization.json", spec)
     other = act.Policy.from_pretrained(folder).act_batch(images, np.stack(states), tasks)
     assert np.abs(other - expected).max() > 1e-2
     (folder / "normalization.json").unlink()
@@ -125,7 +125,7 @@ def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engi
     assert AutoProcessor.from_pretrained(folder)
 
 
-def test_act_file_imports_nothing_but_torch_numpy_and_transformers() -> None:
+def test_act_file_imports_nothing_but_torch_numpy_and_transformers():
     tree = ast.parse(Path(act.__file__).read_text())
     found = set()
     for node in ast.walk(tree):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import user_error
 from PIL import Image
 from test_action_data import CHUNK, model_config
 from test_lerobot import color, write_folder
 from transformers import Qwen3VLConfig
 
 from mvp_engine.data.batch import IGNORE
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.action_model import ActionModel
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.policy import action_loss
@@ -27,7 +26,7 @@ from mvp_engine.tools.skill_check import NoLog
 TEXTS = ["task 0\n", "task 1\n", "Which colour?\n", "dark red"]
 
 
-def write_questions(folder: Path) -> Path:
+def write_questions(folder):
     """Two rows with an image, one without, and one that pi0 cannot train on."""
     Image.new("RGB", (32, 32), (100, 0, 0)).save(folder / "red.png")
     content = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "Which colour?"}]
@@ -39,7 +38,7 @@ def write_questions(folder: Path) -> Path:
     return file
 
 
-def make_kit(tmp_path: Path, processor: Any, config: Any, **actions: Any) -> ActionDataKit:
+def make_kit(tmp_path, processor, config, **actions):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     sources = {"robot": {"path": str(root)}, "questions": {"path": str(write_questions(tmp_path))}}
     settings = {"pack_tokens": 2048, "global_batch_tokens": 2048, "max_bad_rows": 1.0}
@@ -49,7 +48,7 @@ def make_kit(tmp_path: Path, processor: Any, config: Any, **actions: Any) -> Act
     return ActionDataKit(data, ActionData(**actions), processor, model_config=config)
 
 
-def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path: Path) -> None:
+def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 300, ("<image>",))
     config = model_config()
     kit = make_kit(tmp_path, tokenizer, config, text_weight=0.5, draws=2)
@@ -86,19 +85,17 @@ def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"text_weight": 0.1}, "without text to learn. Set it to 0")]
+    "settings, said", [({"text_weight": 0.1}, "without text to learn. Set it to 0")]
 )
-def test_text_weight_without_text_is_a_user_error(
-    tmp_path: Path, settings: dict[str, Any], said: str
-) -> None:
+def test_text_weight_without_text_is_a_user_error(tmp_path, settings, said):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     data = MLLMData.model_validate({"sources": [{"path": str(root)}], "pack_tokens": 64})
     tokenizer = train_tokenizer(TEXTS, 300, ("<image>",))
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         ActionDataKit(data, ActionData(**settings), tokenizer, model_config=model_config())
 
 
-def regressor_config(processor: Any) -> dict[str, Any]:
+def regressor_config(processor):
     """A tiny Qwen3-VL with the sizes of actions."""
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -126,7 +123,7 @@ def regressor_config(processor: Any) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, **ids, **sizes}
 
 
-def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path: Path) -> None:
+def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path):
     processor = make_qwen3_vl_processor(TEXTS, 300)
     config = Qwen3VLConfig(**regressor_config(processor))
     kit = make_kit(tmp_path, processor, config, text_weight=0.5)

@@ -1,18 +1,15 @@
 """ActionDataKit: frames of LeRobot folders as packed batches, normalization, and the rows that are left out."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import user_error
+from run_files import read_json, write_json
 from test_lerobot import CAMERA, LENGTHS, color, write_folder
 from transformers import PI0Config
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import FrameRow
@@ -24,7 +21,7 @@ from mvp_engine.kit.tiny_processors import train_tokenizer
 CHUNK = 4
 
 
-def model_config(**changes: Any) -> PI0Config:
+def model_config(**changes):
     text = {
         "model_type": "gemma",
         "hidden_size": 16,
@@ -56,13 +53,11 @@ def model_config(**changes: Any) -> PI0Config:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return train_tokenizer(["task 0\n", "task 1\n"], 300, ("<image>",))
 
 
-def make_kit(
-    root: Path, tokenizer: Any, hold_out: float | None = None, **actions: Any
-) -> ActionDataKit:
+def make_kit(root, tokenizer, hold_out=None, **actions):
     data = MLLMData(
         sources=[{"path": str(root), "name": "robot", "hold_out": hold_out}],  # type: ignore[list-item]
         pack_tokens=64,
@@ -74,11 +69,11 @@ def make_kit(
 
 
 @pytest.mark.parametrize(
-    ("version", "codec"), [("v2.1", "libx264"), ("v3.0", "libx264"), ("v3.0", None)]
+    "version, codec", [("v2.1", "libx264"), ("v3.0", "libx264"), ("v3.0", None)]
 )
 def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(
     tmp_path, tokenizer, version, codec
-) -> None:
+):
     kit = make_kit(write_folder(tmp_path / "robot", version, codec), tokenizer, draws=3)
     [rows] = [rows for rows, _ in kit.train_folders()]
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -114,10 +109,10 @@ def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(
     assert seen == set(range(sum(LENGTHS)))
 
 
-def test_action_kit_draws_depend_on_seed_epoch_and_sample_alone(tmp_path, tokenizer) -> None:
+def test_action_kit_draws_depend_on_seed_epoch_and_sample_alone(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v3.0", None)
 
-    def drawn(seed: int, epoch: int, workers: int) -> dict[int, torch.Tensor]:
+    def drawn(seed, epoch, workers):
         loader = make_kit(root, tokenizer, draws=2).loader(seed=seed, num_workers=workers)
         loader.dataset.set_epoch(epoch)
         found = {}
@@ -134,7 +129,7 @@ def test_action_kit_draws_depend_on_seed_epoch_and_sample_alone(tmp_path, tokeni
         assert not any(torch.equal(first[sample], other[sample]) for sample in first)
 
 
-def test_action_kit_holds_out_whole_episodes(tmp_path, tokenizer) -> None:
+def test_action_kit_holds_out_whole_episodes(tmp_path, tokenizer):
     kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, hold_out=0.4)
     [(rows, used)] = kit.train_folders()
     trained = set(rows.frames.episode[used].tolist())
@@ -148,9 +143,7 @@ def test_action_kit_holds_out_whole_episodes(tmp_path, tokenizer) -> None:
     )
 
 
-def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(
-    tmp_path, tokenizer
-) -> None:
+def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v2.1", "libx264")
     kit = make_kit(root, tokenizer)
     rows = kit.train_folders()[0][0]
@@ -173,7 +166,7 @@ def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(
     }
 
 
-def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) -> None:
+def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v2.1", "libx264")
     kit = make_kit(root, tokenizer)
     kit.train_folders()[0][0].folder.episodes[2].clips[CAMERA].file.unlink()
@@ -181,20 +174,18 @@ def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) 
     assert [one.where for one in bad] == [f"robot: episode 2, frame {i}" for i in range(5)]
     for episode in kit.train_folders()[0][0].folder.episodes[:2]:
         episode.clips[CAMERA].file.unlink()
-    with pytest.raises(
-        UserError, match=r"no frame .* can be used: robot: episode 0, frame 0: there is no videos/"
-    ):
+    with user_error(r"no frame .* can be used: robot: episode 0, frame 0: there is no videos/"):
         make_kit(root, tokenizer).normalization  # noqa: B018 - it reads the frames
 
 
-def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path, tokenizer) -> None:
+def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path, tokenizer):
     shades = {
         "observation.images.top": 40,
         "observation.images.wrist": 200,
         "observation.images.side": 90,
     }
 
-    def write(name: str, cameras: list[str]) -> dict[str, str]:
+    def write(name, cameras):
         keys = [f"observation.images.{camera}" for camera in cameras]
         sizes = {"observation.state": 4, "action": 3}
         with LeRobotWriter(
@@ -210,7 +201,7 @@ def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path,
             )
         return {"path": str(tmp_path / name)}
 
-    def kit(*sources: dict[str, str]) -> ActionDataKit:
+    def kit(*sources):
         data = MLLMData(
             sources=list(sources),  # type: ignore[arg-type]
             pack_tokens=64,
@@ -229,16 +220,15 @@ def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path,
             for sequence in range(batch.num_sequences):
                 of_one = [seen[item] for item in images.items_of(sequence)]
                 assert of_one in ([40, 200], [200] if name == "one" else [40, 200])
-    with pytest.raises(
-        UserError,
-        match=r"has the camera 'observation\.images\.side', which the first folder .* has not",
+    with user_error(
+        r"has the camera 'observation\.images\.side', which the first folder .* has not",
     ):
         _ = kit(both, write("more", ["top", "side"])).normalization
 
 
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles", "none"])
 @pytest.mark.parametrize("relative", [[], [0, 2]])
-def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, relative) -> None:
+def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, relative):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     kit = make_kit(root, tokenizer, normalize=mode, relative=relative)
     kit.save_processor(tmp_path)
@@ -256,7 +246,7 @@ def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, 
     assert (tmp_path / "act.py").is_file()
 
 
-def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused() -> None:
+def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused():
     stats = {"mean": [0.0], "std": [1.0]}
     spec = {
         "format": 1,
@@ -279,26 +269,23 @@ def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused() -> Non
         normalization.normalize_state([np.nan], 2)
 
 
-def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, tokenizer) -> None:
+def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     stats = str(root / "meta/stats.json")
     assert make_kit(root, tokenizer, statistics=stats).normalization.relative == []
-    with pytest.raises(
-        UserError,
-        match=r"statistics of absolute actions, but actions\.relative trains them relative",
+    with user_error(
+        r"statistics of absolute actions, but actions\.relative trains them relative",
     ):
         _ = make_kit(root, tokenizer, statistics=stats, relative=[0, 1]).normalization
     make_kit(root, tokenizer, relative=[0, 1]).normalization.save(tmp_path)
-    with pytest.raises(
-        UserError, match=r"relative in \[0, 1\], but actions\.relative trains them absolute"
-    ):
+    with user_error(r"relative in \[0, 1\], but actions\.relative trains them absolute"):
         _ = make_kit(root, tokenizer, statistics=str(tmp_path)).normalization
     assert make_kit(
         root, tokenizer, statistics=str(tmp_path), relative=[0, 1]
     ).normalization.relative == [0, 1]
 
 
-def test_relative_statistics_are_those_of_the_chunks_that_are_trained(tmp_path, tokenizer) -> None:
+def test_relative_statistics_are_those_of_the_chunks_that_are_trained(tmp_path, tokenizer):
     """A frame that cannot be used, in the middle of an episode, ends the chunks before it."""
     kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, relative=[0, 2])
     rows = kit.train_folders()[0][0]
@@ -315,38 +302,35 @@ def test_relative_statistics_are_those_of_the_chunks_that_are_trained(tmp_path, 
     np.testing.assert_allclose(stats.std, wanted.std(0), rtol=1e-5)
 
 
-def test_given_statistics_that_lack_something_are_user_errors(tmp_path, tokenizer) -> None:
+def test_given_statistics_that_lack_something_are_user_errors(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     file = tmp_path / "stats.json"
-    stats = json.loads((root / "meta/stats.json").read_text())
+    stats = read_json(root / "meta/stats.json")
     for name in ("q01", "q99"):  # as version 2.1 of LeRobot writes it
         del stats["action"][name]
-    file.write_text(json.dumps(stats))
-    with pytest.raises(
-        UserError, match=r"no q01 of action, which actions\.normalize=quantiles needs: set"
-    ):
+    write_json(file, stats)
+    with user_error(r"no q01 of action, which actions\.normalize=quantiles needs: set"):
         _ = make_kit(root, tokenizer, statistics=str(file), normalize="quantiles").normalization
     assert make_kit(root, tokenizer, statistics=str(file)).normalization.mode == "mean_std"
     file.write_text(json.dumps(stats)[:20])
-    with pytest.raises(UserError, match=r"stats\.json is not JSON"):
+    with user_error(r"stats\.json is not JSON"):
         _ = make_kit(root, tokenizer, statistics=str(file)).normalization
 
 
-def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None:
+def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     data = MLLMData(sources=[{"path": str(root)}], pack_tokens=64, cache=str(tmp_path))  # type: ignore[list-item]
     config = model_config()
     config.vlm_config.text_config.vocab_size = 40
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=config)
-    with pytest.raises(
-        UserError,
-        match="the model's vocabulary has 40: set processor to the tokenizer of the model",
+    with user_error(
+        "the model's vocabulary has 40: set processor to the tokenizer of the model",
     ):
         kit.measured("train")
 
 
 @pytest.mark.parametrize(
-    ("actions", "message"),
+    "actions, message",
     [
         ({"cameras": ["observation.images.side"]}, r"has no camera 'observation\.images\.side'"),
         (
@@ -357,17 +341,15 @@ def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None
         ({"statistics": "nowhere.json"}, r"actions\.statistics=nowhere\.json: no such file"),
     ],
 )
-def test_action_kit_user_errors_name_the_key(tmp_path, tokenizer, actions, message) -> None:
+def test_action_kit_user_errors_name_the_key(tmp_path, tokenizer, actions, message):
     kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, **actions)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         _ = kit.normalization
 
 
-def test_action_kit_action_larger_than_the_model_is_a_user_error(tmp_path, tokenizer) -> None:
+def test_action_kit_action_larger_than_the_model_is_a_user_error(tmp_path, tokenizer):
     root = write_folder(tmp_path / "robot", "v3.0", None)
     data = MLLMData(sources=[{"path": str(root)}], pack_tokens=64)  # type: ignore[list-item]
     kit = ActionDataKit(data, ActionData(), tokenizer, model_config=model_config(max_action_dim=2))
-    with pytest.raises(
-        UserError, match=r"action has 3 values, and max_action_dim of the model is 2"
-    ):
+    with user_error(r"action has 3 values, and max_action_dim of the model is 2"):
         _ = kit.normalization

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics, user_error
+from conftest import CAMPAIGN, ROOT, read_metrics, user_error
 from families import parallel
 from kill_resume import ForkedJob, compare
 from test_action_model import same_gradients, tiny_regressor, typed, vlm_row, with_actions
@@ -99,7 +99,7 @@ WAYS = [
 BOTH = {"compile": "aot_eager", "activation_checkpointing": "full"}
 
 
-LONG_WAYS = [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in (*WAYS[1:], BOTH)]
+LONG_WAYS = [pytest.param(one, marks=CAMPAIGN) for one in (*WAYS[1:], BOTH)]
 
 
 @pytest.mark.parametrize("how", [WAYS[0], *LONG_WAYS], ids=str)
@@ -107,9 +107,7 @@ def test_pi0_checkpointed_and_compiled_blocks_equal_plain_ones(how):
     same(found("pi0", PLAIN, **how), expected("pi0"), 0, 1)
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in WAYS], ids=str
-)
+@pytest.mark.parametrize("how", [pytest.param(one, marks=CAMPAIGN) for one in WAYS], ids=str)
 def test_regressor_checkpointed_and_compiled_blocks_equal_plain_ones(how):
     same(found("regressor", PLAIN, **how), expected("regressor"), 0, 1)
 
@@ -133,18 +131,16 @@ LONG = [{}, *WAYS, BOTH]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "heads", "ways"),
+    "sizes, heads, ways",
     [
         ({"shard": 2}, ["pi0", "co"], [{"activation_checkpointing": "full"}]),
         ({"replicate": 2}, ["pi0", "co"], [{}]),
-        pytest.param(
-            {"shard": 2}, ["pi0", "co", "regressor"], LONG, marks=pytest.mark.campaign(only=True)
-        ),
+        pytest.param({"shard": 2}, ["pi0", "co", "regressor"], LONG, marks=CAMPAIGN),
         pytest.param(
             {"replicate": 2},
             ["pi0", "co", "regressor"],
             LONG,
-            marks=pytest.mark.campaign(only=True),
+            marks=CAMPAIGN,
         ),
     ],
     ids=str,
@@ -191,8 +187,8 @@ def trained(folder, *words, ranks=None):
     "words",
     [
         ["made.text_rows=true", "made.text_weight=0.5"],
-        pytest.param(["made.head=regressor"], marks=pytest.mark.campaign(only=True)),
-        pytest.param([], marks=pytest.mark.campaign(only=True)),
+        pytest.param(["made.head=regressor"], marks=CAMPAIGN),
+        pytest.param([], marks=CAMPAIGN),
     ],
     ids=str,
 )
@@ -248,10 +244,9 @@ def test_action_training_resumed_is_bit_equal(tmp_path):
     assert trained(tmp_path / "resumed", *words, f"resume={middle}") == straight
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 def test_action_training_killed_and_resumed_is_bit_equal(tmp_path):
     kills = 5
     words = [f"train.max_steps={12 * kills}", "eval.steps=null", "checkpoint.interval=2"]
     words += ["log.backends=[file,jsonl]"]
-    result = compare(kills, 1, words, tmp_path, config=CONFIG, start=ForkedJob)
-    assert result["bit_equal"]
+    assert compare(kills, 1, words, tmp_path, config=CONFIG, start=ForkedJob)["bit_equal"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN, mvp, user_error
+from run_files import printed_json
 from test_action_model import tiny_regressor, transformers_pi0, typed, vlm_row, with_actions
 from tiny_models import samples
 from tiny_pi0 import pi0_rows, reference, tiny_pi0, tiny_pi0_config
@@ -18,7 +19,6 @@ from transformers import PI0Config
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.flop_costs import attention_flops, matmul_flops
 from mvp_engine.kit import MFUKit
@@ -29,7 +29,7 @@ from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.model_engine import Settings
 
 
-def last_layer_forward(model: Any, row: PackedBatch) -> float:
+def last_layer_forward(model, row):
     """What transformers computes of the last prefix layer and actions do not need; it has no backward."""
     layer, config = model.decoder().layers[-1], model.decoder().config
     parts = (layer.self_attn.q_proj, layer.self_attn.o_proj, *layer.mlp.children())
@@ -41,7 +41,7 @@ def last_layer_forward(model: Any, row: PackedBatch) -> float:
     return rows + tokens**2 * attention_flops(layer.self_attn, config)
 
 
-def test_mfu_flops_of_pi0_equal_the_torch_flop_counter() -> None:
+def test_mfu_flops_of_pi0_equal_the_torch_flop_counter():
     model = tiny_pi0()
     plain = transformers_pi0(model)
     for row in pi0_rows(model, draws=1):
@@ -53,7 +53,7 @@ def test_mfu_flops_of_pi0_equal_the_torch_flop_counter() -> None:
     assert reference(plain, row)[0].shape == (1, 4, 5)
 
 
-def unpadded(plain: Any, row: PackedBatch) -> torch.Tensor:
+def unpadded(plain, row):
     fields = row.sequence_fields
     pixels = row.media["pixel_values"].values[None]
     out = plain(
@@ -68,7 +68,7 @@ def unpadded(plain: Any, row: PackedBatch) -> torch.Tensor:
     return out.logits.sum()
 
 
-def test_mfu_draws_add_suffix_work_and_no_prefix_work() -> None:
+def test_mfu_draws_add_suffix_work_and_no_prefix_work():
     model = tiny_pi0()
     kit = MFUKit(model)
     one, two, three = (float(kit.flops(pi0_rows(model, draws=n)[1])) for n in (1, 2, 3))
@@ -76,7 +76,7 @@ def test_mfu_draws_add_suffix_work_and_no_prefix_work() -> None:
     assert two - one < one
 
 
-def test_mfu_of_a_regressor_counts_suffix_tokens_as_text() -> None:
+def test_mfu_of_a_regressor_counts_suffix_tokens_as_text():
     model = tiny_regressor()
     row = with_actions(samples(model, "qwen3_vl"))[1]
     kit = MFUKit(model)
@@ -86,7 +86,7 @@ def test_mfu_of_a_regressor_counts_suffix_tokens_as_text() -> None:
     assert float(attention) > 0
 
 
-def test_plan_of_pi0_counts_memory_of_all_parts() -> None:
+def test_plan_of_pi0_counts_memory_of_all_parts():
     model = tiny_pi0()
     batch = PackedBatch.concat(pi0_rows(model))
     settings = PlanSettings(gpu="H200")
@@ -104,9 +104,7 @@ def test_plan_of_pi0_counts_memory_of_all_parts() -> None:
     assert less["activations"] < sizes["activations"]
 
 
-def trained_step(
-    model: Any, batch: PackedBatch, names: list[str], compile: str | None = None
-) -> tuple[Any, int]:
+def trained_step(model, batch, names, compile=None):
     """An engine after one step, and the bytes that its forward saved for backward, weights left out."""
     engine = ActionModelEngine(
         model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), Settings(compile=compile)
@@ -115,11 +113,11 @@ def trained_step(
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     saved: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    def loss(batch: PackedBatch) -> tuple[Tensor, int]:
+    def loss(batch):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return sum(value.sum() for value in engine.model(batch, names).values()), 1  # type: ignore[return-value]
 
@@ -130,15 +128,13 @@ def trained_step(
     return engine, sum(sizes)
 
 
-def recipe(text_loss: bool) -> Any:
+def recipe(text_loss):
     return SimpleNamespace(actions=SimpleNamespace(text_weight=float(text_loss), draws=1))
 
 
 @pytest.mark.parametrize("text_loss", [False, True])
 @pytest.mark.parametrize("head", ["pi0", "regressor"])
-def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(
-    head: str, text_loss: bool
-) -> None:
+def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(head, text_loss):
     model: Any = tiny_pi0() if head == "pi0" else tiny_regressor()
     if head == "regressor":
         batch = PackedBatch.concat(with_actions(samples(model, "qwen3_vl")))
@@ -159,8 +155,8 @@ def test_plan_of_actions_counts_gradients_and_states_that_a_step_has(
     assert (sizes["loss"] > 0) == text_loss
 
 
-@pytest.mark.campaign(only=True)
-def test_plan_of_pi0_activations_are_what_compiled_blocks_save() -> None:
+@CAMPAIGN
+def test_plan_of_pi0_activations_are_what_compiled_blocks_save():
     """In pi0's proportions, an eighth as wide; the backend partitions graphs as Inductor does."""
     text = {
         "model_type": "gemma",
@@ -194,26 +190,22 @@ def test_plan_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     ] == pytest.approx(saved, rel=0.05)
 
 
-def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(
-    tmp_path: Any, capsys: Any
-) -> None:
+def test_plan_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(tmp_path, capsys):
     PI0Config().save_pretrained(tmp_path / "pi0")
     words = ["plan", str(tmp_path / "pi0"), "--gpu", "H100", "--json", "--tokens", "26624"]
     assert main(words) == 2
-    found = json.loads(capsys.readouterr().out)["advice"]
+    found = printed_json(capsys)["advice"]
     assert found
     for advice in found:
         assert "context" not in advice["words"]
         assert "ulysses" not in advice["words"]
 
 
-def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
-    tmp_path: Any, capsys: Any
-) -> None:
+def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(tmp_path, capsys):
     model = tiny_pi0()
     transformers_pi0(model).save_pretrained(tmp_path / "pi0")
-    assert main(["plan", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert mvp(f"plan {tmp_path}/pi0 --gpu H200 --json --tokens 440") == 0
+    found = printed_json(capsys)
     assert found["packs"].startswith(
         "packs of 10 rows, assumed: 3 cameras of 4 tokens and a prompt of 32"
     )
@@ -221,6 +213,6 @@ def test_plan_command_of_a_pi0_folder_assumes_rows_of_three_cameras(
     assert found["step_s"] > 0
 
 
-def test_language_model_of_a_pi0_folder_names_the_model_type() -> None:
-    with pytest.raises(UserError, match=r"pi0 writes no text: set model\.type=action_model"):
+def test_language_model_of_a_pi0_folder_names_the_model_type():
+    with user_error(r"pi0 writes no text: set model\.type=action_model"):
         LanguageModel.from_config(tiny_pi0_config())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from conftest import user_error
 from folders import alone
+from run_files import write_json
 from safetensors.torch import load_file, save_file
 from test_action_model import transformers_pi0
 from tiny_models import close
@@ -62,7 +61,7 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
     from transformers import PI0Config
 
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(LEROBOT | {"chunk_size": 40}))
+    write_json(file, LEROBOT | {"chunk_size": 40})
     config = read_config(tmp_path, {})
     assert config.to_dict() | {"dtype": None} == PI0Config(chunk_size=40).to_dict() | {
         "dtype": None
@@ -71,7 +70,7 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
         ({"type": "pi05"}, "type=pi05"),
         ({"action_expert_variant": "gemma_2b"}, "variant=gemma_2b"),
     ):
-        file.write_text(json.dumps(LEROBOT | change))
+        write_json(file, LEROBOT | change)
         with user_error(
             f"a lerobot policy with .*{said}, which transformers does not have: only",
         ):
@@ -80,7 +79,7 @@ def test_config_of_lerobot_is_that_of_pi0_and_other_policies_are_refused(tmp_pat
 
 # A folder that lerobot saved has its names below `model.`, that of openpi's weights has not.
 @pytest.mark.parametrize(
-    ("dtype", "prefix"), [(torch.float32, ""), (torch.float32, "model."), (torch.bfloat16, "")]
+    "dtype, prefix", [(torch.float32, ""), (torch.float32, "model."), (torch.bfloat16, "")]
 )
 def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(tmp_path, dtype, prefix):
     plain = transformers_pi0(tiny_pi0()).to(dtype)
@@ -95,8 +94,7 @@ def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(tmp_pa
     for name, value in plain.state_dict().items():
         assert torch.equal(engine.model.get_parameter(f"hf.{name}"), value.float()), name
     engine.export_hf(tmp_path / "export")
-    again = ActionModel.on_meta(tmp_path / "export")
-    assert again.export_dtype == dtype
+    assert ActionModel.on_meta(tmp_path / "export").export_dtype == dtype
     written = load_file(tmp_path / "export" / "model.safetensors")
     assert sum(value.numel() for value in written.values()) == sum(
         p.numel() for p in plain.parameters()

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from families import config_of
 from tiny_models import close, samples
 from tiny_pi0 import pi0_rows, randomize, reference, tiny_pi0
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.model_parts import parts_of
 from mvp_engine.hf.model.preflight import check_packing
@@ -24,7 +23,7 @@ from mvp_engine.kit.actions.pi0 import check_velocities
 UNUSED = 8  # tensors of pi0 without a gradient: what follows the last prefix layer's keys, the expert's embeddings
 
 
-def transformers_pi0(model: Any) -> Any:
+def transformers_pi0(model):
     from transformers import PI0ForConditionalGeneration
 
     config = copy.deepcopy(model.hf.config)
@@ -34,11 +33,11 @@ def transformers_pi0(model: Any) -> Any:
     return plain
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def same_gradients(found, wanted):
     """To 1e-5 of the largest entry of all gradients; no gradient is missing."""
     largest = max(float(value.abs().max()) for value in wanted.values())
     for name in found.keys() | wanted.keys():
@@ -48,7 +47,7 @@ def same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("image_token_id", [120, 119], ids=["outside", "inside"])
-def test_pi0_packed_equals_alone_and_transformers_with_every_gradient(image_token_id: int) -> None:
+def test_pi0_packed_equals_alone_and_transformers_with_every_gradient(image_token_id):
     model = tiny_pi0(image_token_id=image_token_id)
     plain = transformers_pi0(model)
     rows = pi0_rows(model)
@@ -74,22 +73,22 @@ def test_pi0_packed_equals_alone_and_transformers_with_every_gradient(image_toke
     same_gradients(of_pack, gradients(plain))
 
 
-def test_pi0_preflight_finds_a_changed_layer() -> None:
+def test_pi0_preflight_finds_a_changed_layer():
     model = tiny_pi0()
     check_velocities(model, exact=True)
     layer: Any = model.decoder().layers[0]
     forward = layer.forward
 
-    def leaking(hidden: Tensor, **kwargs: Any) -> Any:
+    def leaking(hidden, **kwargs):
         out, key, value = forward(hidden, **kwargs)
         return out + 1e-2 * out.mean(1, keepdim=True), key, value
 
     layer.forward = leaking
-    with pytest.raises(UserError, match="velocities differ from those with another neighbour"):
+    with user_error("velocities differ from those with another neighbour"):
         check_velocities(model, exact=True)
 
 
-def test_pi0_sampled_actions_equal_those_of_transformers() -> None:
+def test_pi0_sampled_actions_equal_those_of_transformers():
     model = tiny_pi0()
     plain = transformers_pi0(model)
     rows = pi0_rows(model)
@@ -109,7 +108,7 @@ def test_pi0_sampled_actions_equal_those_of_transformers() -> None:
         assert close(found[i], wanted[0])
 
 
-def test_pi0_draws_share_a_prefix_and_equal_draws_of_their_own() -> None:
+def test_pi0_draws_share_a_prefix_and_equal_draws_of_their_own():
     model = tiny_pi0()
     row = pi0_rows(model, draws=3)[1]
     together = model(row, ["velocity"])["velocity"]
@@ -121,7 +120,7 @@ def test_pi0_draws_share_a_prefix_and_equal_draws_of_their_own() -> None:
         assert close(model(one, ["velocity"])["velocity"][:, 0], together[:, n])
 
 
-def vlm_row(model: Any, row: PackedBatch) -> PackedBatch:
+def vlm_row(model, row):
     """The images of a row, its prompt, and an answer of three tokens with labels; no actions."""
     answer = torch.tensor([5, 6, 7])
     ids = torch.cat([row.input_ids, answer])
@@ -133,12 +132,12 @@ def vlm_row(model: Any, row: PackedBatch) -> PackedBatch:
     )
 
 
-def typed(row: PackedBatch) -> PackedBatch:
+def typed(row):
     row.token_fields["token_type_ids"] = torch.zeros_like(row.input_ids)
     return row
 
 
-def test_pi0_co_training_text_loss_equals_paligemma_and_actions_do_not_change() -> None:
+def test_pi0_co_training_text_loss_equals_paligemma_and_actions_do_not_change():
     from transformers import PaliGemmaForConditionalGeneration
 
     model = tiny_pi0()
@@ -167,7 +166,7 @@ def test_pi0_co_training_text_loss_equals_paligemma_and_actions_do_not_change() 
     assert model.decoder().norm.weight.grad is not None  # unused without text
 
 
-def test_pi0_parts_are_vision_projector_llm_and_action() -> None:
+def test_pi0_parts_are_vision_projector_llm_and_action():
     parts = parts_of(tiny_pi0())
     assert {
         parts[name] for name in parts if ".dit." in name or "action" in name or "state_proj" in name
@@ -178,7 +177,7 @@ def test_pi0_parts_are_vision_projector_llm_and_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes, said",
     [
         (
             {"action_chunk": torch.zeros(1, 3, 5)},
@@ -189,7 +188,7 @@ def test_pi0_parts_are_vision_projector_llm_and_action() -> None:
         ({"action_times": None}, "no sequence_fields\\['action_times'\\]"),
     ],
 )
-def test_action_model_wrong_fields_are_user_errors(changes: dict[str, Any], said: str) -> None:
+def test_action_model_wrong_fields_are_user_errors(changes, said):
     model = tiny_pi0()
     row = pi0_rows(model)[0]
     for name, value in changes.items():
@@ -197,7 +196,7 @@ def test_action_model_wrong_fields_are_user_errors(changes: dict[str, Any], said
             del row.sequence_fields[name]
         else:
             row.sequence_fields[name] = value
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         model(row, ["action_losses"])
 
 
@@ -207,7 +206,7 @@ def test_action_model_wrong_fields_are_user_errors(changes: dict[str, Any], said
 SIZES = {"chunk_size": 3, "max_action_dim": 2, "max_state_dim": 4}
 
 
-def tiny_regressor(name: str = "qwen3_vl", **sizes: int) -> Any:
+def tiny_regressor(name="qwen3_vl", **sizes):
     config = config_of(name)
     for key, value in (sizes or SIZES).items():
         setattr(config, key, value)
@@ -217,7 +216,7 @@ def tiny_regressor(name: str = "qwen3_vl", **sizes: int) -> Any:
     return model
 
 
-def with_actions(rows: list[PackedBatch]) -> list[PackedBatch]:
+def with_actions(rows):
     g = torch.Generator().manual_seed(3)
     for row in rows:
         row.sequence_fields["action_state"] = torch.randn(1, 4, generator=g)
@@ -226,7 +225,7 @@ def with_actions(rows: list[PackedBatch]) -> list[PackedBatch]:
     return rows
 
 
-def test_regressor_packed_equals_alone_with_every_gradient_and_text_is_unchanged() -> None:
+def test_regressor_packed_equals_alone_with_every_gradient_and_text_is_unchanged():
     model = tiny_regressor()
     assert isinstance(model, ChunkRegressor)
     check_packing(model)
@@ -248,7 +247,7 @@ def test_regressor_packed_equals_alone_with_every_gradient_and_text_is_unchanged
     same_gradients(gradients(model), of_pack)
 
 
-def test_regressor_actions_equal_transformers_with_an_explicit_mask() -> None:
+def test_regressor_actions_equal_transformers_with_an_explicit_mask():
     """Prefix causal; state sees the prefix, queries see all: by the decoder's own forward and a mask tensor."""
     model = tiny_regressor()
     row = with_actions(samples(model, "qwen3_vl"))[0]
@@ -278,20 +277,20 @@ def test_regressor_actions_equal_transformers_with_an_explicit_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         ("qwen3", "has no encoder of images"),
         ("paligemma", "a prefix that is not causal"),
         ("qwen3_vl", "chunk_size"),
     ],
 )
-def test_regressor_on_an_unsupported_model_is_a_user_error(name: str, said: str) -> None:
+def test_regressor_on_an_unsupported_model_is_a_user_error(name, said):
     sizes = {"max_action_dim": 2} if said == "chunk_size" else SIZES
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         tiny_regressor(name, **sizes)
 
 
-def test_regressor_parts_and_text_outputs_are_those_of_a_language_model() -> None:
+def test_regressor_parts_and_text_outputs_are_those_of_a_language_model():
     model = tiny_regressor()
     parts = parts_of(model)
     own = {name for name, part in parts.items() if part == "action"}

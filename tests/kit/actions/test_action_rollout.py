@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
+from conftest import user_error
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.engine import strip_image
 from mvp_engine.kit.actions.gym_env import GymEnv
-from mvp_engine.kit.actions.simulation import Observation, rollout, success_rate
+from mvp_engine.kit.actions.simulation import rollout, success_rate
 
 STATE = "observation.state"
 CAMERA = "observation.images.top"
@@ -20,20 +19,20 @@ CAMERA = "observation.images.top"
 class Line:
     """A walk on a line: the place starts at the seed's parity, an episode ends at 3 or at -3, success at 3."""
 
-    def __init__(self, num_envs: int, final_info: bool = False) -> None:
+    def __init__(self, num_envs, final_info=False):
         self.num_envs = num_envs
         self.final_info = final_info
 
-    def reset(self, *, seed: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed=None):
         self.place = np.array([float(one % 2) for one in seed])
         self.tasks = [f"walk from {one % 2}" for one in seed]
         return self.seen(), {}
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self):
         images = np.zeros((self.num_envs, 4, 6, 3), np.uint8)
         return {STATE: self.place[:, None].copy(), CAMERA: images, "task": self.tasks}
 
-    def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions):
         self.place += actions[:, 0]
         done = np.abs(self.place) >= 3
         info = {"is_success": self.place >= 3}
@@ -50,12 +49,12 @@ class Line:
 class Walker:
     """Steps up, or down where the noise of its key is below a threshold; each chunk has two steps."""
 
-    def __init__(self, threshold: float = -0.8) -> None:
+    def __init__(self, threshold=-0.8):
         self.threshold = threshold
         self.keys: list[tuple[int, int]] = []
         self.tasks: list[str] = []
 
-    def act(self, observations: list[Observation], seed: int, keys: Any) -> np.ndarray:
+    def act(self, observations, seed, keys):
         self.keys += keys
         self.tasks += [one.task for one in observations]
         steps = []
@@ -67,7 +66,7 @@ class Walker:
 
 
 @pytest.mark.parametrize("final_info", [False, True])
-def test_rollout_results_do_not_depend_on_the_number_of_environments(final_info: bool) -> None:
+def test_rollout_results_do_not_depend_on_the_number_of_environments(final_info):
     found = []
     for num_envs in (1, 3, 10):
         results = rollout(Walker(), Line(num_envs, final_info), 10, 5, max_steps=12)
@@ -77,7 +76,7 @@ def test_rollout_results_do_not_depend_on_the_number_of_environments(final_info:
     assert sum(success for *_, success, _ in found[0]) > 0
 
 
-def test_rollout_executes_part_of_a_chunk_and_stops_at_max_steps() -> None:
+def test_rollout_executes_part_of_a_chunk_and_stops_at_max_steps():
     walker = Walker(-100)
     results = rollout(walker, Line(2), 2, 0, execute=1, max_steps=2, strips=1)
     assert walker.keys == [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -87,15 +86,15 @@ def test_rollout_executes_part_of_a_chunk_and_stops_at_max_steps() -> None:
     assert strip_image(results[0].strip)[0].startswith(b"\x89PNG")
 
 
-def test_rollout_task_replaces_the_instruction() -> None:
+def test_rollout_task_replaces_the_instruction():
     walker = Walker()
     results = rollout(walker, Line(2), 2, 0, task="", max_steps=2)
     assert set(walker.tasks) == {""}
     assert results[1].task == "walk from 1"  # what the environment asked for
 
 
-def test_rollout_observations_or_infos_without_an_entry_are_a_user_error() -> None:
-    with pytest.raises(UserError, match="observations of Line have no entry 'state'; they have"):
+def test_rollout_observations_or_infos_without_an_entry_are_a_user_error():
+    with user_error("observations of Line have no entry 'state'; they have"):
         rollout(Walker(), Line(1), 1, state_key="state")
     results = rollout(
         Walker(),
@@ -108,24 +107,22 @@ def test_rollout_observations_or_infos_without_an_entry_are_a_user_error() -> No
     assert results[0].steps <= 4
 
     class Silent(Line):
-        def step(self, actions: np.ndarray) -> Any:
+        def step(self, actions):
             *rest, _ = super().step(actions)
             return *rest, {}
 
-    with pytest.raises(
-        UserError, match="infos have no entry 'is_success' or 'success'; they have none"
-    ):
+    with user_error("infos have no entry 'is_success' or 'success'; they have none"):
         rollout(Walker(), Silent(1), 1)
 
 
 class Renamed(Line):
     """Line with the names of its own, images in a dict, no instruction, and infos as before gymnasium 1.0."""
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self):
         seen = super().seen()
         return {"place": seen[STATE], "pixels": {"top": seen[CAMERA]}}
 
-    def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions):
         seen, rewards, done, never, infos = super().step(actions)
         ended = [
             {"is_success": infos["is_success"][at]} if done[at] else None
@@ -134,7 +131,7 @@ class Renamed(Line):
         return seen, rewards, done, never, {"final_info": np.array(ended, object)}
 
 
-def test_gym_env_has_names_of_the_folder_and_an_instruction() -> None:
+def test_gym_env_has_names_of_the_folder_and_an_instruction():
     names = {"place": STATE, "pixels/top": CAMERA}
     found = rollout(Walker(), GymEnv(Renamed(4), names, "walk"), n=10, seed=3)
     assert [one.task for one in found] == ["walk"] * 10
@@ -143,22 +140,20 @@ def test_gym_env_has_names_of_the_folder_and_an_instruction() -> None:
         (one.success, one.steps) for one in wanted
     ]
     assert 0 < success_rate(found) < 1
-    with pytest.raises(UserError, match=r"no entry 'pixel/top'\. Did you mean pixels/top\?"):
+    with user_error(r"no entry 'pixel/top'\. Did you mean pixels/top\?"):
         rollout(Walker(), GymEnv(Renamed(1), {"pixel/top": CAMERA}, "walk"), n=1)
 
 
-def test_gym_env_without_gymnasium_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gym_env_without_gymnasium_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(
-        UserError, match=r"PushT-v0 needs the package gymnasium: pip install 'mvp-engine\[sim\]'"
-    ):
+    with user_error(r"PushT-v0 needs the package gymnasium: pip install 'mvp-engine\[sim\]'"):
         GymEnv.make("gym_pusht:gym_pusht/PushT-v0", 1, {}, "push")
 
 
 class Pusher:
     """Moves to the far side of the middle from where the hand is: it touches the block in some episodes."""
 
-    def act(self, observations: list[Observation], seed: int, keys: Any) -> np.ndarray:
+    def act(self, observations, seed, keys):
         steps = []
         for seen, (episode, decision) in zip(observations, keys, strict=True):
             assert seen.images["observation.image"].shape == (96, 96, 3)
@@ -168,7 +163,7 @@ class Pusher:
         return np.array(steps)
 
 
-def test_rollouts_in_pusht_do_not_depend_on_the_number_of_environments() -> None:
+def test_rollouts_in_pusht_do_not_depend_on_the_number_of_environments():
     pytest.importorskip("gym_pusht", reason="needs the extra sim")
     names = {"agent_pos": STATE, "pixels": "observation.image"}
     strips = []
@@ -181,5 +176,5 @@ def test_rollouts_in_pusht_do_not_depend_on_the_number_of_environments() -> None
         strips.append(np.stack(found[0].strip))
     assert np.array_equal(*strips)
     assert np.abs(strips[0][0].astype(int) - strips[0][-1]).max() > 50  # something moved
-    with pytest.raises(UserError, match="gymnasium has no environment gym_pusht/NoSuch"):
+    with user_error("gymnasium has no environment gym_pusht/NoSuch"):
         GymEnv.make("gym_pusht/NoSuch", 1, names, "push")

@@ -1,16 +1,14 @@
 """LeRobot folders, written and read: the right frame for every timestamp, bad frames by episode and frame."""
 
-from __future__ import annotations
-
-import json
 import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import user_error
+from run_files import read_json, write_json
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
 from mvp_engine.kit.actions.rows import VideoFrames, read_frames
 from mvp_engine.kit.actions.stats import column_stats, merged_stats, relative_parts
@@ -22,14 +20,12 @@ CAMERA = "observation.images.top"
 KEYS = ("observation.state", "action")
 
 
-def color(episode: int, frame: int) -> np.ndarray:
+def color(episode, frame):
     """One colour for each frame: 16 steps of red, 60 of blue between episodes."""
     return np.array([16 * frame + 8, 128, 60 * episode + 30], np.uint8)
 
 
-def write_folder(
-    root: Path, version: str, codec: str | None, lengths=LENGTHS, file_frames: int = 100_000
-) -> Path:
+def write_folder(root, version, codec, lengths=LENGTHS, file_frames=100_000):
     rng = np.random.default_rng(0)
     sizes = {"observation.state": 4, "action": 3}
     writer = LeRobotWriter(
@@ -54,9 +50,7 @@ def write_folder(
 
 @pytest.mark.parametrize("codec", ["libx264", "libsvtav1"])
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_video_frames_in_any_order_match_their_timestamp(
-    tmp_path: Path, version: str, codec: str
-) -> None:
+def test_video_frames_in_any_order_match_their_timestamp(tmp_path, version, codec):
     folder = LeRobotFolder(write_folder(tmp_path / "data", version, codec, file_frames=15))
     frames = read_frames(folder, KEYS)
     assert len(frames) == sum(LENGTHS)
@@ -80,8 +74,8 @@ def test_video_frames_in_any_order_match_their_timestamp(
 
 
 def test_video_frames_with_b_frames_and_few_key_frames_match_their_timestamp(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     av = pytest.importorskip("av")
     file = tmp_path / "long.mp4"
     with av.open(str(file), "w") as container:
@@ -99,7 +93,7 @@ def test_video_frames_with_b_frames_and_few_key_frames_match_their_timestamp(
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_folder_numbers_and_tasks_equal_what_was_written(tmp_path: Path, version: str) -> None:
+def test_folder_numbers_and_tasks_equal_what_was_written(tmp_path, version):
     folder = LeRobotFolder(write_folder(tmp_path / "data", version, None))
     frames = read_frames(folder, KEYS)
     rng = np.random.default_rng(0)
@@ -118,7 +112,7 @@ def test_folder_numbers_and_tasks_equal_what_was_written(tmp_path: Path, version
     assert folder.version == version
 
 
-def test_version_3_tasks_are_what_pandas_reads(tmp_path: Path) -> None:
+def test_version_3_tasks_are_what_pandas_reads(tmp_path):
     pandas = pytest.importorskip("pandas")
     write_folder(tmp_path / "data", "v3.0", None)
     tasks = pandas.read_parquet(tmp_path / "data/meta/tasks.parquet")
@@ -127,7 +121,7 @@ def test_version_3_tasks_are_what_pandas_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_folder_missing_episode_is_bad_rows_by_frame(tmp_path: Path, version: str) -> None:
+def test_folder_missing_episode_is_bad_rows_by_frame(tmp_path, version):
     folder = LeRobotFolder(write_folder(tmp_path / "data", version, None, file_frames=12))
     folder.episodes[1].data_file.unlink()
     frames = read_frames(folder, KEYS)
@@ -136,7 +130,7 @@ def test_folder_missing_episode_is_bad_rows_by_frame(tmp_path: Path, version: st
     assert folder.where(folder.episodes[1], int(frames.frame[9])) == "data: episode 1, frame 2"
 
 
-def test_folder_wrong_action_size_is_a_bad_row(tmp_path: Path) -> None:
+def test_folder_wrong_action_size_is_a_bad_row(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -160,7 +154,7 @@ def test_folder_wrong_action_size_is_a_bad_row(tmp_path: Path) -> None:
     )  # the row after it did not move
 
 
-def test_folder_short_parquet_file_misses_frames(tmp_path: Path) -> None:
+def test_folder_short_parquet_file_misses_frames(tmp_path):
     import pyarrow.parquet as pq
 
     folder = LeRobotFolder(write_folder(tmp_path / "data", "v2.1", None))
@@ -172,7 +166,7 @@ def test_folder_short_parquet_file_misses_frames(tmp_path: Path) -> None:
     }
 
 
-def test_video_broken_or_short_is_a_bad_row(tmp_path: Path) -> None:
+def test_video_broken_or_short_is_a_bad_row(tmp_path):
     folder = LeRobotFolder(write_folder(tmp_path / "data", "v2.1", "libx264"))
     file = folder.episodes[0].clips[CAMERA].file
     videos = VideoFrames()
@@ -187,7 +181,7 @@ def test_video_broken_or_short_is_a_bad_row(tmp_path: Path) -> None:
         videos.frame(file.with_name("other.mp4"), 0.3, 10)
 
 
-def test_stats_equal_numpy_without_videos(tmp_path: Path) -> None:
+def test_stats_equal_numpy_without_videos(tmp_path):
     folder = LeRobotFolder(write_folder(tmp_path / "data", "v3.0", "libx264"))
     folder.episodes[0].clips[CAMERA].file.unlink()
     values = read_frames(folder, KEYS).columns["action"]
@@ -204,12 +198,12 @@ def test_stats_equal_numpy_without_videos(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             stats.quantiles[name], np.quantile(wide, share, axis=0), rtol=1e-6
         )
-    written = json.loads((tmp_path / "data/meta/stats.json").read_text())["action"]
+    written = read_json(tmp_path / "data/meta/stats.json")["action"]
     np.testing.assert_allclose(written["std"], wide.std(0), rtol=1e-6)
     assert written["count"] == [24]
 
 
-def test_stats_of_ten_thousand_frames_take_seconds(tmp_path: Path) -> None:
+def test_stats_of_ten_thousand_frames_take_seconds(tmp_path):
     root = tmp_path / "data"
     sizes = {"observation.state": 14, "action": 14}
     rng = np.random.default_rng(0)
@@ -242,7 +236,7 @@ def test_stats_of_ten_thousand_frames_take_seconds(tmp_path: Path) -> None:
     ]
 
 
-def test_relative_stats_equal_a_loop_over_chunks() -> None:
+def test_relative_stats_equal_a_loop_over_chunks():
     rng = np.random.default_rng(0)
     actions = rng.normal(5, 1, (24, 3)).astype(np.float32)
     states = rng.normal(5, 1, (24, 4)).astype(np.float32)
@@ -260,42 +254,34 @@ def test_relative_stats_equal_a_loop_over_chunks() -> None:
     )
 
 
-def test_folder_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no LeRobot dataset: it has no meta/info\.json"):
+def test_folder_errors_name_the_file_and_the_fix(tmp_path):
+    with user_error(r"no LeRobot dataset: it has no meta/info\.json"):
         LeRobotFolder(tmp_path)
     root = write_folder(tmp_path / "data", "v3.0", None)
-    with pytest.raises(UserError, match=r"has no feature 'actions'\. Did you mean action\?"):
+    with user_error(r"has no feature 'actions'\. Did you mean action\?"):
         read_frames(LeRobotFolder(root), ["actions"])
-    info = json.loads((root / "meta/info.json").read_text())
-    (root / "meta/info.json").write_text(json.dumps(info | {"codebase_version": "v1.6"}))
-    with pytest.raises(UserError, match=r"codebase_version 'v1\.6' is not supported"):
+    info = read_json(root / "meta/info.json")
+    write_json(root / "meta/info.json", info | {"codebase_version": "v1.6"})
+    with user_error(r"codebase_version 'v1\.6' is not supported"):
         LeRobotFolder(root)
-    (root / "meta/info.json").write_text(
-        json.dumps({key: value for key, value in info.items() if key != "fps"})
-    )
-    with pytest.raises(UserError, match=r"info\.json has no fps, which LeRobot writes"):
+    write_json(root / "meta/info.json", {key: value for key, value in info.items() if key != "fps"})
+    with user_error(r"info\.json has no fps, which LeRobot writes"):
         LeRobotFolder(root)
-    (root / "meta/info.json").write_text(
-        json.dumps(info | {"data_path": "../../{chunk_index}-{file_index}"})
-    )
-    with pytest.raises(UserError, match="leads out of the folder"):
+    write_json(root / "meta/info.json", info | {"data_path": "../../{chunk_index}-{file_index}"})
+    with user_error("leads out of the folder"):
         LeRobotFolder(root)
-    (root / "meta/info.json").write_text(json.dumps(info))
+    write_json(root / "meta/info.json", info)
     for file in ("tasks.parquet", "episodes/chunk-000/file-000.parquet"):
         content = (root / "meta" / file).read_bytes()
         (root / "meta" / file).write_bytes(content[:20])
-        with pytest.raises(
-            UserError, match=rf"{Path(file).name} cannot be read: .*Is the download complete"
-        ):
+        with user_error(rf"{Path(file).name} cannot be read: .*Is the download complete"):
             LeRobotFolder(root)
         (root / "meta" / file).write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"file-000\.parquet has no column 'observation\.images\.side'"
-    ):
+    with user_error(r"file-000\.parquet has no column 'observation\.images\.side'"):
         read_frames(LeRobotFolder(root), ["action"], images=["observation.images.side"])
     pq.write_table(pq.read_table(root / "meta" / file).drop(["length"]), root / "meta" / file)
-    with pytest.raises(UserError, match=r"meta/episodes: an episode has no 'length'"):
+    with user_error(r"meta/episodes: an episode has no 'length'"):
         LeRobotFolder(root)
     (root / "meta" / file).unlink()
-    with pytest.raises(UserError, match=r"meta/episodes has no episodes"):
+    with user_error(r"meta/episodes has no episodes"):
         LeRobotFolder(root)

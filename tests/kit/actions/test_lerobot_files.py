@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import user_error
+from run_files import read_json, write_json
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
 from mvp_engine.kit.actions.rows import FrameRows
 from mvp_engine.kit.actions.settings import ActionData
@@ -26,7 +27,7 @@ CAMERA = "observation.images.top"
 LENGTHS = (5, 3)
 
 
-def theirs(folder: Path, version: str) -> Path:
+def theirs(folder, version):
     with tarfile.open(
         Path(__file__).with_name(f"lerobot_{version.replace('.', '')}.tar.xz")
     ) as archive:
@@ -34,7 +35,7 @@ def theirs(folder: Path, version: str) -> Path:
     return folder
 
 
-def ours(folder: Path, version: str, codec: str | None = "libsvtav1") -> Path:
+def ours(folder, version, codec="libsvtav1"):
     """The same episodes by our writer; only the numbers differ."""
     dice = np.random.default_rng(0)
     sizes = {"observation.state": 4, "action": 3}
@@ -59,14 +60,12 @@ def ours(folder: Path, version: str, codec: str | None = "libsvtav1") -> Path:
     return folder
 
 
-def colour(episode: int, frame: int) -> np.ndarray:
+def colour(episode, frame):
     return np.array([40 + 60 * episode, 20 + 10 * frame, 60])
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_folder_of_lerobot_has_the_right_frame_task_and_statistics(
-    version: str, tmp_path: Path
-) -> None:
+def test_folder_of_lerobot_has_the_right_frame_task_and_statistics(version, tmp_path):
     rows = FrameRows(theirs(tmp_path, version), "robot", ActionData(), chunk=4)
     assert rows.folder.version == version
     assert rows.folder.names_of("action") == ["x", "y", "z"]
@@ -79,7 +78,7 @@ def test_folder_of_lerobot_has_the_right_frame_task_and_statistics(
         )
         assert rows.task(index) == f"put block {episode} away"
     if version == "v3.0":
-        noted = json.loads((tmp_path / "meta/stats.json").read_text())["action"]
+        noted = read_json(tmp_path / "meta/stats.json")["action"]
         found = column_stats(rows.actions).to_lerobot()
         for name in (
             "mean",
@@ -92,14 +91,14 @@ def test_folder_of_lerobot_has_the_right_frame_task_and_statistics(
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
-def test_written_folder_has_the_schema_of_lerobot(version: str, tmp_path: Path) -> None:
+def test_written_folder_has_the_schema_of_lerobot(version, tmp_path):
     mine, other = ours(tmp_path / "ours", version), theirs(tmp_path / "theirs", version)
     files = [
         {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
         for root in (mine, other)
     ]
     assert files[0] == files[1]
-    infos = [json.loads((root / "meta/info.json").read_text()) for root in (mine, other)]
+    infos = [read_json(root / "meta/info.json") for root in (mine, other)]
     assert infos[0].keys() == infos[1].keys()
     for info in infos:
         info["features"][CAMERA].pop("info", None)  # facts of the encoder
@@ -131,7 +130,7 @@ def test_written_folder_has_the_schema_of_lerobot(version: str, tmp_path: Path) 
     assert rows[0] == rows[1]
 
 
-def test_written_images_are_noted_as_images_for_the_library_datasets(tmp_path: Path) -> None:
+def test_written_images_are_noted_as_images_for_the_library_datasets(tmp_path):
     """lerobot before 3.0 gives dicts of bytes without the note."""
     schema = pq.read_schema(
         ours(tmp_path, "v2.1", codec=None) / "data/chunk-000/episode_000000.parquet"
@@ -144,11 +143,11 @@ def test_written_images_are_noted_as_images_for_the_library_datasets(tmp_path: P
 @pytest.mark.parametrize(
     "note", [{"info": {"is_depth_map": True}}, {"video_info": {"video.is_depth_map": True}}]
 )
-def test_depth_map_of_a_folder_is_no_camera(note: dict[str, Any], tmp_path: Path) -> None:
+def test_depth_map_of_a_folder_is_no_camera(note, tmp_path):
     root = theirs(tmp_path, "v3.0")
-    info = json.loads((root / "meta/info.json").read_text())
+    info = read_json(root / "meta/info.json")
     info["features"]["observation.images.depth"] = {**info["features"][CAMERA], "info": {}, **note}
-    (root / "meta/info.json").write_text(json.dumps(info))
+    write_json(root / "meta/info.json", info)
     assert LeRobotFolder(root).cameras == [CAMERA]
-    with pytest.raises(UserError, match=r"has no camera 'observation\.images\.depth'"):
+    with user_error(r"has no camera 'observation\.images\.depth'"):
         FrameRows(root, "robot", ActionData(cameras=["observation.images.depth"]), chunk=4)

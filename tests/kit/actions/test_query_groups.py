@@ -1,11 +1,8 @@
 """Queries in groups with keys of their own: outputs and gradients of dense attention with a mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.actions.pi0 import suffix_groups
@@ -15,11 +12,11 @@ LENGTHS = (5, 1, 9)
 CHUNK = 3
 
 
-def batch() -> PackedBatch:
+def batch():
     return PackedBatch.from_sequences([torch.zeros(n, dtype=torch.long) for n in LENGTHS])
 
 
-def allowed_mask(draws: int) -> Tensor:
+def allowed_mask(draws):
     """(suffix queries, all keys): states see prefix and themselves, a chunk its prefix, its state and itself.
 
     Keys are prefixes, states, then the chunks of each sequence. The draw of what all draws share is -1.
@@ -35,7 +32,7 @@ def allowed_mask(draws: int) -> Tensor:
     return (sequence[queries, None] == sequence) & is_visible
 
 
-def inputs(draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8) -> list[Tensor]:
+def inputs(draws, heads=4, kv_heads=1, size=8):
     g = torch.Generator().manual_seed(0)
     suffix = len(LENGTHS) * (1 + draws * CHUNK)
     keys = sum(LENGTHS) + suffix
@@ -43,7 +40,7 @@ def inputs(draws: int, heads: int = 4, kv_heads: int = 1, size: int = 8) -> list
     return [torch.randn(shape, generator=g) for shape in shapes]
 
 
-def with_gradients(attend, *tensors: Tensor) -> list[Tensor]:
+def with_gradients(attend, *tensors):
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out = attend(*leaves)
     g = torch.Generator().manual_seed(1)
@@ -82,7 +79,7 @@ def test_key_rows_list_every_use_of_a_key_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "kv_heads"), [(256, 1), (128, 2), (64, 4), (72, 1)])
+@pytest.mark.parametrize("size, kv_heads", [(256, 1), (128, 2), (64, 4), (72, 1)])
 def test_suffix_attention_kernels_on_a_gpu_equal_float32(size, kv_heads):
     """bf16: 2 % of the largest value."""
     draws = 2

@@ -1,19 +1,13 @@
 """A tiny pi0 with random weights, batches for it, and the same sample as transformers takes it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.actions.pi0 import Pi0Policy, probe_batch
 
 VOCABULARY = 120
 
 
-def tiny_pi0_config(image_token_id: int = VOCABULARY, head_dim: int = 8, **changes: Any) -> Any:
+def tiny_pi0_config(image_token_id=VOCABULARY, head_dim=8, **changes):
     """As in the real one, the image token lies outside of the vocabulary."""
     from transformers import PI0Config
 
@@ -47,7 +41,7 @@ def tiny_pi0_config(image_token_id: int = VOCABULARY, head_dim: int = 8, **chang
     return PI0Config(vlm_config=vlm, dit_config=expert, **{**sizes, **changes})
 
 
-def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+def randomize(model, seed=0):
     """No weight is zero (Gemma's norms start there)."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -55,14 +49,14 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
             param += 0.1 * torch.randn(param.shape, generator=g)
 
 
-def tiny_pi0(seed: int = 0, **changes: Any) -> Pi0Policy:
+def tiny_pi0(seed=0, **changes):
     torch.manual_seed(seed)
     model = Pi0Policy.build(tiny_pi0_config(**changes))
     randomize(model, seed)
     return model
 
 
-def pi0_rows(model: Pi0Policy, draws: int = 2) -> list[PackedBatch]:
+def pi0_rows(model, draws=2):
     """Sequences with 1, 3 and 2 cameras and prompts of different lengths; the last two have masked steps."""
     rows = [probe_batch(model, c, w, seed=c, draws=draws) for c, w in ((1, 7), (3, 2), (2, 5))]
     rows[1].sequence_fields["action_mask"][:, 2:] = False
@@ -70,7 +64,7 @@ def pi0_rows(model: Pi0Policy, draws: int = 2) -> list[PackedBatch]:
     return rows
 
 
-def reference(model: Any, row: PackedBatch) -> tuple[Tensor, Tensor]:
+def reference(model, row):
     """Velocities (N, C, A) and the summed loss of one sequence from a `PI0ForConditionalGeneration`, padded."""
     fields = row.sequence_fields
     noise, times = fields["action_noise"][0], fields["action_times"][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample, rollout_batch, with_fields
 
 
-def prompt(key: int, *ids: int) -> Prompt:
+def prompt(key, *ids):
     batch = PackedBatch.from_sequences([torch.tensor(ids or (1, 2))])
     batch.labels.fill_(IGNORE)
     return Prompt(key, {}, batch, list(ids), [], "numbers", f"line {key}", key)
@@ -29,34 +28,32 @@ class Loader:
 
     global_cursor = True
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
         self.epoch = 0
         self.start = 0
 
-    def __iter__(self) -> Iterator[list[Prompt]]:
+    def __iter__(self):
         while self.start < self.size:
             self.start += 1
             first = 2 * (self.epoch * self.size + self.start - 1)
             yield [prompt(first), prompt(first + 1)]
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
         self.start = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"epoch": self.epoch, "start": self.start}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         vars(self).update(state)
 
 
 class Config:
     """The part of an RLConfig that a collector reads."""
 
-    def __init__(
-        self, behind: int = 0, dynamic_sampling: int = 0, epochs: int | None = None
-    ) -> None:
+    def __init__(self, behind=0, dynamic_sampling=0, epochs=None):
         self.rl = self
         self.loop = self
         self.behind = behind
@@ -67,11 +64,11 @@ class Config:
 class Policy:
     """Two samples of each prompt; the prompts in `dull` have equal rewards. The version is that of the last sync."""
 
-    def __init__(self, dull: tuple[int, ...] = ()) -> None:
+    def __init__(self, dull=()):
         self.dull = dull
         self.version = -1
 
-    def sample(self, prompts: list[Prompt]) -> Experience:
+    def sample(self, prompts):
         made = Experience(prompts)
         for index, one in enumerate(prompts):
             for number in range(2):
@@ -81,20 +78,18 @@ class Policy:
         return made
 
 
-def collector(policy: Policy, size: int = 4, apart: bool = False, **options: Any) -> Collector:
+def collector(policy, size=4, apart=False, **options):
     feed = Feed(Loader(size), 1, World(0, 1, 0, 1, torch.device("cpu")))
     config: Any = Config(**options)
     return Collector(config, feed, policy.sample, apart=apart)
 
 
-def steps(
-    collector: Collector, policy: Policy, first: int, last: int
-) -> list[tuple[list[int], list[int]]]:
+def steps(collector, policy, first, last):
     """Keys of the prompts and versions of the samples of each step."""
     found = []
     for step in range(first, last):
 
-        def sync(step: int = step) -> None:
+        def sync(step=step):
             policy.version = step
 
         experience = collector.next(sync, last=step + 1 == last)
@@ -105,7 +100,7 @@ def steps(
     return found
 
 
-def test_rollout_batch_labels_and_log_probs_are_of_the_new_tokens_alone() -> None:
+def test_rollout_batch_labels_and_log_probs_are_of_the_new_tokens_alone():
     prompts = [prompt(0, 7, 8), prompt(1, 9)]
     samples = [Sample(1, [3, 4], [-0.5, -0.25], 0, "stop"), Sample(0, [6], [-1.0], 0, "length")]
     batch = rollout_batch(prompts, samples)
@@ -118,26 +113,26 @@ def test_rollout_batch_labels_and_log_probs_are_of_the_new_tokens_alone() -> Non
     assert set(more.token_fields) == {"sampler_log_probs", "advantages"}
 
 
-def test_collector_without_delay_samples_with_the_weights_of_the_step() -> None:
+def test_collector_without_delay_samples_with_the_weights_of_the_step():
     policy = Policy()
     assert steps(collector(policy), policy, 0, 3) == [([0, 1], [0]), ([2, 3], [1]), ([4, 5], [2])]
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_collector_one_step_behind_samples_with_the_weights_before_the_update(apart: bool) -> None:
+def test_collector_one_step_behind_samples_with_the_weights_before_the_update(apart):
     policy = Policy()
     found = steps(collector(policy, apart=apart, behind=1), policy, 0, 4)
     assert found == [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [2])]
 
 
-def test_collector_apart_does_not_wait_for_the_next_samples() -> None:
+def test_collector_apart_does_not_wait_for_the_next_samples():
     policy = Policy()
     may_sample = threading.Event()
     made = collector(policy, apart=True, behind=1)
     may_sample.set()
     original = policy.sample
 
-    def sample(prompts: list[Prompt]) -> Experience:
+    def sample(prompts):
         assert may_sample.wait(60)
         return original(prompts)
 
@@ -151,7 +146,7 @@ def test_collector_apart_does_not_wait_for_the_next_samples() -> None:
     made.close()
 
 
-def test_collector_resumed_with_a_pending_step_continues_bit_equal() -> None:
+def test_collector_resumed_with_a_pending_step_continues_bit_equal():
     policy = Policy(dull=(4,))
     options: dict[str, Any] = {"behind": 1, "dynamic_sampling": 1, "size": 5}
     undisturbed = steps(collector(policy, **options), policy, 0, 6)
@@ -167,14 +162,14 @@ def test_collector_resumed_with_a_pending_step_continues_bit_equal() -> None:
     assert found == undisturbed
 
 
-def steps_of(collector: Collector, policy: Policy, step: int) -> list[tuple[list[int], list[int]]]:
+def steps_of(collector, policy, step):
     experience = collector.next(lambda: setattr(policy, "version", step), last=False)
     assert experience is not None
     versions = sorted({sample.version for sample in experience.samples})
     return [([one.key for one in experience.prompts], versions)]
 
 
-def test_collector_dynamic_sampling_replaces_prompts_of_equal_rewards_within_bounds() -> None:
+def test_collector_dynamic_sampling_replaces_prompts_of_equal_rewards_within_bounds():
     policy = Policy(dull=(1, 2))
     made = collector(policy, dynamic_sampling=2)
     experience = made.next(lambda: None, last=True)
@@ -190,7 +185,7 @@ def test_collector_dynamic_sampling_replaces_prompts_of_equal_rewards_within_bou
     assert none.batches == 2
 
 
-def test_collector_at_the_end_of_the_last_epoch_returns_none() -> None:
+def test_collector_at_the_end_of_the_last_epoch_returns_none():
     policy = Policy()
     found = steps(collector(policy, size=2, epochs=2), policy, 0, 9)
     assert [keys for keys, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -198,7 +193,7 @@ def test_collector_at_the_end_of_the_last_epoch_returns_none() -> None:
     assert [keys for keys, _ in behind] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_experience_samples_without_a_reward_or_a_token_are_not_trained() -> None:
+def test_experience_samples_without_a_reward_or_a_token_are_not_trained():
     samples = [
         Sample(0, [5], [-0.1], 0, "stop"),
         Sample(0, [], [], 0, "stop"),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from conftest import user_error
 from templates.tiny import tokenizer
 from test_rewards import Letters, settings
 from test_rewards import prompts as toy_prompts
 from tiny_vlm import TEXT, made, write
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.rl.model_groups import RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
@@ -24,7 +23,7 @@ from mvp_engine.worker.worker import WorkerSpec
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     words = tokenizer("qwen2_5")
     config = hf.Qwen3Config(**TEXT, num_labels=1, pad_token_id=0)
     torch.manual_seed(3)
@@ -33,9 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "reward"
 
 
-def test_reward_model_scores_equal_the_classifier_and_are_added(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path):
     kit = made(
         write(tmp_path / "rows.jsonl", [{"prompt": "a b"}, {"prompt": "c"}]), tokenizer("qwen2_5")
     )
@@ -61,7 +58,7 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(
         assert reward.value == pytest.approx(2.0 + 0.5 * score)
 
 
-def test_rewards_without_a_function_are_the_scores_and_nan_is_named() -> None:
+def test_rewards_without_a_function_are_the_scores_and_nan_is_named():
     samples = [Sample(0, [1], [0.0], 0, "stop")] * 2
     rewards = Rewards(None, Letters(), settings(workers=2))
     rewards.model = lambda prompts, samples: [1.5, 2.5]
@@ -71,17 +68,13 @@ def test_rewards_without_a_function_are_the_scores_and_nan_is_named() -> None:
         rewards(toy_prompts(1), samples)
 
 
-def test_check_reward_model_another_vocabulary_or_no_head_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder, tmp_path):
     check_reward_model(folder, tokenizer("qwen2_5"))
-    with pytest.raises(UserError, match=r"reward.model=.* its tokenizer is not the policy's"):
+    with user_error(r"reward.model=.* its tokenizer is not the policy's"):
         check_reward_model(folder, tokenizer("zephyr"))
     hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT)).save_pretrained(tmp_path / "policy")
-    with pytest.raises(UserError, match=r"policy has no score.weight, so it is not a reward model"):
+    with user_error(r"policy has no score.weight, so it is not a reward model"):
         check_reward_model(tmp_path / "policy", tokenizer("qwen2_5"))
     (tmp_path / "hf_step_20").mkdir()
-    with pytest.raises(
-        UserError, match=r"is not the Hugging Face folder .* Its export is .*hf_step_20"
-    ):
+    with user_error(r"is not the Hugging Face folder .* Its export is .*hf_step_20"):
         check_reward_model(tmp_path, tokenizer("qwen2_5"))

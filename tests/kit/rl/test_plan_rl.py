@@ -1,16 +1,13 @@
 """`mvp plan` of RL configs: the actor's ranks with generation, log-probs, reference and critic."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import mvp
+from run_files import printed_json, write_json
 from templates.tiny import tokenizer
 from tiny_rl import write_recipe
 
-from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 
 QWEN3_1_7B = {
@@ -28,28 +25,24 @@ QWEN3_1_7B = {
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("estimate")
     config = write_recipe(folder, "return 1.0")
     (folder / "large").mkdir()
-    (folder / "large" / "config.json").write_text(json.dumps(QWEN3_1_7B))
+    write_json(folder / "large" / "config.json", QWEN3_1_7B)
     tokenizer("qwen2_5").save_pretrained(folder / "large")
     return config
 
 
-def estimated(
-    capsys: Any, config: str, *words: str, gpu: str = "H100", code: int = 0
-) -> dict[str, Any]:
+def estimated(capsys, config, *words, gpu="H100", code=0):
     capsys.readouterr()
     model = f"model.path={Path(config).parent / 'large'}"
-    assert main(["plan", config, "--json", "--gpu", gpu, model, *words]) == code
-    return json.loads(capsys.readouterr().out)
+    assert mvp(f"plan {config} --json --gpu {gpu} {model}", *words) == code
+    return printed_json(capsys)
 
 
 @pytest.mark.slow
-def test_plan_of_an_rl_config_counts_generation_reference_and_critic(
-    config: str, capsys: Any
-) -> None:
+def test_plan_of_an_rl_config_counts_generation_reference_and_critic(config, capsys):
     plain = estimated(capsys, config)
     assert (plain["gpus"], plain["steps"]) == (1, 2)
     assert {"generation", "log-probs"} <= plain["seconds"].keys()
@@ -74,9 +67,7 @@ def test_plan_of_an_rl_config_counts_generation_reference_and_critic(
 
 
 @pytest.mark.slow
-def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(
-    config: str, capsys: Any
-) -> None:
+def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(config, capsys):
     facts = estimated(capsys, config, gpu="T4", code=EXIT_USER_ERROR)
     more = [option for option in facts["advice"] if option["gpus"] > 1]
     assert (

@@ -1,16 +1,13 @@
 """Advantages of policy optimization, against loops written after the papers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import user_error
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import (
     ALGORITHMS,
     PolicyLoss,
@@ -39,12 +36,12 @@ MASKS = [
 ]  # one answer has a tool's tokens, one is empty
 
 
-def batch_of() -> PackedBatch:
+def batch_of():
     masks = [torch.tensor([digit == "1" for digit in mask]) for mask in MASKS]
     return PackedBatch.from_sequences([torch.arange(len(mask)) for mask in MASKS], masks)
 
 
-def places() -> list[list[int]]:
+def places():
     """For each sequence, the tokens whose labels are its answer: the ones before."""
     found, start = [], 0
     for mask in MASKS:
@@ -53,19 +50,19 @@ def places() -> list[list[int]]:
     return found
 
 
-def random_values(seed: int) -> Tensor:
+def random_values(seed):
     return torch.randn(sum(map(len, MASKS)), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3 * 1e9, 1e30])
-def test_group_advantages_equal_rewards_of_any_size_are_zero(value: float) -> None:
+def test_group_advantages_equal_rewards_of_any_size_are_zero(value):
     """The mean of equal numbers differs from them by rounding, which their deviation would scale up to 1."""
     rewards = torch.full((7,), value, dtype=torch.float64)
     assert group_advantages(rewards, torch.zeros(7, dtype=torch.long)).tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize(("std", "leave_one_out"), [(True, False), (False, False), (False, True)])
-def test_group_advantages_equal_loop_over_groups(std: bool, leave_one_out: bool) -> None:
+@pytest.mark.parametrize("std, leave_one_out", [(True, False), (False, False), (False, True)])
+def test_group_advantages_equal_loop_over_groups(std, leave_one_out):
     found = group_advantages(REWARDS, GROUPS, std=std, leave_one_out=leave_one_out)
     for place, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
         members = [i for i, other in enumerate(GROUPS) if other == group]
@@ -78,11 +75,11 @@ def test_group_advantages_equal_loop_over_groups(std: bool, leave_one_out: bool)
     assert (found[GROUPS == 8] == 0).all(), "equal rewards give exactly 0, whatever their rounding"
 
 
-def test_has_signal_is_false_for_groups_of_equal_rewards() -> None:
+def test_has_signal_is_false_for_groups_of_equal_rewards():
     assert has_signal(REWARDS, GROUPS).tolist() == [True, False, True, False, False, False, True]
 
 
-def test_token_rewards_lie_on_last_action_minus_kl_on_each() -> None:
+def test_token_rewards_lie_on_last_action_minus_kl_on_each():
     kl = random_values(1)
     found = token_rewards(REWARDS, batch_of(), kl, 0.3)
     wanted = torch.zeros(len(kl))
@@ -92,7 +89,7 @@ def test_token_rewards_lie_on_last_action_minus_kl_on_each() -> None:
     assert torch.allclose(found, wanted, atol=1e-7)
 
 
-def test_gae_equals_backward_loop_over_each_answer() -> None:
+def test_gae_equals_backward_loop_over_each_answer():
     values, rewards = random_values(2), random_values(3)
     advantages, returns = gae(values, rewards, batch_of(), gamma=0.9, lam=0.8)
     wanted = torch.zeros(len(values))
@@ -106,7 +103,7 @@ def test_gae_equals_backward_loop_over_each_answer() -> None:
     assert torch.allclose(returns, torch.where(is_action, wanted + values, 0.0), atol=1e-6)
 
 
-def test_gae_of_gamma_and_lambda_1_is_return_minus_value() -> None:
+def test_gae_of_gamma_and_lambda_1_is_return_minus_value():
     values, batch = random_values(2), batch_of()
     advantages, returns = gae(values, token_rewards(REWARDS, batch), batch, gamma=1.0, lam=1.0)
     for row, tokens in enumerate(places()):
@@ -114,7 +111,7 @@ def test_gae_of_gamma_and_lambda_1_is_return_minus_value() -> None:
         assert torch.allclose(advantages[tokens], REWARDS[row] - values[tokens], atol=1e-6)
 
 
-def test_reinforce_pp_whitens_discounted_returns_over_all_answers() -> None:
+def test_reinforce_pp_whitens_discounted_returns_over_all_answers():
     rewards = random_values(4)
     found = reinforce_pp(rewards, batch_of(), gamma=0.7)
     returns = torch.zeros(len(rewards))
@@ -129,12 +126,12 @@ def test_reinforce_pp_whitens_discounted_returns_over_all_answers() -> None:
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_whiten_of_equal_values_is_0() -> None:
+def test_whiten_of_equal_values_is_0():
     batch = batch_of()
     assert (whiten(torch.full((batch.num_tokens,), 0.1), batch).abs() < 1e-6).all()
 
 
-def test_kl_estimators_agree_with_true_kl_in_expectation() -> None:
+def test_kl_estimators_agree_with_true_kl_in_expectation():
     policy, reference = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.25, 0.4, 0.35])
     true = (policy * (policy / reference).log()).sum()
     for estimator, tolerance in (("k1", 1e-7), ("k2", 1e-3), ("k3", 1e-7)):
@@ -144,7 +141,7 @@ def test_kl_estimators_agree_with_true_kl_in_expectation() -> None:
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_advantage_fields_of_each_algorithm_fit_its_loss(name: str) -> None:
+def test_advantage_fields_of_each_algorithm_fit_its_loss(name):
     algorithm, batch = ALGORITHMS[name], batch_of()
     kl, values = random_values(5), random_values(6)
     found = advantage_fields(algorithm, batch, REWARDS, GROUPS, values_T=values, kl_T=kl, kl=0.2)
@@ -169,12 +166,12 @@ def test_advantage_fields_of_each_algorithm_fit_its_loss(name: str) -> None:
     PolicyLoss(**algorithm.loss, **({"length": 8} if algorithm.loss["norm"] == "constant" else {}))
 
 
-def test_ppo_without_values_raises() -> None:
-    with pytest.raises(UserError, match="ppo needs the values of a critic"):
+def test_ppo_without_values_raises():
+    with user_error("ppo needs the values of a critic"):
         advantage_fields(ALGORITHMS["ppo"], batch_of(), REWARDS, GROUPS)
 
 
 @pytest.mark.slow
-def test_algorithms_import_no_torch() -> None:
+def test_algorithms_import_no_torch():
     code = "import sys; from mvp_engine.kit.rl import ALGORITHMS; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
@@ -23,7 +24,7 @@ from mvp_engine.kit.rl import (
     whiten,
 )
 
-pytestmark = pytest.mark.campaign(only=True)
+pytestmark = CAMPAIGN
 
 B, L = 6, 9
 G = torch.Generator().manual_seed(11)
@@ -41,7 +42,7 @@ OF_SEQUENCES = torch.randn(B, generator=G)
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
-def pack(values: Tensor) -> list[Tensor]:
+def pack(values):
     """Answers as sequences with a prompt of one token: entry t is about the answer's token t."""
     lengths = [int(row.nonzero().max()) + 1 for row in MASK]
     return [
@@ -50,14 +51,14 @@ def pack(values: Tensor) -> list[Tensor]:
     ]
 
 
-def unpack(values_T: Tensor, batch: PackedBatch) -> Tensor:
+def unpack(values_T, batch):
     padded = torch.zeros(B, L)
     for row, part in enumerate(values_T.split(batch.lengths.tolist())):
         padded[row, : len(part) - 1] = part[:-1]
     return padded * MASK
 
 
-def batch_of(**changed: Tensor) -> PackedBatch:
+def batch_of(**changed):
     masks = [torch.cat([torch.zeros(1), part[:-1]]).bool() for part in pack(MASK)]
     fields = {name: pack(value) for name, value in (FIELDS | changed).items()}
     return PackedBatch.from_sequences(
@@ -68,14 +69,12 @@ def batch_of(**changed: Tensor) -> PackedBatch:
 class Given(nn.Module):
     """A model whose outputs are given."""
 
-    def __init__(self, batch: PackedBatch, values: Tensor) -> None:
+    def __init__(self, batch, values):
         super().__init__()
         self.values = torch.cat(pack(values)).requires_grad_()
         self.masked = torch.where(batch.labels == -100, 0.0, self.values)
 
-    def forward(
-        self, batch: PackedBatch, outputs: list[str], temperature: float | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, batch, outputs, temperature=None):
         return {
             "log_probs": self.masked,
             "values": self.masked,
@@ -83,7 +82,7 @@ class Given(nn.Module):
         }
 
 
-def ours(loss: Any, values: Tensor = LOG_PROBS, **changed: Tensor) -> tuple[Tensor, Tensor]:
+def ours(loss, values=LOG_PROBS, **changed):
     """The loss and its gradient with respect to the model's outputs."""
     batch = batch_of(**changed)
     model = Given(batch, values)
@@ -93,16 +92,14 @@ def ours(loss: Any, values: Tensor = LOG_PROBS, **changed: Tensor) -> tuple[Tens
     return (total / weight).detach(), unpack(model.values.grad, batch)
 
 
-def assert_agree(
-    found: tuple[Tensor, Tensor], loss: Tensor, leaf: Tensor, tolerance: float = 2e-6
-) -> None:
+def assert_agree(found, loss, leaf, tolerance=2e-6):
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert (found[0] - loss.detach()).abs() < tolerance, (found[0], loss)
     assert (found[1] - gradient).abs().max() < tolerance
     assert gradient.abs().max() > 1e-3
 
 
-def leaf_of(values: Tensor) -> Tensor:
+def leaf_of(values):
     return values.clone().requires_grad_()
 
 
@@ -110,11 +107,11 @@ def leaf_of(values: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def verl() -> Any:
+def verl():
     return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
-def verl_config(**options: Any) -> Any:
+def verl_config(**options):
     from verl.workers.config import ActorConfig
 
     return ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **options)
@@ -129,7 +126,7 @@ NORMS = [
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm[0])
 @pytest.mark.parametrize("kind", ["vanilla", "gspo", "cispo"])
-def test_policy_loss_agrees_with_verl(verl: Any, kind: str, norm: Any) -> None:
+def test_policy_loss_agrees_with_verl(verl, kind, norm):
     name, options, of_batch = norm
     low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
     config = verl_config(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=1.4)
@@ -148,19 +145,19 @@ def test_policy_loss_agrees_with_verl(verl: Any, kind: str, norm: Any) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_agree_with_verl(verl: Any, estimator: Any) -> None:
+def test_kl_estimators_agree_with_verl(verl, estimator):
     reference = FIELDS["reference_log_probs"]
     found = kl_penalty(LOG_PROBS, reference, estimator)
     assert torch.allclose(found, verl.kl_penalty(LOG_PROBS, reference, estimator), atol=1e-6)
 
 
-def test_value_loss_agrees_with_verl(verl: Any) -> None:
+def test_value_loss_agrees_with_verl(verl):
     leaf = leaf_of(FIELDS["values"])
     loss, _ = verl.compute_value_loss(leaf, FIELDS["returns"], FIELDS["old_values"], MASK, 0.2)
     assert_agree(ours(ValueLoss(clip=0.2), FIELDS["values"]), loss, leaf)
 
 
-def test_gae_and_whitening_agree_with_verl(verl: Any) -> None:
+def test_gae_and_whitening_agree_with_verl(verl):
     batch = batch_of()
     rewards = torch.cat(pack(FIELDS["returns"] * MASK))
     advantages, returns = gae(batch.token_fields["values"], rewards, batch, 0.97, 0.9)
@@ -171,7 +168,7 @@ def test_gae_and_whitening_agree_with_verl(verl: Any) -> None:
     assert torch.allclose(unpack(returns, batch), wanted[1] * MASK, atol=2e-6)
 
 
-def test_group_advantages_agree_with_verl(verl: Any) -> None:
+def test_group_advantages_agree_with_verl(verl):
     batch = batch_of()
     scores = unpack(token_rewards(OF_SEQUENCES, batch), batch)
     index = GROUPS.numpy()
@@ -186,7 +183,7 @@ def test_group_advantages_agree_with_verl(verl: Any) -> None:
     assert torch.allclose(found[:, None] * MASK, wanted, atol=2e-6)
 
 
-def test_reinforce_pp_agrees_with_verl(verl: Any) -> None:
+def test_reinforce_pp_agrees_with_verl(verl):
     batch = batch_of()
     rewards = FIELDS["returns"] * MASK
     config = SimpleNamespace(gamma=0.95)
@@ -201,16 +198,16 @@ def test_reinforce_pp_agrees_with_verl(verl: Any) -> None:
 class Accelerator:
     num_processes = 1
 
-    def gather(self, value: Tensor) -> Tensor:
+    def gather(self, value):
         return value
 
     gather_for_metrics = gather
 
-    def reduce(self, value: Tensor, reduction: str) -> Tensor:
+    def reduce(self, value, reduction):
         return value
 
 
-def trl_loss(trainer_class: Any, leaf: Tensor, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+def trl_loss(trainer_class, leaf, inputs, **options):
     """TRL's own loss code on given log-probs: the trainer's attributes that it reads, without its model."""
     zeros = torch.zeros_like(leaf)
     args = SimpleNamespace(
@@ -266,8 +263,8 @@ TRL_LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "options"), TRL_LOSSES, ids=str)
-def test_policy_loss_agrees_with_trl_grpo(theirs: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("theirs, options", TRL_LOSSES, ids=str)
+def test_policy_loss_agrees_with_trl_grpo(theirs, options):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     leaf = leaf_of(LOG_PROBS)
     theirs = {"epsilon_low": 0.2, "epsilon_high": 0.28, **theirs}
@@ -277,7 +274,7 @@ def test_policy_loss_agrees_with_trl_grpo(theirs: dict[str, Any], options: dict[
     assert_agree(found, loss, leaf)
 
 
-def test_policy_gradient_agrees_with_trl_rloo_on_policy() -> None:
+def test_policy_gradient_agrees_with_trl_rloo_on_policy():
     trainer = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
     leaf = leaf_of(LOG_PROBS)
     inputs = {"old_logps": (LOG_PROBS * MASK).sum(1), "advantages": OF_SEQUENCES}

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from conftest import user_error
 from families import config_of, overrides_of, parallel
 from test_preference_loss import LAYOUTS, POLICY, alone, assert_equal, padded_model
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit.rl import PolicyLoss, ValueLoss
 from mvp_engine.model_engine import LanguageModelEngine, Settings, ValueModelEngine
@@ -35,7 +34,7 @@ SPLITS = [[[0, 1, 2, 3, 4, 5, 6]], [[5, 0], [6], [3], [1, 2, 4]]]
 
 
 @cache
-def sequences() -> list[tuple[Tensor, Tensor]]:
+def sequences():
     """Token ids and loss masks. One answer has a tool's tokens inside, one sequence has no answer at all."""
     g = torch.Generator().manual_seed(3)
     found = []
@@ -49,7 +48,7 @@ def sequences() -> list[tuple[Tensor, Tensor]]:
 
 
 @cache
-def fields() -> list[dict[str, Tensor]]:
+def fields():
     """Random fields of each sequence's tokens, around the policy's own log-probs; NaN where there is no label."""
     g = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -71,12 +70,12 @@ def fields() -> list[dict[str, Tensor]]:
 # ---- The padded reference ------------------------------------------------------------------------------------------
 
 
-def padded(values: list[Tensor]) -> Tensor:
+def padded(values):
     longest = max(map(len, values))
     return torch.stack([F.pad(value, (0, longest - len(value))) for value in values])
 
 
-def padded_outputs(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def padded_outputs(model, temperature=1.0):
     """Log-probs of the next tokens, entropies, and the mask of answers, (B, L - 1) each, from the full logits."""
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
@@ -88,11 +87,11 @@ def padded_outputs(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor
     return log_p.gather(-1, input_ids[:, 1:, None])[..., 0], -(log_p.exp() * log_p).sum(-1), mask
 
 
-def padded_field(name: str) -> Tensor:
+def padded_field(name):
     return padded([one[name] for one in fields()])[:, :-1].nan_to_num()
 
 
-def padded_policy_loss(options: dict[str, Any]) -> Tensor:
+def padded_policy_loss(options):
     """Written after the papers, one answer at a time."""
     log_probs, entropies, masks = padded_outputs(
         padded_model(POLICY), options.get("temperature", 1.0)
@@ -129,7 +128,7 @@ def padded_policy_loss(options: dict[str, Any]) -> Tensor:
 
 
 @cache
-def padded_value_model() -> tuple[Any, Tensor]:
+def padded_value_model():
     engine = ValueModelEngine(
         ValueModel.on_meta(None, overrides_of("qwen3")), alone(), Settings(seed=POLICY)
     )
@@ -142,7 +141,7 @@ def padded_value_model() -> tuple[Any, Tensor]:
     return model, state["score.weight"].clone().requires_grad_()
 
 
-def padded_value_loss(options: dict[str, Any]) -> Tensor:
+def padded_value_loss(options):
     model, weight = padded_value_model()
     input_ids = padded([ids for ids, _ in sequences()])
     attention = padded([torch.ones_like(ids) for ids, _ in sequences()])
@@ -157,7 +156,7 @@ def padded_value_loss(options: dict[str, Any]) -> Tensor:
 
 
 @cache
-def expected() -> list[tuple[float, dict[str, Tensor]]]:
+def expected():
     found = []
     for options in LOSSES:
         model = padded_model(POLICY)
@@ -182,13 +181,13 @@ def expected() -> list[tuple[float, dict[str, Tensor]]]:
 # ---- The engine ----------------------------------------------------------------------------------------------------
 
 
-def packed(rows: list[int], named: list[dict[str, Tensor]]) -> PackedBatch:
+def packed(rows, named):
     ids, masks = ([sequences()[row][place] for row in rows] for place in range(2))
     of_tokens = {name: [named[row][name] for row in rows] for name in named[0]}
     return PackedBatch.from_sequences(ids, masks, token_fields=of_tokens)
 
 
-def engines_on(layout: Layout) -> list[Any]:
+def engines_on(layout):
     overrides = overrides_of("qwen3")
     settings = Settings(seed=POLICY)
     engines: list[Any] = [
@@ -200,11 +199,11 @@ def engines_on(layout: Layout) -> list[Any]:
     return engines
 
 
-def step(engine: Any, loss: Any, micro_batches: list[PackedBatch]) -> Any:
+def step(engine, loss, micro_batches):
     """Loss and gradients of a step as the model engine divides them, and the means that the loss logs."""
     layout, sums = engine.layout, {}
 
-    def log(name: str, value: Tensor, weight: Tensor | float) -> None:
+    def log(name, value, weight):
         before = sums.get(name, (0.0, 0.0))
         sums[name] = (before[0] + float(value), before[1] + float(weight))
 
@@ -225,9 +224,7 @@ def step(engine: Any, loss: Any, micro_batches: list[PackedBatch]) -> Any:
     )
 
 
-def all_losses(
-    sizes: dict[str, int], splits: list[list[list[int]]], named: list[dict[str, Tensor]]
-) -> Any:
+def all_losses(sizes, splits, named):
     """Every loss in every split into micro-batches, on this rank's share of the sequences."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
@@ -243,7 +240,7 @@ def all_losses(
     return found
 
 
-def test_policy_and_value_losses_and_gradients_equal_padded_reference_in_any_split() -> None:
+def test_policy_and_value_losses_and_gradients_equal_padded_reference_in_any_split():
     found = all_losses({}, SPLITS, fields())
     for place, wanted in enumerate(expected()):
         for one in found[place * len(SPLITS) :][: len(SPLITS)]:
@@ -252,15 +249,13 @@ def test_policy_and_value_losses_and_gradients_equal_padded_reference_in_any_spl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_policy_and_value_losses_and_gradients_equal_padded_reference_on_two_ranks(
-    ranks2, sizes: Any
-) -> None:
+def test_policy_and_value_losses_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes):
     for of_rank in ranks2.run(all_losses, sizes, SPLITS[1:], fields()):
         for one, wanted, options in zip(of_rank, expected(), LOSSES + VALUE_LOSSES, strict=True):
             assert_equal(one, wanted, (sizes, options))
 
 
-def test_policy_metrics_are_exact_means_over_tokens() -> None:
+def test_policy_metrics_are_exact_means_over_tokens():
     policy, _ = engines_on(alone())
     batches = [packed([0, 1], fields()), packed([2, 4], fields()), packed([3, 5, 6], fields())]
     _, _, metrics = step(policy, PolicyLoss(), batches)
@@ -284,7 +279,7 @@ def test_policy_metrics_are_exact_means_over_tokens() -> None:
     }
 
 
-def test_policy_loss_without_old_log_probs_is_on_policy() -> None:
+def test_policy_loss_without_old_log_probs_is_on_policy():
     policy, _ = engines_on(alone())
     with torch.no_grad():
         own = policy.model(packed([0, 1, 2], fields()), ["log_probs"])["log_probs"]
@@ -298,9 +293,7 @@ def test_policy_loss_without_old_log_probs_is_on_policy() -> None:
     assert found[2]["clip_fraction"] == 0
 
 
-def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now() -> (
-    None
-):
+def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now():
     policy, _ = engines_on(alone())
     batch = packed([0, 1, 2], fields())
     sampler_T = batch.token_fields["sampler_log_probs"]
@@ -318,7 +311,7 @@ def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_
     assert gap > 0.1
 
 
-def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite() -> None:
+def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite():
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
     batch.token_fields["old_log_probs"] = torch.full((batch.num_tokens,), -200.0)
@@ -328,7 +321,7 @@ def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"clip": (1.2, 0.2)}, "clip="),
         ({"dual_clip": 1.1}, "above the clip range's end 1.2"),
@@ -340,19 +333,17 @@ def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite() -> None:
     ],
     ids=str,
 )
-def test_policy_loss_wrong_option_raises(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_policy_loss_wrong_option_raises(options, message):
+    with user_error(message):
         PolicyLoss(**options)
 
 
 @pytest.mark.parametrize(
     "option", [{"kl": 0.1}, {"importance_cap": 2.0}, {"ratio_to": "sampler"}], ids=str
 )
-def test_policy_loss_missing_field_raises(option: dict[str, Any]) -> None:
+def test_policy_loss_missing_field_raises(option):
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
     del batch.token_fields["reference_log_probs"], batch.token_fields["sampler_log_probs"]
-    with pytest.raises(
-        UserError, match=f"PolicyLoss: {next(iter(option))}=.* needs the token field"
-    ):
+    with user_error(f"PolicyLoss: {next(iter(option))}=.* needs the token field"):
         step(policy, PolicyLoss(**option), [batch])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import user_error
 from rich.console import Console
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.data.batch import IGNORE
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
@@ -34,9 +33,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def kit_of(
-    folder: Path, rows: list[Any], processor: Any = None, config: Any = None, **settings: Any
-) -> MLLMDataKit:
+def kit_of(folder, rows, processor=None, config=None, **settings):
     kit = made(
         write(folder / "rows.jsonl", rows), processor or tokenizer("qwen2_5"), config, **settings
     )
@@ -44,7 +41,7 @@ def kit_of(
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_read_row_prompt_only_always_leaves_the_answer_out(name: str) -> None:
+def test_read_row_prompt_only_always_leaves_the_answer_out(name):
     row = read_row(ROWS[name], RowFormat(prompt_only="always"))
     assert [(message.role, message.text) for message in row.messages] == USER
     assert row.prompt_only
@@ -52,7 +49,7 @@ def test_read_row_prompt_only_always_leaves_the_answer_out(name: str) -> None:
     assert row.format == name
 
 
-def test_read_row_prompt_only_always_keeps_earlier_answers() -> None:
+def test_read_row_prompt_only_always_keeps_earlier_answers():
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     raw = {"messages": [{"role": role, "content": text, "loss": True} for role, text in turns]}
     row = read_row(raw, RowFormat(prompt_only="always"))
@@ -66,8 +63,8 @@ def test_read_row_prompt_only_always_keeps_earlier_answers() -> None:
 
 
 def test_prompt_loader_prompt_has_the_raw_row_and_ends_with_the_generation_prompt(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = [{"question": f"{i}+1?", "answer": i + 1, "level": {"hard": i % 2}} for i in range(5)]
     kit = kit_of(tmp_path, rows)
     prompts: list[Prompt] = [
@@ -82,7 +79,7 @@ def test_prompt_loader_prompt_has_the_raw_row_and_ends_with_the_generation_promp
         assert prompt.text_ids == prompt.batch.input_ids.tolist()
 
 
-def test_prompt_loader_plain_text_without_chat_template_has_no_eos(tmp_path: Path) -> None:
+def test_prompt_loader_plain_text_without_chat_template_has_no_eos(tmp_path):
     words = tokenizer("qwen2_5")
     kit = kit_of(tmp_path, [{"text": "12 + 3 ="}], words)
     ((prompt,),) = prompt_loader(kit, prompts=4)
@@ -90,9 +87,7 @@ def test_prompt_loader_plain_text_without_chat_template_has_no_eos(tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(
-    tmp_path: Path, num_workers: int
-) -> None:
+def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(tmp_path, num_workers):
     sources = [
         {"path": str(write(tmp_path / f"{n}.jsonl", [{"prompt": f"{n}{i}"} for i in range(n)]))}
         for n in (3, 4)
@@ -117,13 +112,13 @@ def test_prompt_loader_resumed_in_any_step_gives_the_same_prompts(
         left = [[(prompt.key, prompt.where) for prompt in step] for step in resumed]
         assert left == steps[i + 1 : 3 if state["epoch"] == 0 else 6]
     other = prompt_loader(kit, prompts=4, seed=2)
-    with pytest.raises(UserError, match="the prompts are not those"):
+    with user_error("the prompts are not those"):
         other.load_state_dict(states[0])
 
 
 def test_prompt_loader_images_are_expanded_in_the_batch_and_files_for_servers(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = with_images(tmp_path, 3)
     processor = qwen3_vl()
     kit = kit_of(tmp_path, rows, processor, model_config())
@@ -139,7 +134,7 @@ def test_prompt_loader_images_are_expanded_in_the_batch_and_files_for_servers(
         assert [t for t in expanded if t != pad] == [t for t in prompt.text_ids if t != pad]
 
 
-def test_prompt_loader_media_that_break_are_left_out_of_their_step(tmp_path: Path) -> None:
+def test_prompt_loader_media_that_break_are_left_out_of_their_step(tmp_path):
     rows = with_images(tmp_path, 3)
     kit = kit_of(tmp_path, rows, qwen3_vl(), model_config(), max_bad_rows=0.5)
     loader = prompt_loader(kit, prompts=2, shuffle=False, folder=tmp_path)
@@ -149,25 +144,25 @@ def test_prompt_loader_media_that_break_are_left_out_of_their_step(tmp_path: Pat
     assert loader.state_dict()["samples"] == 3
 
 
-def test_prompt_loader_over_long_prompts_leave_room_for_the_completion(tmp_path: Path) -> None:
+def test_prompt_loader_over_long_prompts_leave_room_for_the_completion(tmp_path):
     rows = [{"prompt": "a " * size} for size in (20, 300)]
     kit = kit_of(tmp_path, rows)
     (prompts,) = prompt_loader(kit, prompts=4, folder=tmp_path)
     assert [prompt.sample for prompt in prompts] == [0]
     assert kit.row_encoder.max_tokens == 256 - 32
     assert "overlong" in (tmp_path / "overlong_rows.jsonl").read_text()
-    with pytest.raises(UserError, match=r"raise data.pack_tokens"):
+    with user_error(r"raise data.pack_tokens"):
         prompt_settings(kit.settings, 256)
 
 
-def test_prompt_loader_stream_is_refused(tmp_path: Path) -> None:
+def test_prompt_loader_stream_is_refused(tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     kit = kit_of(tmp_path, [], sources=[{"path": str(file), "stream": True}])
-    with pytest.raises(UserError, match="remove stream: true"):
+    with user_error("remove stream: true"):
         prompt_loader(kit, prompts=1)
 
 
-def test_inspect_prompts_shows_them_with_the_columns_of_the_reward(tmp_path: Path) -> None:
+def test_inspect_prompts_shows_them_with_the_columns_of_the_reward(tmp_path):
     kit = kit_of(tmp_path, [{"question": f"{i}?", "answer": i, "label": 0} for i in range(3)])
     facts = inspect_kit(kit, "train", 1, limit=1)
     assert facts["sample"]["reward_columns"] == {"answer": 3, "label": 3}

@@ -12,17 +12,15 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import is_gone, wait_until
+from conftest import is_gone, user_error, wait_until
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import rewards
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Answer, Group, RewardFailed, Rewards, Task, reward_metrics
@@ -33,11 +31,11 @@ from mvp_engine.kit.rl.settings import RewardSettings
 class Letters:
     """A tokenizer: token i is the i-th letter, 26 is special."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         return "".join(chr(97 + token) for token in tokens if token < 26)
 
 
-def prompts(count: int) -> list[Prompt]:
+def prompts(count):
     batch = PackedBatch.from_sequences([torch.tensor([0])])
     return [
         Prompt(
@@ -54,23 +52,23 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-def samples(count: int, group: int) -> list[Sample]:
+def samples(count, group):
     return [
         Sample(i // group, [i // group, i % group, 26], [0.0] * 3, 7, "stop")
         for i in range(count * group)
     ]
 
 
-def settings(**values: Any) -> RewardSettings:
+def settings(**values):
     return RewardSettings(**{"timeout": 20, "workers": 2, "max_errors": 0.5, **values})
 
 
 @pytest.fixture
-def made(request: pytest.FixtureRequest) -> Iterator[Any]:
+def made(request):
     """made(function, **settings): Rewards that are closed after the test."""
     opened = []
 
-    def make(function: Any, **values: Any) -> Rewards:
+    def make(function, **values):
         opened.append(Rewards(function, Letters(), settings(**values)))
         return opened[-1]
 
@@ -83,12 +81,12 @@ class Limit:
     """The clock of the workers. It stands still, however busy the machine is, until a reward that hangs has touched
     `file`. With several workers, the others are idle by then, and the results before it have arrived."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
         self.now = 0.0
         self.workers: list[Any] = []  # empty: there is only one
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         first = [
             worker.group.tasks[0].answer.text
             for worker in self.workers
@@ -102,18 +100,18 @@ class Limit:
 
 
 @pytest.fixture
-def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limit:
+def limit(tmp_path, monkeypatch):
     made = Limit(tmp_path / "hangs")
     monkeypatch.setattr(rewards, "time", made)
     return made
 
 
-def by_place(row: dict[str, Any], answer: Answer) -> float:
+def by_place(row, answer):
     row["n"] += 100  # which the next answer must not see
     return (row["n"] - 100) * 10 + ord(answer.text[1]) - 97 + random.random() * np.random.rand()
 
 
-def test_rewards_any_number_of_workers_gives_the_same_values_in_order(made: Any) -> None:
+def test_rewards_any_number_of_workers_gives_the_same_values_in_order(made):
     found = {}
     random.seed(5)
     before = random.getstate()
@@ -125,14 +123,14 @@ def test_rewards_any_number_of_workers_gives_the_same_values_in_order(made: Any)
     assert [int(value) for value in found[0]] == [10 * i + j for i in range(7) for j in range(3)]
 
 
-def test_rewards_answer_has_text_without_special_tokens_and_all_of_the_sample(made: Any) -> None:
+def test_rewards_answer_has_text_without_special_tokens_and_all_of_the_sample(made):
     seen: list[Answer] = []
     made(lambda row, answer: seen.append(answer) or 1, workers=0)(prompts(1), samples(1, 2))
     assert seen[1] == Answer("ab", [0, 1, 26], "stop", [0.0, 0.0, 0.0], 7)
 
 
-def test_rewards_several_numbers_are_summed_and_logged_by_name(made: Any) -> None:
-    def reward(row: dict[str, Any], answer: Answer) -> Any:
+def test_rewards_several_numbers_are_summed_and_logged_by_name(made):
+    def reward(row, answer):
         return {"exact": np.float32(row["n"]), "length": torch.tensor(-0.5)}
 
     found = made(reward)(prompts(2), samples(2, 2))
@@ -146,7 +144,7 @@ def test_rewards_several_numbers_are_summed_and_logged_by_name(made: Any) -> Non
     }
 
 
-def fails(row: dict[str, Any], answer: Answer) -> Any:
+def fails(row, answer):
     if answer.text != "bb":
         return 1.0
     kind = os.environ["REWARD_FAILS"]
@@ -189,9 +187,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_rewards_one_that_fails_is_named_and_costs_no_other(
-    made: Any, kind: str, monkeypatch: pytest.MonkeyPatch, limit: Limit
-) -> None:
+def test_rewards_one_that_fails_is_named_and_costs_no_other(made, kind, monkeypatch, limit):
     monkeypatch.setenv("REWARD_FAILS", kind)
     monkeypatch.setenv("REWARD_HANGS", str(limit.file))
     rewards = made(fails, timeout=0.3)
@@ -202,9 +198,7 @@ def test_rewards_one_that_fails_is_named_and_costs_no_other(
     assert found[4].error.startswith(FAILURES[kind])
 
 
-def test_rewards_on_error_says_what_a_failed_reward_becomes(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_on_error_says_what_a_failed_reward_becomes(made, monkeypatch):
     monkeypatch.setenv("REWARD_FAILS", "raise")
     zero = made(fails, on_error="zero")(prompts(3), samples(3, 3))[4]
     assert (zero.value, zero.error) == (0.0, "KeyError: 'solution'")
@@ -215,8 +209,8 @@ def test_rewards_on_error_says_what_a_failed_reward_becomes(
     assert 'raise KeyError("solution")' in str(error.value)  # the traceback
 
 
-def test_rewards_too_many_failures_end_the_run(made: Any) -> None:
-    def reward(row: dict[str, Any], answer: Answer) -> float:
+def test_rewards_too_many_failures_end_the_run(made):
+    def reward(row, answer):
         return 1 / (row["n"] % 2)
 
     with pytest.raises(
@@ -230,8 +224,8 @@ def test_rewards_too_many_failures_end_the_run(made: Any) -> None:
         made(reward, max_errors=1.0)(prompts(1), samples(1, 1))
 
 
-def test_rewards_many_that_hang_end_the_run_after_those_that_may(made: Any, tmp_path: Path) -> None:
-    def reward(row: dict[str, Any], answer: Answer) -> float:
+def test_rewards_many_that_hang_end_the_run_after_those_that_may(made, tmp_path):
+    def reward(row, answer):
         (tmp_path / f"{row['n']}{answer.text}").touch()
         return float(threading.Event().wait())
 
@@ -242,14 +236,12 @@ def test_rewards_many_that_hang_end_the_run_after_those_that_may(made: Any, tmp_
     assert len(list(tmp_path.iterdir())) <= 4
 
 
-def test_rewards_function_with_other_arguments_is_refused_at_once(made: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"\(answer\): a reward is called with a row and one of its answers"
-    ):
+def test_rewards_function_with_other_arguments_is_refused_at_once(made):
+    with user_error(r"\(answer\): a reward is called with a row and one of its answers"):
         made(lambda answer: 1.0)
 
 
-def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:
+def test_rewards_worker_killed_while_idle_is_replaced(made):
     rewards = made(by_place)
     before = rewards(prompts(3), samples(3, 2))
     for worker in rewards._workers._workers:
@@ -258,9 +250,7 @@ def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:
     assert rewards(prompts(3), samples(3, 2)) == before
 
 
-def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(
-    made: Any, limit: Limit
-) -> None:
+def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(made, limit):
     """The controller is busy for longer than the limit, and the result is there."""
     worker = made(lambda row, answer: 1.0, workers=1)._workers._workers[0]
     group = Group(pickle.dumps({}), deque([Task(0, 0, None)]))
@@ -282,11 +272,11 @@ SLEEPERS["daemon"] = f"({SLEEPERS['session']}) & sleep 0"
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("kind", SLEEPERS)
 def test_rewards_reward_that_hangs_or_dies_ends_with_the_processes_it_started(
-    made: Any, tmp_path: Path, limit: Limit, kind: str, dies: bool
-) -> None:
+    made, tmp_path, limit, kind, dies
+):
     pid = tmp_path / "pid"
 
-    def reward(row: dict[str, Any], answer: Answer) -> float:
+    def reward(row, answer):
         shell = subprocess.Popen(["sh", "-c", SLEEPERS[kind]], cwd=tmp_path)
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
         if dies:
@@ -300,8 +290,8 @@ def test_rewards_reward_that_hangs_or_dies_ends_with_the_processes_it_started(
     wait_until(lambda: is_gone(int(pid.read_text())))
 
 
-def run_endless_reward(out: Any) -> None:
-    def reward(row: dict[str, Any], answer: Answer) -> float:
+def run_endless_reward(out):
+    def reward(row, answer):
         out.send(os.getpid())
         while True:
             pass
@@ -309,7 +299,7 @@ def run_endless_reward(out: Any) -> None:
     Rewards(reward, Letters(), settings(workers=1))(prompts(1), samples(1, 1))
 
 
-def test_rewards_controller_killed_leaves_no_worker() -> None:
+def test_rewards_controller_killed_leaves_no_worker():
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     controller = context.Process(target=run_endless_reward, args=(theirs,))

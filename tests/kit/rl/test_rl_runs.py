@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from conftest import wait_until
+from conftest import CAMPAIGN, mvp, wait_until
+from run_files import printed_json
 from templates.tiny import tokenizer
 from test_rewards import Limit
 from tiny_rl import write_recipe
 from tiny_vlm import TEXT
 
-from mvp_engine.cli import main
 from mvp_engine.distributed import world
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.rl import rewards
@@ -25,17 +24,16 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, list_runs
 from mvp_engine.tools.merge import model_checkpoint
 
-IN_CAMPAIGN = pytest.mark.campaign(only=True)
 LENGTH = "return len(set(answer.tokens)) / 4"
 
 
-def trained(config: str, *words: str, code: int = 0) -> Path:
+def trained(config, *words, code=0):
     """The folder of the newest run after a training."""
-    assert main(["train", config, *words]) == code
+    assert mvp(f"train {config}", *words) == code
     return list_runs(Path(config).parent / "outputs")[-1].dir
 
 
-def records(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+def records(folder, split="train"):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["split"] == split]
 
@@ -50,11 +48,11 @@ FAILING = {
 
 @pytest.mark.parametrize(
     "kind",
-    ["hangs", *(pytest.param(kind, marks=IN_CAMPAIGN) for kind in ("raises", "nan", "dies"))],
+    ["hangs", *(pytest.param(kind, marks=CAMPAIGN) for kind in ("raises", "nan", "dies"))],
 )
 def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
-    tmp_path: Path, capfd: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capfd, kind, monkeypatch
+):
     limit = Limit(tmp_path / "hangs")
     monkeypatch.setattr(rewards, "time", limit)
     config = write_recipe(tmp_path, f"{FAILING[kind].replace('HANGS', str(limit.file))}\n{LENGTH}")
@@ -68,7 +66,7 @@ def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
     assert [one["reward"] for one in completions if "error" in one] == [None, None]
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 @pytest.mark.parametrize("where", ["spawn", "ray"])
 def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
     tmp_path: Path, where: str
@@ -93,9 +91,7 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
     assert "rows.jsonl:9" in (folder / "overlong_rows.jsonl").read_text()
 
 
-def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(
-    tmp_path: Path, capfd: Any
-) -> None:
+def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_path, capfd):
     config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
     trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)
     error = capfd.readouterr().err
@@ -105,16 +101,11 @@ def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(
 
 
 @pytest.mark.slow
-def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) -> None:
+def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path):
     config = write_recipe(
         tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}"
     )
-    words = [
-        "checkpoint.interval=1",
-        "eval.steps=2",
-        "eval.samples=2",
-        "eval.temperature=1",
-    ]
+    words = "checkpoint.interval=1 eval.steps=2 eval.samples=2 eval.temperature=1".split()
     whole = trained(config, *words, "train.max_steps=4", "run_id=whole")
     trained(config, *words, "train.max_steps=2", "run_id=two")
     with open(tmp_path / "outputs" / "two" / "rollouts.jsonl", "a") as file:
@@ -128,14 +119,12 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path: Path) 
     assert steps.count((2, "train")) == 4
 
 
-def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(
-    tmp_path: Path, capfd: Any
-) -> None:
+def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path, capfd):
     config = write_recipe(tmp_path, LENGTH)
     (tmp_path / "engine.py").write_text(
         "from mvp_engine.kit.rl import RLEngine\n\nclass Scored(RLEngine):\n    pass\n"
     )
-    assert main(["train", config]) == EXIT_USER_ERROR
+    assert mvp(f"train {config}") == EXIT_USER_ERROR
     assert (
         "Scored has no reward: define reward(self, row, answer), or set reward.model"
         in capfd.readouterr().err
@@ -157,26 +146,24 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(
 
 
 @pytest.mark.parametrize(
-    ("reward", "warning"),
+    "reward, warning",
     [
         ("return -float(answer.text == row['answer'])", "is the sign of the reward wrong"),
-        pytest.param("return 0.5", "have the same reward in 4 steps (mean 0.5)", marks=IN_CAMPAIGN),
+        pytest.param("return 0.5", "have the same reward in 4 steps (mean 0.5)", marks=CAMPAIGN),
         pytest.param(
             "return float(answer.text == row['answer']) + len(set(answer.tokens)) / 32",
             None,
-            marks=IN_CAMPAIGN,
+            marks=CAMPAIGN,
         ),
     ],
     ids=["sign", "constant", "good"],
 )
 def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
-    tmp_path: Path, capsys: Any, reward: str, warning: str | None
-) -> None:
+    tmp_path, capsys, reward, warning
+):
     config = write_recipe(tmp_path, reward)
-    assert (
-        main(["check", config, "--json", "train.max_steps=20", "generation.max_new_tokens=6"]) == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+    assert mvp(f"check {config} --json train.max_steps=20 generation.max_new_tokens=6") == 0
+    found = printed_json(capsys)
     names = [stage["name"] for stage in found["stages"]]
     assert names == ["config", "data", "model", "step", "rollouts", "evaluation"]
     about_rewards = [text for text in found["warnings"] if "reward" in text]
@@ -186,17 +173,15 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5
 
 
-def test_rl_training_reports_the_part_of_a_step_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch):
     """See also tests/engine/test_hang.py."""
     update = Learner.update
     warnings: list[str] = []
 
-    def is_reported() -> bool:
+    def is_reported():
         return any(text.startswith("update of step 1 takes longer") for text in warnings)
 
-    def slow(self: Learner, *args: Any) -> Any:
+    def slow(self, *args):
         wait_until(is_reported)
         return update(self, *args)
 
@@ -213,17 +198,9 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(
     assert "wait_until(is_reported)" in text
 
 
-@IN_CAMPAIGN
+@CAMPAIGN
 def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) -> None:
     config = write_recipe(tmp_path, LENGTH)
-    words = [
-        "--out",
-        str(tmp_path / "profile"),
-        "--steps",
-        "2",
-        "--first",
-        "2",
-        "train.max_steps=8",
-    ]
-    assert main(["profile", config, *words]) == 0
+    words = f"--out {tmp_path}/profile --steps 2 --first 2 train.max_steps=8".split()
+    assert mvp(f"profile {config}", *words) == 0
     assert (tmp_path / "profile" / "profile.json").is_file()

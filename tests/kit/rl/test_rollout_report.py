@@ -1,18 +1,14 @@
 """pass@k, rollouts.jsonl and the report page of an RL run."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_vlm import made, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
-from mvp_engine.kit.rl.prompts import Prompt, prompt_loader, prompt_settings
+from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Reward, reward_metrics
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.rollout_log import (
@@ -27,14 +23,14 @@ from mvp_engine.report.facts import RunFacts, metric_texts
 from mvp_engine.runs import Run
 
 
-@pytest.mark.parametrize(("total", "right"), [(6, 0), (6, 1), (6, 4), (6, 6), (1, 1), (5, 2)])
-def test_pass_at_k_is_the_mean_over_all_subsets(total: int, right: int) -> None:
+@pytest.mark.parametrize("total, right", [(6, 0), (6, 1), (6, 4), (6, 6), (1, 1), (5, 2)])
+def test_pass_at_k_is_the_mean_over_all_subsets(total, right):
     for k in range(1, total + 1):
         subsets = list(itertools.combinations([i < right for i in range(total)], k))
         assert pass_at_k(total, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out() -> None:
+def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out():
     samples = [Sample(i // 3, [1], [0.0], 0, "stop") for i in range(9)]
     rewards = [Reward(value) for value in (1.0, 0.9, 0.0, None, 0.0, 2.0, None, None, None)]
     found = pass_metrics(samples, rewards, 1.0)
@@ -45,9 +41,7 @@ def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out() -> None:
     }
 
 
-def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails() -> (
-    None
-):
+def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails():
     samples = [Sample(i // 4, [1], [0.0], 0, "stop") for i in range(200)]
     rewards = [Reward(None, error="timeout") if i % 14 == 0 else Reward(1.0) for i in range(200)]
     metrics = reward_metrics(rewards) | pass_metrics(samples, rewards, 1.0)
@@ -61,13 +55,13 @@ def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_wha
     }
 
 
-def test_pass_metrics_without_samples_are_none() -> None:
+def test_pass_metrics_without_samples_are_none():
     assert pass_metrics([], [], 1.0) == {}
     assert metric_texts({"pass@2": 0.5}) == {"pass@2": "50.0 %"}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[MLLMDataKit, list[Prompt], RolloutLog]:
+def run(tmp_path):
     rows = [{**row, "answer": f"<b>{i}</b>"} for i, row in enumerate(with_images(tmp_path, 3))]
     file = write(tmp_path / "rows.jsonl", rows)
     sources = [{"path": str(file), "split": split, "name": split} for split in ("train", "eval")]
@@ -77,7 +71,7 @@ def run(tmp_path: Path) -> tuple[MLLMDataKit, list[Prompt], RolloutLog]:
     return kit, prompts, RolloutLog(tmp_path, kit.processor.tokenizer, prompts=2)
 
 
-def rollouts(kit: MLLMDataKit, step: int) -> tuple[list[Sample], list[Reward]]:
+def rollouts(kit, step):
     ids = kit.processor.tokenizer(f"at {step}").input_ids
     samples = [Sample(i // 2, ids, [0.0] * len(ids), step, "length") for i in range(6)]
     rewards = [Reward(float(i % 2), {"exact": 1.0} if i else {}) for i in range(5)] + [
@@ -86,7 +80,7 @@ def rollouts(kit: MLLMDataKit, step: int) -> tuple[list[Sample], list[Reward]]:
     return samples, rewards
 
 
-def test_rollout_log_a_run_that_resumes_writes_no_step_twice(run: Any, tmp_path: Path) -> None:
+def test_rollout_log_a_run_that_resumes_writes_no_step_twice(run, tmp_path):
     kit, prompts, log = run
     for step in (1, 2, 3):
         log.write(step, "train", prompts, *rollouts(kit, step))
@@ -117,7 +111,7 @@ def test_rollout_log_a_run_that_resumes_writes_no_step_twice(run: Any, tmp_path:
     }
 
 
-def test_rl_page_shows_prompts_with_media_completions_and_rewards(run: Any, tmp_path: Path) -> None:
+def test_rl_page_shows_prompts_with_media_completions_and_rewards(run, tmp_path):
     kit, prompts, log = run
     metrics = []
     for step in (1, 2):

@@ -6,22 +6,18 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from fake_vllm import FakeVLLM
 from folders import folder_of
-from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import server_rollout
 from mvp_engine.kit.rl import server_rollout as server_module
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rollout import Sample, Sampling
+from mvp_engine.kit.rl.rollout import Sampling
 from mvp_engine.kit.rl.server_rollout import LOGGER, NoServer, OpenAIRollout
 from mvp_engine.kit.rl.vllm_rollout import VLLMRollout
 
@@ -29,14 +25,14 @@ SAMPLING = Sampling(max_new_tokens=6, samples=2, seed=3, stop=(2,))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     folder_of("qwen3", path)
     return path
 
 
 @pytest.fixture
-def fakes(folder: Path) -> Iterator[list[FakeVLLM]]:
+def fakes(folder):
     started = [FakeVLLM(folder), FakeVLLM(folder)]
     yield started
     for fake in started:
@@ -45,13 +41,13 @@ def fakes(folder: Path) -> Iterator[list[FakeVLLM]]:
 
 
 @pytest.fixture
-def fake(fakes: list[FakeVLLM]) -> FakeVLLM:
+def fake(fakes):
     fakes[1].kill()
     return fakes[0]
 
 
 @pytest.fixture
-def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_health(monkeypatch):
     """Servers that hang are known sooner than by default."""
     assert server_module.HEALTH_EVERY + server_module.HEALTH_SECONDS < 10
     assert server_module.CONNECT_SECONDS < 10
@@ -60,7 +56,7 @@ def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def logged() -> Iterator[list[str]]:
+def logged():
     """The log lines of a test."""
     found: list[str] = []
     handler = logging.Handler()
@@ -70,7 +66,7 @@ def logged() -> Iterator[list[str]]:
     LOGGER.removeHandler(handler)
 
 
-def trainer(folder: Path, seed: int) -> Any:
+def trainer(folder, seed):
     """A model of transformers whose weights differ from those of the folder."""
     from transformers import AutoModelForCausalLM
 
@@ -82,13 +78,13 @@ def trainer(folder: Path, seed: int) -> Any:
     return model
 
 
-def buckets(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(model):
     named = list(model.named_parameters())
     for first in range(0, len(named), 5):
         yield [(name, tensor.detach()) for name, tensor in named[first : first + 5]]
 
 
-def prompts(number: int, media: tuple[Any, ...] = (), ids: list[int] | None = None) -> list[Prompt]:
+def prompts(number, media=(), ids=None):
     found = []
     for key in range(number):
         text_ids = ids or [5 + key, 9, 11, 3 + key % 7]
@@ -99,9 +95,7 @@ def prompts(number: int, media: tuple[Any, ...] = (), ids: list[int] | None = No
     return found
 
 
-def worst_gap(
-    model: Any, asked: list[Prompt], samples: list[Sample], temperature: float = 1.0
-) -> float:
+def worst_gap(model, asked, samples, temperature=1.0):
     """The largest difference between a sampler's log-probs and transformers'."""
     worst = 0.0
     for sample in samples:
@@ -114,7 +108,7 @@ def worst_gap(
     return worst
 
 
-def check(samples: list[Sample], number: int, version: int) -> None:
+def check(samples, number, version):
     """Each prompt has its samples once, in order, by one version of the weights."""
     assert [sample.prompt for sample in samples] == [
         i for i in range(number) for _ in range(SAMPLING.samples)
@@ -125,13 +119,11 @@ def check(samples: list[Sample], number: int, version: int) -> None:
         assert len(sample.tokens) == 6 or sample.reason == "stop"
 
 
-def paths(fake: FakeVLLM) -> list[str]:
+def paths(fake):
     return [path for path, _ in fake.requests]
 
 
-def test_vllm_rollout_after_sync_has_log_probs_of_the_sent_weights(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path
-) -> None:
+def test_vllm_rollout_after_sync_has_log_probs_of_the_sent_weights(fakes, folder, tmp_path):
     (tmp_path / "version-9-1234").mkdir()
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path, concurrency=2)
     asked = prompts(9)
@@ -159,9 +151,7 @@ def test_vllm_rollout_after_sync_has_log_probs_of_the_sent_weights(
     assert not tmp_path.exists()
 
 
-def test_vllm_rollout_with_temperature_has_log_probs_at_that_temperature(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
-) -> None:
+def test_vllm_rollout_with_temperature_has_log_probs_at_that_temperature(fake, folder, tmp_path):
     model = trainer(folder, 1)
     rollout = VLLMRollout([fake.url], folder=tmp_path)
     rollout.sync(buckets(model), 1)
@@ -170,19 +160,19 @@ def test_vllm_rollout_with_temperature_has_log_probs_at_that_temperature(
     assert worst_gap(model, prompts(4), samples, 1.7) < 1e-5
     assert worst_gap(model, prompts(4), samples) > 1e-2
     fake.processed = False
-    with pytest.raises(UserError, match=r"before temperature.*--logprobs-mode processed_logprobs"):
+    with user_error(r"before temperature.*--logprobs-mode processed_logprobs"):
         VLLMRollout.generate(synced(fake, folder, tmp_path), prompts(4), hot)
 
 
-def synced(fake: FakeVLLM, folder: Path, tmp_path: Path, **options: Any) -> VLLMRollout:
+def synced(fake, folder, tmp_path, **options):
     rollout = VLLMRollout([fake.url], folder=tmp_path / "weights", **options)
     rollout.sync(buckets(trainer(folder, 1)), 1)
     return rollout
 
 
 def test_vllm_rollout_server_restarted_is_named_and_gets_the_weights_again(
-    fake: FakeVLLM, folder: Path, tmp_path: Path, logged: list[str]
-) -> None:
+    fake, folder, tmp_path, logged
+):
     rollout = synced(fake, folder, tmp_path)
     before = rollout.generate(prompts(3), SAMPLING)
     fake.restart()
@@ -191,8 +181,8 @@ def test_vllm_rollout_server_restarted_is_named_and_gets_the_weights_again(
 
 
 def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generated_again(
-    fake: FakeVLLM, folder: Path, tmp_path: Path, logged: list[str]
-) -> None:
+    fake, folder, tmp_path, logged
+):
     rollout = synced(fake, folder, tmp_path, concurrency=1)
     before = rollout.generate(prompts(6), SAMPLING)
     other = VLLMRollout([fake.url], folder=tmp_path / "other")
@@ -200,7 +190,7 @@ def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generat
     answer = fake.generate
     left = [3]
 
-    def generate(body: Any) -> Any:
+    def generate(body):
         left[0] -= 1
         if left[0] == 0:
             threading.Thread(target=other.sync, args=(buckets(other_model), 1)).start()
@@ -223,12 +213,12 @@ def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generat
 
 
 def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_once(
-    fakes: list[FakeVLLM],
-    folder: Path,
-    tmp_path: Path,
-    logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    fakes,
+    folder,
+    tmp_path,
+    logged,
+    monkeypatch,
+):
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path, concurrency=2)
     rollout.sync(buckets(trainer(folder, 1)), 1)
     before = rollout.generate(prompts(12), SAMPLING)
@@ -245,8 +235,8 @@ def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_o
     "route", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 )
 def test_vllm_rollout_server_killed_in_sync_gets_the_weights_when_it_is_back(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, route: str
-) -> None:
+    fakes, folder, tmp_path, route
+):
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path)
     fakes[0].dies_at = route
     model = trainer(folder, 1)
@@ -258,8 +248,8 @@ def test_vllm_rollout_server_killed_in_sync_gets_the_weights_when_it_is_back(
 
 
 def test_vllm_rollout_server_whose_engine_died_in_a_request_is_gone_not_a_user_error(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str]
-) -> None:
+    fakes, folder, tmp_path, logged
+):
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path)
     rollout.sync(buckets(trainer(folder, 1)), 1)
     before = rollout.generate(prompts(4), SAMPLING)
@@ -273,13 +263,13 @@ def test_vllm_rollout_server_whose_engine_died_in_a_request_is_gone_not_a_user_e
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
 def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
-    fake: FakeVLLM,
-    folder: Path,
-    tmp_path: Path,
-    fault: str,
-    logged: list[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    fake,
+    folder,
+    tmp_path,
+    fault,
+    logged,
+    request,
+):
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.2)
     if fault == "killed":
         fake.dies_at = "/inference/v1/generate"
@@ -296,12 +286,12 @@ def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
 
 
 def test_vllm_rollout_server_that_stops_answering_in_a_long_request_is_noticed(
-    fake: FakeVLLM, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+    fake, folder, tmp_path, request
+):
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.1)
     request.getfixturevalue("quick_health")
 
-    def generate(body: Any) -> Any:
+    def generate(body):
         fake.hangs = True
         while fake.hangs:  # until the end of the test
             time.sleep(0.01)
@@ -312,8 +302,8 @@ def test_vllm_rollout_server_that_stops_answering_in_a_long_request_is_noticed(
 
 
 def test_vllm_rollout_after_a_trainer_killed_in_an_update_replaces_its_weights(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
-) -> None:
+    fake, folder, tmp_path
+):
     fake.paused = fake.updating = True
     fake.version = "mvp-0123-incomplete"
     rollout = synced(fake, folder, tmp_path)
@@ -322,18 +312,16 @@ def test_vllm_rollout_after_a_trainer_killed_in_an_update_replaces_its_weights(
 
 
 def test_vllm_rollout_server_without_weight_transfer_is_refused_with_the_command(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
-) -> None:
+    fake, folder, tmp_path
+):
     fake.configured = False
-    with pytest.raises(
-        UserError, match=r'not configured.*vllm serve MODEL.*--weight-transfer-config.*"mvp_file"'
-    ):
+    with user_error(r'not configured.*vllm serve MODEL.*--weight-transfer-config.*"mvp_file"'):
         synced(fake, folder, tmp_path)
 
 
 def test_vllm_rollout_media_goes_unexpanded_and_another_expansion_is_refused(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
-) -> None:
+    fake, folder, tmp_path
+):
     png = tmp_path / "image.png"
     png.write_bytes(b"image file")
     media = ({"type": "image", "path": str(png)}, {"type": "image", "bytes": b"more"})
@@ -353,27 +341,21 @@ def test_vllm_rollout_media_goes_unexpanded_and_another_expansion_is_refused(
         b"more",
     ]
     fake.media_tokens = 3
-    with pytest.raises(
-        UserError, match=r"rows.jsonl:1: 8 tokens against 6, first difference at 3.*expands image"
-    ):
+    with user_error(r"rows.jsonl:1: 8 tokens against 6, first difference at 3.*expands image"):
         rollout.generate([prompt], SAMPLING)
 
 
-def test_vllm_rollout_that_samples_a_placeholder_is_refused(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
-) -> None:
+def test_vllm_rollout_that_samples_a_placeholder_is_refused(fake, folder, tmp_path):
     rollout = synced(fake, folder, tmp_path)
     written = {
         token for sample in rollout.generate(prompts(2), SAMPLING) for token in sample.tokens
     }
     rollout.banned = sorted(written)
-    with pytest.raises(UserError, match="a placeholder of media, against its logit bias"):
+    with user_error("a placeholder of media, against its logit bias"):
         rollout.generate(prompts(2), SAMPLING)
 
 
-def test_openai_rollout_samples_with_the_servers_weights_at_version_0(
-    fake: FakeVLLM, folder: Path
-) -> None:
+def test_openai_rollout_samples_with_the_servers_weights_at_version_0(fake, folder):
     from transformers import AutoModelForCausalLM
 
     rollout = OpenAIRollout([f"{fake.url}/v1/"])
@@ -383,7 +365,7 @@ def test_openai_rollout_samples_with_the_servers_weights_at_version_0(
     assert worst_gap(AutoModelForCausalLM.from_pretrained(folder), prompts(5), samples) < 1e-5
 
 
-def test_openai_rollout_server_that_ignores_stop_tokens_is_cut_at_the_first(fake: FakeVLLM) -> None:
+def test_openai_rollout_server_that_ignores_stop_tokens_is_cut_at_the_first(fake):
     rollout = OpenAIRollout([fake.url])
     full = rollout.generate(prompts(2), Sampling(max_new_tokens=6))
     stop = full[0].tokens[2]
@@ -395,46 +377,44 @@ def test_openai_rollout_server_that_ignores_stop_tokens_is_cut_at_the_first(fake
     assert cut[0].log_probs == full[0].log_probs[: len(cut[0].tokens)]
 
 
-def test_openai_rollout_server_with_stop_tokens_of_its_own_is_refused(fake: FakeVLLM) -> None:
+def test_openai_rollout_server_with_stop_tokens_of_its_own_is_refused(fake):
     write = fake.write
 
-    def ends_early(ids: list[int], parameters: Any) -> Any:
+    def ends_early(ids, parameters):
         return [
             (tokens[:3], log_probs[:3], "stop") for tokens, log_probs, _ in write(ids, parameters)
         ]
 
     fake.write = ends_early  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"after 3 of 6 tokens.*stop tokens of its own"):
+    with user_error(r"after 3 of 6 tokens.*stop tokens of its own"):
         OpenAIRollout([fake.url]).generate(prompts(1), Sampling(max_new_tokens=6))
 
 
 def test_openai_rollout_without_token_ids_log_probs_or_with_media_is_refused(
-    fake: FakeVLLM,
-) -> None:
+    fake,
+):
     rollout = OpenAIRollout([fake.url])
-    with pytest.raises(UserError, match=r"rows.jsonl:1: .*takes no media"):
+    with user_error(r"rows.jsonl:1: .*takes no media"):
         rollout.generate(prompts(1, ({"type": "image", "bytes": b""},)), SAMPLING)
     fake.has_token_ids = False
-    with pytest.raises(UserError, match="returns no token ids, only text"):
+    with user_error("returns no token ids, only text"):
         rollout.generate(prompts(1), SAMPLING)
     fake.has_token_ids = True
     answer = fake.completions
     fake.completions = lambda body: {  # type: ignore[method-assign]
         "choices": [{**choice, "logprobs": None} for choice in answer(body)["choices"]]
     }
-    with pytest.raises(UserError, match="returns no log-probs"):
+    with user_error("returns no log-probs"):
         rollout.generate(prompts(1), SAMPLING)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
-def test_rollout_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(UserError, match="is no URL of a server"):
+def test_rollout_url_that_is_none_is_refused(url):
+    with user_error("is no URL of a server"):
         OpenAIRollout([url])
 
 
-def test_server_warning_is_logged_once_while_it_is_gone(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str]
-) -> None:
+def test_server_warning_is_logged_once_while_it_is_gone(fakes, folder, tmp_path, logged):
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path)
     fakes[0].kill()
     rollout.sync(buckets(trainer(folder, 1)), 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +40,7 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[list[FakeVLLM]]:
+def fakes(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -67,7 +65,7 @@ def fakes(tmp_path: Path) -> Iterator[list[FakeVLLM]]:
         fake.kill()
 
 
-def config(folder: Path, urls: list[str]) -> Path:
+def config(folder, urls):
     """The config of a training in `folder`."""
     rows = [json.dumps({"prompt": f"number {index}"}) + "\n" for index in range(20)]
     (folder / "rows.jsonl").write_text("".join(rows))
@@ -80,16 +78,14 @@ def config(folder: Path, urls: list[str]) -> Path:
     return folder / "config.yaml"
 
 
-def versions(fake: FakeVLLM) -> list[int]:
+def versions(fake):
     """The versions of the weights that a server got."""
     bodies = [body for path, body in fake.requests if path == "/finish_weight_update"]
     return [int(body["weight_version"].split("-")[-1]) for body in bodies]
 
 
 @pytest.mark.slow
-def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(
-    train: Callable[..., int], tmp_path: Path, fakes: list[FakeVLLM]
-) -> None:
+def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(train, tmp_path, fakes):
     fakes[1].dies_at = "/start_weight_update"
     assert train(config=config(tmp_path, [fake.url for fake in fakes])) == 0
     assert versions(fakes[0]) == [0, 1, 2]
@@ -105,14 +101,13 @@ def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(
 
 @pytest.mark.slow
 def test_training_without_its_server_ends_with_url_and_fix(
-    train: Callable[..., int],
-    tmp_path: Path,
-    fakes: list[FakeVLLM],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    train,
+    tmp_path,
+    fakes,
+    capfd,
+):
     fakes[0].kill()
-    code = train("parallel.timeout=0.1", config=config(tmp_path, [fakes[0].url]))
-    assert code == EXIT_USER_ERROR
+    assert train("parallel.timeout=0.1", config=config(tmp_path, [fakes[0].url])) == EXIT_USER_ERROR
     err = capfd.readouterr().err
     assert f"no server for 0.1 s:\n  {fakes[0].url}: " in err
     assert "Start the servers (docs/rl.md" in err

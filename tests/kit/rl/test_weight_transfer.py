@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.rl import vllm_plugin
 from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
 from mvp_engine.kit.rl.settings import GenerationSettings
@@ -31,7 +31,7 @@ from mvp_engine.kit.rl.vllm_rollout import (
 from mvp_engine.worker.worker import checksum
 
 
-def bucket() -> list[tuple[str, torch.Tensor]]:
+def bucket():
     g = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(3, 5, generator=g).bfloat16(),
@@ -43,7 +43,7 @@ def bucket() -> list[tuple[str, torch.Tensor]]:
     return [(f"tensor{index}", tensor) for index, tensor in enumerate(tensors)]
 
 
-def unpacked(data: torch.Tensor, info: dict[str, Any], sizes: list[int]) -> dict[str, torch.Tensor]:
+def unpacked(data, info, sizes):
     """As vLLM 0.32 unpacks: each slice of the bytes is viewed as its type, which needs aligned offsets."""
     found = {}
     for name, dtype, shape, part in zip(
@@ -53,7 +53,7 @@ def unpacked(data: torch.Tensor, info: dict[str, Any], sizes: list[int]) -> dict
     return found
 
 
-def test_packed_bucket_of_mixed_dtypes_is_unpacked_with_the_same_bits() -> None:
+def test_packed_bucket_of_mixed_dtypes_is_unpacked_with_the_same_bits():
     packed = Packed.of(bucket(), None)
     found = unpacked(packed.data, packed.info, packed.sizes)
     assert all(torch.equal(found[name], tensor) for name, tensor in bucket())
@@ -64,28 +64,28 @@ def test_packed_bucket_of_mixed_dtypes_is_unpacked_with_the_same_bits() -> None:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def vllm(monkeypatch):
     """What the plugin imports of vLLM 0.32, with its calls in order."""
     calls: list[str] = []
     registered: dict[str, Any] = {}
 
     class WeightTransferEngine:
-        def __class_getitem__(cls, _: Any) -> Any:
+        def __class_getitem__(cls, _):
             return cls
 
-        def __init__(self, model: Any) -> None:
+        def __init__(self, model):
             self.model = model
             self.model_config = None
             self.device = torch.device("cpu")
 
-        def parse_update_info(self, update: dict[str, Any]) -> Any:
+        def parse_update_info(self, update):
             return self.update_info_cls(**update)  # type: ignore[attr-defined]
 
     class Factory:
         _registry = registered
 
         @classmethod
-        def register_engine(cls, name: str, engine: Any) -> None:
+        def register_engine(cls, name, engine):
             if name in registered:
                 raise ValueError(name)
             registered[name] = engine
@@ -121,9 +121,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(calls=calls, registered=registered, ParallelLMHead=ParallelLMHead)
 
 
-def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(
-    vllm: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(vllm, tmp_path):
     vllm_plugin.register()
     vllm_plugin.register()  # vLLM may load a plugin twice
     loaded: dict[str, torch.Tensor] = {}
@@ -140,7 +138,7 @@ def test_vllm_plugin_loads_a_file_and_packs_a_tied_head_again(
     assert torch.equal(loaded["a"], torch.arange(3.0))
 
 
-def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
+def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks():
     code = "import sys, mvp_engine.kit.rl.vllm_plugin; print(sorted(name.split('.')[0] for name in sys.modules))"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -148,7 +146,7 @@ def test_vllm_plugin_imports_nothing_that_a_servers_environment_lacks() -> None:
     assert not {"torch", "transformers", "hydra", "omegaconf", "numpy"} & set(eval(answer.stdout))
 
 
-def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) -> None:
+def test_server_rollout_of_config_has_its_backend_and_options(tmp_path):
     urls = ["http://one:8000", "http://two:8000"]
     rollout = server_rollout(
         GenerationSettings(backend="vllm", urls=urls),
@@ -167,7 +165,7 @@ def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) ->
     assert isinstance(server_rollout(fixed, folder=tmp_path, wait_seconds=5), OpenAIRollout)
 
 
-def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused() -> None:
+def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused():
     with pytest.raises(ValidationError, match="takes no weights"):
         GenerationSettings(backend="openai", urls=["http://one"])
     with pytest.raises(ValidationError, match="set file, ipc or nccl"):
@@ -176,12 +174,12 @@ def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused() -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("sync", ["ipc", "nccl"])
-def test_transfer_between_gpus_without_a_gpu_is_refused(sync: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"generation.sync={sync} needs a GPU"):
+def test_transfer_between_gpus_without_a_gpu_is_refused(sync, tmp_path):
+    with user_error(f"generation.sync={sync} needs a GPU"):
         transfer_of(sync, tmp_path)
 
 
-def receive(requests: Any, results: Any) -> None:
+def receive(requests, results):
     """A worker of a server: opens the buffer of each update as vLLM 0.32 does."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -195,7 +193,7 @@ def receive(requests: Any, results: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_ipc_transfer_another_process_reads_the_same_bits() -> None:
+def test_ipc_transfer_another_process_reads_the_same_bits():
     context = multiprocessing.get_context("spawn")
     requests, results = context.Queue(), context.Queue()
     worker = context.Process(target=receive, args=(requests, results), daemon=True)
@@ -206,7 +204,7 @@ def test_ipc_transfer_another_process_reads_the_same_bits() -> None:
     received: list[dict[str, str]] = []
 
     class Server:
-        def post(self, path: str, body: Any) -> None:
+        def post(self, path, body):
             assert path == "/update_weights"
             requests.put(body["update_info"])
             received.append(results.get(timeout=120))
@@ -219,7 +217,7 @@ def test_ipc_transfer_another_process_reads_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_communicator_broadcasts_and_aborts() -> None:
+def test_nccl_communicator_broadcasts_and_aborts():
     communicator = Communicator(Communicator.new_id(), 0, 1)  # two ranks need two GPUs
     data = torch.arange(256, dtype=torch.uint8, device="cuda")
     communicator.broadcast(data)

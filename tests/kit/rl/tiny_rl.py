@@ -1,9 +1,6 @@
 """A tiny RL recipe in a folder: a random Qwen3 policy, prompts with answers, and a reward of the test's own."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 import torch
 import transformers as hf
@@ -39,7 +36,7 @@ checkpoint: {{best_metric: null}}
 """
 
 
-def write_recipe(folder: Path, reward: str) -> str:
+def write_recipe(folder, reward):
     """Write the recipe with this body of `reward(self, row, answer)`; returns its config file."""
     (folder / "engine.py").write_text(
         ENGINE.format(body=textwrap.indent(textwrap.dedent(reward), " " * 8))

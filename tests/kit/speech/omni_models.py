@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _MEDIA_TOKENS = {"audio_token_id": AUDIO, "image_token_id": IMAGE, "video_token_id": VIDEO}
 
 
-def qwen3_omni_settings() -> dict[str, Any]:
+def qwen3_omni_settings():
     """The settings of a tiny Qwen3-Omni, as `model.config` or as arguments of its config class."""
     tokens = {
         **_MEDIA_TOKENS,
@@ -134,7 +133,7 @@ def qwen3_omni_settings() -> dict[str, Any]:
     }
 
 
-def qwen3_omni(seed: int = 1) -> Any:
+def qwen3_omni(seed=1):
     """A whole Qwen3-Omni of transformers. Its talker's experts get values here: transformers sets none."""
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
@@ -146,7 +145,7 @@ def qwen3_omni(seed: int = 1) -> Any:
     return model.eval()
 
 
-def qwen2_5_omni(seed: int = 1) -> Any:
+def qwen2_5_omni(seed=1):
     """A whole Qwen2.5-Omni of transformers."""
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
@@ -225,7 +224,7 @@ def qwen2_5_omni(seed: int = 1) -> Any:
 OMNI = {"qwen3_omni_moe": qwen3_omni, "qwen2_5_omni": qwen2_5_omni}
 
 
-def omni_folder(family: str, where: Path, **options: Any) -> Any:
+def omni_folder(family, where, **options):
     """Write a random pretrained folder as transformers does; returns the model."""
     model = OMNI[family]()
     model.save_pretrained(where, **options)
@@ -235,21 +234,21 @@ def omni_folder(family: str, where: Path, **options: Any) -> Any:
 
 
 def spoken_row(
-    turns: int = 1,
-    media: str = "",
-    spoken: tuple[int, ...] = (0,),
-    frames: int = 5,
-    seed: int = 0,
-    text: int = 3,
-    prompt_only: bool = False,
-) -> dict[str, Any]:
+    turns=1,
+    media="",
+    spoken=(0,),
+    frames=5,
+    seed=0,
+    text=3,
+    prompt_only=False,
+):
     """Ids, media and codes of one row: a system turn, then `turns` questions and answers.
 
     `media` ("", or some of "image video audio") are in the last question; answers in `spoken` have codes.
     """
     g = torch.Generator().manual_seed(seed)
 
-    def words(count: int) -> list[int]:
+    def words(count):
         return torch.randint(FIRST_TEXT, VOCAB, (count,), generator=g).tolist()
 
     ids = [IM_START, SYSTEM, NEWLINE, *words(2), IM_END, NEWLINE]
@@ -285,7 +284,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> Any:
+def batch_of(config, row, speaker=None):
     """A row as the data kit makes it: a batch of one sequence, answers with loss, speech planned."""
     from mvp_engine.data.batch import Media, PackedBatch
     from mvp_engine.kit.data.encode.row_encoder import RopePositions

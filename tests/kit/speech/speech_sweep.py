@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ SPEAKING: dict[str, Any] = {**OMNI, "csm": csm}
 
 
 @contextmanager
-def folder_of(name: str) -> Iterator[Path]:
+def folder_of(name):
     with tempfile.TemporaryDirectory() as parent:
         SPEAKING[name]().save_pretrained(Path(parent) / "in")
         if name == "qwen2_5_omni":
@@ -34,7 +33,7 @@ def folder_of(name: str) -> Iterator[Path]:
         yield Path(parent) / "in"
 
 
-def engine_of(folder: Path, engine_class: Any) -> Any:
+def engine_of(folder, engine_class):
     """An engine whose preflight passed."""
     engine = engine_class(
         engine_class.build_model(ModelSource(str(folder))), alone(), Settings(seed=0)
@@ -43,7 +42,7 @@ def engine_of(folder: Path, engine_class: Any) -> Any:
     return engine
 
 
-def talker(name: str) -> bool | str:
+def talker(name):
     """Whether the talker of a folder trains: packed turns are exact. Or the reason why not."""
     try:
         with folder_of(name) as folder:
@@ -53,7 +52,7 @@ def talker(name: str) -> bool | str:
     return True
 
 
-def data_kit(name: str) -> bool | str:
+def data_kit(name):
     """Rows of CSM through the data kit."""
     assert name == "csm", "others are in tests/kit/vlm_sweep.py"
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +60,7 @@ def data_kit(name: str) -> bool | str:
     return True
 
 
-def lora(name: str) -> bool | str:
+def lora(name):
     """Adapters on the talker: it stays exact."""
     try:
         with folder_of(name) as folder:
@@ -73,7 +72,7 @@ def lora(name: str) -> bool | str:
     return True
 
 
-def export(name: str) -> bool | str:
+def export(name):
     """Whether the export of a folder is the whole folder: bit-equal, and transformers opens it."""
     engine_class = OmniModelEngine if name == "csm" else LanguageModelEngine
     model = SPEAKING[name]()
@@ -93,11 +92,11 @@ def export(name: str) -> bool | str:
     return True
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _tensors(folder):
     return dict(entry for file in sorted(folder.glob("*.safetensors")) for entry in entries(file))
 
 
-def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
+def on_two_ranks(name, pool, **sizes):
     """Whether a layout of the two ranks of `pool` gives the gradients of one."""
     assert name == "csm", "others are in tests/kit/vlm_columns.py"
     expected = gradients_of(alone(), [[1, 0, 2, 1, 3]])
@@ -110,7 +109,7 @@ def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
     return True
 
 
-def _or_reason(sizes: dict[str, int]) -> dict[str, torch.Tensor] | str:
+def _or_reason(sizes):
     """On each rank: the gradients, or the error of an engine that refuses the layout."""
     try:
         return on_ranks(sizes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN, user_error
 from families import parallel
 from folders import alone
 from sync_watch import MovedBatch, device_reads
@@ -17,14 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
 from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech import OmniModel
 from mvp_engine.kit.speech import rows as speech_rows
-from mvp_engine.kit.speech.csm import CsmModel
 from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.generate import generate_codes
 from mvp_engine.kit.speech.omni_model import OmniModelEngine
@@ -35,7 +34,7 @@ from mvp_engine.model_engine import Settings
 BOOKS, VOCAB, FRAMES = 4, 35, 6
 
 
-def settings(tied: bool = True) -> dict[str, Any]:
+def settings(tied=True):
     sizes = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -88,14 +87,14 @@ def settings(tied: bool = True) -> dict[str, Any]:
     }
 
 
-def config(tied: bool = True) -> Any:
+def config(tied=True):
     from transformers import CsmConfig
 
     return CsmConfig(**settings(tied))
 
 
 @cache
-def whole(tied: bool = True) -> Any:
+def whole(tied=True):
     from transformers import CsmForConditionalGeneration
 
     torch.manual_seed(2)
@@ -106,7 +105,7 @@ def whole(tied: bool = True) -> Any:
     return model
 
 
-def csm(tied: bool = True) -> CsmModel:
+def csm(tied=True):
     model = OmniModel.from_config(config(tied))
     state = {
         name: value
@@ -117,11 +116,11 @@ def csm(tied: bool = True) -> CsmModel:
     return model.eval()
 
 
-def batch_of(ids: Tensor, codes: Tensor | None, ends: bool = True) -> PackedBatch:
+def batch_of(ids, codes, ends=True):
     return turns_of(ids, [] if codes is None else [SpokenTurn(0, codes, ends=ends)])
 
 
-def turns_of(ids: Tensor, turns: list[SpokenTurn]) -> PackedBatch:
+def turns_of(ids, turns):
     protocol = SpeechProtocol.for_config(config())
     assert protocol is not None
     media = {SPEECH: protocol.plan(ids, torch.arange(len(ids)), turns)}
@@ -129,9 +128,7 @@ def turns_of(ids: Tensor, turns: list[SpokenTurn]) -> PackedBatch:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied, monkeypatch):
     theirs = whole(tied)
     ids = torch.tensor([57, 5, 6, 7, 8])
     logits: list[list[Tensor]] = [[], []]
@@ -149,11 +146,11 @@ def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(
     found: dict[str, Tensor] = {}
     first, rest = speech_rows.linear_log_probs, speech_rows.batched_log_probs
 
-    def of_first(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+    def of_first(hidden, weight, labels, **options):
         found["first"] = hidden @ weight.T
         return first(hidden, weight, labels, **options)
 
-    def of_rest(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
+    def of_rest(hidden, weight, labels):
         found["rest"] = torch.bmm(hidden, weight.transpose(1, 2))
         return rest(hidden, weight, labels)
 
@@ -169,7 +166,7 @@ def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(
     torch.testing.assert_close(found["rest"].transpose(0, 1), by_frame, rtol=0, atol=1e-5)
 
 
-def generated(model: Any, ids: Tensor, **context: Any) -> Tensor:
+def generated(model, ids, **context):
     """(F, K): transformers' greedy codes."""
     options = {"max_new_tokens": FRAMES, "do_sample": False, "depth_decoder_do_sample": False}
     # CSM's padding token is its placeholder of audio, so transformers would mask the sounds out.
@@ -179,7 +176,7 @@ def generated(model: Any, ids: Tensor, **context: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_generate_codes_of_csm_are_those_of_transformers_with_earlier_turns(tied: bool) -> None:
+def test_generate_codes_of_csm_are_those_of_transformers_with_earlier_turns(tied):
     theirs = whole(tied)
     alone = torch.tensor([57, 5, 6, 7, 8])
     wanted = [generated(theirs, alone)]
@@ -203,11 +200,11 @@ def test_generate_codes_of_csm_are_those_of_transformers_with_earlier_turns(tied
         assert len(one.codes) == FRAMES or one.ended
     silent = generate_codes(model, [batch_of(torch.cat([earlier, later]), None)], **options)
     assert not torch.equal(silent[0].codes, found[1].codes)
-    with pytest.raises(UserError, match="no list of speakers: write 'ethan' into the text"):
+    with user_error("no list of speakers: write 'ethan' into the text"):
         generate_codes(model, prompts[:1], ["ethan"])
 
 
-def test_row_of_csm_with_two_turns_learns_the_second_from_the_first() -> None:
+def test_row_of_csm_with_two_turns_learns_the_second_from_the_first():
     """Two turns in one row equal transformers' pass over both; a turn without loss is read and not learnt."""
     g = torch.Generator().manual_seed(3)
     ids = torch.tensor([57, 5, 6, 57, 7, 8, 9])
@@ -242,7 +239,7 @@ def test_row_of_csm_with_two_turns_learns_the_second_from_the_first() -> None:
         protocol.plan(ids, torch.arange(7), [SpokenTurn(2, codes[0])])
 
 
-def rows() -> list[PackedBatch]:
+def rows():
     g = torch.Generator().manual_seed(0)
     found = []
     for length, frames in ((4, 3), (6, None), (3, 7)):
@@ -256,7 +253,7 @@ def rows() -> list[PackedBatch]:
     return [*found, turns_of(torch.tensor([57, 5, 57, 6, 7]), two)]
 
 
-def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
+def test_pack_of_csm_rows_equals_each_alone_with_every_gradient():
     model = csm()
     batches = rows()
     assert num_speech_labels(PackedBatch.concat(batches)) == 3 + 1 + 7 + 1 + 3 + 1
@@ -281,25 +278,25 @@ def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
         )
 
 
-def test_forward_and_backward_of_csm_read_no_value_of_the_device() -> None:
+def test_forward_and_backward_of_csm_read_no_value_of_the_device():
     batch = MovedBatch.of(PackedBatch.concat(rows()))
     assert device_reads(csm(), batch, ["speech_loss"]) == []
 
 
-def test_csm_names_what_it_cannot_speak() -> None:
+def test_csm_names_what_it_cannot_speak():
     protocol = SpeechProtocol.for_config(config())
     assert protocol is not None
     ids = torch.tensor([57, 5])
     codes = torch.zeros(2, BOOKS, dtype=torch.long)
     with pytest.raises(SpeechError, match=r"as \[0\]"):
         protocol.plan(ids, torch.arange(2), [SpokenTurn(0, codes, "ethan")])
-    with pytest.raises(UserError, match=r"csm writes no text: set model\.type=omni_model"):
+    with user_error(r"csm writes no text: set model\.type=omni_model"):
         LanguageModel.from_config(config())
-    with pytest.raises(UserError, match="copies the codec from the folder"):
+    with user_error("copies the codec from the folder"):
         OmniModel.on_meta(None, {"model_type": "csm", **settings()})
 
 
-def test_mfu_and_estimate_of_csm_count_its_rows_of_speech() -> None:
+def test_mfu_and_estimate_of_csm_count_its_rows_of_speech():
     model = csm()
     batch = PackedBatch.concat(rows())
     with FlopCounterMode(display=False) as counter:
@@ -313,7 +310,7 @@ def test_mfu_and_estimate_of_csm_count_its_rows_of_speech() -> None:
 # ---- Ranks --------------------------------------------------------------------------------------------------------
 
 
-def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
+def gradients_of(layout, members):
     engine = OmniModelEngine(csm(), layout, Settings())
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
@@ -327,7 +324,7 @@ def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
+def on_ranks(sizes):
     world = World.join("cpu")
     try:
         layout = Layout.of(world, parallel(**sizes))
@@ -339,9 +336,9 @@ def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2, "replicate": 1}])
-def test_ranks_of_csm_give_the_gradients_of_one(ranks2: Any, sizes: dict[str, int]) -> None:
+def test_ranks_of_csm_give_the_gradients_of_one(ranks2, sizes):
     wanted = gradients_of(alone(), [[1, 0, 2, 1, 3]])
     for found in ranks2.run(on_ranks, sizes):
         assert found.keys() == wanted.keys()

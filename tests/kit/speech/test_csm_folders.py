@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from conftest import mvp, user_error
 from folders import alone, entries
+from run_files import printed_json
 from test_csm import BOOKS, batch_of, config, csm, rows, whole
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from mvp_engine.cli import main
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import MLLMDataKit
@@ -32,7 +31,7 @@ from mvp_engine.kit.speech.settings import SpeechGeneration, SpeechMLLMData
 from mvp_engine.model_engine import ModelSource, Settings
 
 
-def trained(folder: Path, lora: Lora | None = None) -> OmniModelEngine:
+def trained(folder, lora=None):
     """An engine of the folder after two updates; one of the micro-batches has no speech."""
     whole().save_pretrained(folder)
     model = MLLMModelKit(lora).build(ModelSource(str(folder)), "omni_model")
@@ -48,7 +47,7 @@ def trained(folder: Path, lora: Lora | None = None) -> OmniModelEngine:
     return engine
 
 
-def check_folder(before: Path, after: Path) -> set[str]:
+def check_folder(before, after):
     """What changed in a folder that transformers loads; not the codec."""
     from transformers import CsmForConditionalGeneration
 
@@ -61,7 +60,7 @@ def check_folder(before: Path, after: Path) -> set[str]:
     return changed
 
 
-def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
+def test_export_of_a_trained_csm_keeps_the_codec(tmp_path):
     trained(tmp_path / "in").export_hf(tmp_path / "out")
     names = [name for name, _ in entries(tmp_path / "in" / "model.safetensors")]
     assert check_folder(tmp_path / "in", tmp_path / "out") == {
@@ -69,18 +68,18 @@ def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
     }
 
 
-def test_merge_of_a_csm_with_lora_is_its_export(tmp_path: Path) -> None:
+def test_merge_of_a_csm_with_lora_is_its_export(tmp_path):
     engine = trained(tmp_path / "in", Lora(rank=2, target_modules=["talker"]))
     (adapted,) = [row["adapters"] for row in trained_parts(engine.model) if row["part"] == "talker"]
     engine.save_checkpoint(tmp_path / "step_00000002")
     engine.export_hf(tmp_path / "out")
-    assert main(["merge", str(tmp_path / "step_00000002"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/step_00000002 {tmp_path}/merged") == 0
     assert not check_folder(tmp_path / "out", tmp_path / "merged")
     # Attention and MLP of 2 layers each, and the projection of the backbone's states.
     assert len(check_folder(tmp_path / "in", tmp_path / "merged")) == adapted == 2 * 2 * (4 + 3) + 1
 
 
-def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path) -> None:
+def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path):
     whole().save_pretrained(tmp_path / "csm")
     player = Player.of_folder(tmp_path / "csm")
     codes = torch.randint(0, 32, (5, BOOKS), generator=torch.Generator().manual_seed(1))
@@ -98,13 +97,13 @@ def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path)
     )
     assert len(sound.codes) in (0, 3)
     assert sound.seconds > 0 or not len(sound.codes)
-    with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
+    with user_error("the model spoke code 33, and its codec has 0 to 31"):
         player.play(codes + 33 - int(codes.max()))
-    with pytest.raises(UserError, match=r"eval\.generation: csm writes no text"):
+    with user_error(r"eval\.generation: csm writes no text"):
         check_writes(model, "eval.generation")
 
 
-def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
+def test_data_kit_makes_rows_of_csm_from_codes(tmp_path):
     codes = [[1, 2, 3, 4], [5, 6, 7, 8]]
     earlier = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes[:1]}]
     content = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes}]
@@ -140,7 +139,7 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     assert float(csm()(batch, ["speech_loss"])["speech_loss"].detach().sum()) > 0
 
 
-def test_processor_of_csm_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_processor_of_csm_is_refused_with_the_fix(tmp_path):
     from transformers import CsmProcessor, EncodecFeatureExtractor
 
     letters = {"<": 0, ">": 1, "?": 2, "A": 3, "E": 4}
@@ -151,18 +150,16 @@ def test_processor_of_csm_is_refused_with_the_fix(tmp_path: Path) -> None:
     tokenizer.audio_token, tokenizer.audio_eos_token = "A", "E"
     tokenizer.audio_token_id, tokenizer.audio_eos_token_id = 3, 4
     CsmProcessor(EncodecFeatureExtractor(), tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match="has a CsmProcessor, which is not supported: set processor to a folder"
-    ):
+    with user_error("has a CsmProcessor, which is not supported: set processor to a folder"):
         load_processor(tmp_path)
 
 
-def test_commands_know_a_folder_of_csm(tmp_path: Path, capsys: Any) -> None:
+def test_commands_know_a_folder_of_csm(tmp_path, capsys):
     whole().save_pretrained(tmp_path / "csm")
-    assert main(["plan", str(tmp_path / "csm"), "--gpu", "H200", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    assert mvp(f"plan {tmp_path}/csm --gpu H200 --json") == 0
+    facts = printed_json(capsys)
     assert facts["fits"]
     assert facts["tokens_per_step"] > 0
     for speech in ([], ["--speak", "a.wav"]):
-        assert main(["chat", str(tmp_path / "csm"), "-p", "hi", *speech]) == EXIT_USER_ERROR
+        assert mvp(f"chat {tmp_path}/csm -p hi", *speech) == EXIT_USER_ERROR
         assert "csm writes no text, so mvp chat has no answer" in capsys.readouterr().err

@@ -1,21 +1,17 @@
 """Mimi as a codec: the codes of transformers' own model, whatever a sound is batched with."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from conftest import user_error
 from transformers import MimiConfig, MimiModel
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.speech import codec as codec_module
 from mvp_engine.kit.speech import open_codec
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = MimiConfig(
         hidden_size=32,
@@ -42,9 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(folder, monkeypatch):
     monkeypatch.setattr(codec_module, "BATCH_SECONDS", 3.0)  # several batches
     codec = open_codec(str(folder), books=4)
     random = np.random.default_rng(0)
@@ -64,12 +58,12 @@ def test_mimi_codes_in_batches_equal_those_of_each_sound_alone(
     assert len(codec.decode(together[1])) == 1920 * 10
 
 
-def test_mimi_fingerprint_changes_with_books_and_weights(folder: Path, tmp_path: Path) -> None:
+def test_mimi_fingerprint_changes_with_books_and_weights(folder, tmp_path):
     names = {open_codec(str(folder), books=books).fingerprint for books in (4, 8)}
     assert len(names) == 2
     other = MimiModel.from_pretrained(folder)
     other.quantizer.semantic_residual_vector_quantizer.input_proj.weight.data.mul_(2)
     other.save_pretrained(tmp_path)
     assert open_codec(str(tmp_path), books=4).fingerprint not in names
-    with pytest.raises(UserError, match="has 8 codebooks"):
+    with user_error("has 8 codebooks"):
         open_codec(str(folder), books=16)

@@ -24,11 +24,11 @@ WAYS: list[dict[str, Any]] = [
 CTX: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
 
 
-def layout(device: str) -> Layout:
+def layout(device):
     return Layout(World(0, 1, 0, 1, torch.device(device)))
 
 
-def loss_and_norm(on: Layout, **how: Any) -> tuple[float, float]:
+def loss_and_norm(on, **how):
     engine = engine_on(on, adamw, **how)
     kit = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit())
     batches = [micro_batch([2, 0]), micro_batch([1, 3])]
@@ -37,7 +37,7 @@ def loss_and_norm(on: Layout, **how: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_omni_model_in_bf16_on_a_gpu_equals_float32_to_five_percent(how: dict[str, Any]) -> None:
+def test_omni_model_in_bf16_on_a_gpu_equals_float32_to_five_percent(how):
     wanted, norm = loss_and_norm(layout("cpu"))
     found, its_norm = loss_and_norm(layout("cuda:0"), precision="bf16", **how)
     assert found == pytest.approx(wanted, rel=0.05)
@@ -47,9 +47,7 @@ def test_omni_model_in_bf16_on_a_gpu_equals_float32_to_five_percent(how: dict[st
 @pytest.mark.parametrize("compile", [None, "inductor"])
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize("rows", [([1, 0], [1, 4]), ([2, 3, 1], [3, 2])], ids=["text", "media"])
-def test_step_of_an_omni_model_has_no_host_sync(
-    compile: str | None, text: bool, rows: tuple[list[int], list[int]]
-) -> None:
+def test_step_of_an_omni_model_has_no_host_sync(compile, text, rows):
     engine = engine_on(
         layout("cuda:0"),
         lambda model: torch.optim.AdamW(model.parameters(), 1e-3, fused=True),

@@ -1,20 +1,15 @@
 """Speech by generation: the codes of transformers' `generate`, batched, and waveforms of the folder's vocoder."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 import torch
+from conftest import user_error
 from omni_models import BOOKS, CODES, IM_END, batch_of, omni_folder, spoken_row
 from test_talker import FRAMES, ROWS, config, generated, omni, whole
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.speech import Player, speak
 from mvp_engine.kit.speech.generate import generate_codes, load_vocoder
 
 
-def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> None:
+def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one():
     prompts, wanted = [], []
     for settings in ROWS.values():
         row = spoken_row(**settings, spoken=(), prompt_only=True)
@@ -37,7 +32,7 @@ def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> Non
     assert max(len(spoken.codes) for spoken in found) == FRAMES
 
 
-def test_generate_codes_samples_from_the_generator_and_names_unknown_speakers() -> None:
+def test_generate_codes_samples_from_the_generator_and_names_unknown_speakers():
     prompt = batch_of(config(), spoken_row(seed=1, spoken=()))
     one, two = (
         generate_codes(omni(), [prompt], max_frames=4, generator=torch.Generator().manual_seed(5))
@@ -45,20 +40,20 @@ def test_generate_codes_samples_from_the_generator_and_names_unknown_speakers() 
     )
     assert torch.equal(one[0].codes, two[0].codes)
     assert one[0].codes.shape[1] == BOOKS
-    with pytest.raises(UserError, match="no speaker 'nobody'; it has ethan, chelsie"):
+    with user_error("no speaker 'nobody'; it has ethan, chelsie"):
         generate_codes(omni(), [prompt], ["nobody"])
 
 
-def test_speak_refuses_a_codec_that_lacks_codes_of_the_talker() -> None:
+def test_speak_refuses_a_codec_that_lacks_codes_of_the_talker():
     prompt = batch_of(config(), spoken_row(seed=1, spoken=()))
     for books, size in ((BOOKS, CODES - 1), (BOOKS - 1, CODES)):
         player = Player(lambda codes: codes.numpy(), 24_000, books, size)
         wanted = f"the codec has {books} codebooks of {size} entries, and the talker speaks {BOOKS} of {CODES}"
-        with pytest.raises(UserError, match=wanted):
+        with user_error(wanted):
             speak(omni(), [prompt], player)
 
 
-def test_load_vocoder_gives_the_waveform_of_the_whole_model(tmp_path: Path) -> None:
+def test_load_vocoder_gives_the_waveform_of_the_whole_model(tmp_path):
     theirs = omni_folder("qwen3_omni_moe", tmp_path / "in")
     vocoder = load_vocoder(tmp_path / "in")
     codes = torch.randint(0, 32, (7, BOOKS), generator=torch.Generator().manual_seed(0))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import mvp, user_error
 from folders import alone, entries
 from omni_models import BOOKS, batch_of, omni_folder, qwen3_omni_settings, spoken_row
-from torch import Tensor
 
-from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import parts_of, trained_parts
@@ -26,9 +23,7 @@ from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.model_engine import ModelSource, Settings
 
 
-def speech_trained(
-    folder: Path, lora: Lora | None = None, freeze: tuple[str, ...] = ()
-) -> OmniModelEngine:
+def speech_trained(folder, lora=None, freeze=()):
     """An engine of the folder after two updates on the speech of one row."""
     model = MLLMModelKit(lora).build(ModelSource(str(folder)), "omni_model")
     engine = OmniModelEngine(model, alone(), Settings(seed=7, freeze=freeze))
@@ -43,17 +38,17 @@ def speech_trained(
     return engine
 
 
-def files_of(folder: Path) -> dict[str, Tensor]:
+def files_of(folder):
     return {key: value for file in folder.glob("*.safetensors") for key, value in entries(file)}
 
 
-def changed(before: Path, after: Path) -> set[str]:
+def changed(before, after):
     old, new = files_of(before), files_of(after)
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
-def test_export_of_a_trained_talker_changes_the_talker_alone(tmp_path: Path) -> None:
+def test_export_of_a_trained_talker_changes_the_talker_alone(tmp_path):
     from transformers import Qwen3OmniMoeForConditionalGeneration as Whole
 
     omni_folder("qwen3_omni_moe", tmp_path / "in", max_shard_size="200KB")
@@ -68,7 +63,7 @@ def test_export_of_a_trained_talker_changes_the_talker_alone(tmp_path: Path) -> 
     assert torch.equal(model.talker.codec_head.weight, engine.model.talker.codec_head.weight)
 
 
-def test_merge_of_a_talker_with_lora_is_its_export(tmp_path: Path) -> None:
+def test_merge_of_a_talker_with_lora_is_its_export(tmp_path):
     omni_folder("qwen3_omni_moe", tmp_path / "in")
     engine = speech_trained(tmp_path / "in", Lora(rank=2, target_modules=["talker"]))
     adapted = {row["part"]: row["adapters"] for row in trained_parts(engine.model)}
@@ -78,14 +73,14 @@ def test_merge_of_a_talker_with_lora_is_its_export(tmp_path: Path) -> None:
     assert not trains_text(engine.model)
     engine.save_checkpoint(tmp_path / "step_00000001")
     engine.export_hf(tmp_path / "out")
-    assert main(["merge", str(tmp_path / "step_00000001"), str(tmp_path / "merged")]) == 0
+    assert mvp(f"merge {tmp_path}/step_00000001 {tmp_path}/merged") == 0
     assert not changed(tmp_path / "out", tmp_path / "merged")
     assert {name.split(".")[0] for name in changed(tmp_path / "in", tmp_path / "merged")} == {
         "talker"
     }
 
 
-def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None:
+def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker():
     model = OmniModel.on_meta(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     parts = parts_of(model)
     assert {part for name, part in parts.items() if name.startswith("talker.")} == {"talker"}
@@ -99,7 +94,7 @@ def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         ({"model_type": "qwen2_5_omni"}, "codec was never released.*model.type=language_model"),
         ({"model_type": "qwen3"}, "models with a talker .*not for qwen3"),
@@ -126,14 +121,14 @@ def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None
         ),
     ],
 )
-def test_omni_model_refuses_configs_that_cannot_speak(config: dict[str, Any], message: str) -> None:
+def test_omni_model_refuses_configs_that_cannot_speak(config, message):
     for part in ("talker", "code2wav"):
         config.get(f"{part}_config", {}).update(config.pop(part, {}))
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         OmniModel.on_meta(None, config)
 
 
-def test_rotary_keys_of_a_talker_are_no_warning_and_unknown_ones_are() -> None:
+def test_rotary_keys_of_a_talker_are_no_warning_and_unknown_ones_are():
     logger = logging.getLogger("transformers.modeling_rope_utils")
     text = "Unrecognized keys in `rope_parameters` for 'rope_type'='default': {}"
     for keys, is_shown in (
@@ -146,15 +141,13 @@ def test_rotary_keys_of_a_talker_are_no_warning_and_unknown_ones_are() -> None:
         assert bool(logger.filter(record)) == is_shown
 
 
-def test_omni_model_refuses_another_number_of_codebooks() -> None:
+def test_omni_model_refuses_another_number_of_codebooks():
     config = read_config(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     batch = batch_of(config, spoken_row(seed=1))
     speech = batch.media["speech"]
     speech.values = speech.values[:, :-1]
     with torch.device("meta"):
         model = OmniModel.from_config(config)
-    with pytest.raises(
-        UserError, match=f"speech has {BOOKS - 1} codebooks, and the talker {BOOKS}"
-    ):
+    with user_error(f"speech has {BOOKS - 1} codebooks, and the talker {BOOKS}"):
         model.check(batch)
     assert isinstance(batch, PackedBatch)

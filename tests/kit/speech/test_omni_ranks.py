@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CAMPAIGN
 from families import parallel
 from omni_models import batch_of, qwen3_omni_settings, spoken_row
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
@@ -32,26 +32,25 @@ ROWS = [
 SHARES = [[[2, 0], [0]], [[0, 1, 3]]]  # the micro-batches of two ranks: rows
 SILENT = [[[0], [0]], [[1], [1, 2]]]  # the first rank has no speech and no media
 TEXT = [[[0]], [[1], [0, 1]]]  # no media at all: no thinker block runs for speech alone
-CAMPAIGN = pytest.mark.campaign(only=True)
 
 
-def config() -> Any:
+def config():
     from transformers import Qwen3OmniMoeConfig
 
     return Qwen3OmniMoeConfig(**qwen3_omni_settings())
 
 
-def micro_batch(members: list[int]) -> PackedBatch:
+def micro_batch(members):
     return PackedBatch.concat([batch_of(config(), ROWS[member]) for member in members])
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(
         [param for param in model.parameters() if param.requires_grad], 1e-2, weight_decay=0.1
     )
 
 
-def engine_on(layout: Layout, optimizer: Any = None, **settings: Any) -> OmniModelEngine:
+def engine_on(layout, optimizer=None, **settings):
     source = ModelSource(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     engine = OmniModelEngine(
         OmniModelEngine.build_model(source), layout, Settings(seed=3, **settings)
@@ -61,9 +60,7 @@ def engine_on(layout: Layout, optimizer: Any = None, **settings: Any) -> OmniMod
     return engine
 
 
-def step(
-    engine: OmniModelEngine, batches: list[PackedBatch], text: bool = True
-) -> dict[str, Tensor]:
+def step(engine, batches, text=True):
     """Gradients after one step: of the mean over all target positions, text and speech."""
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
     loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit() if text else None)
@@ -72,9 +69,7 @@ def step(
     return {name: full_tensor(param.grad) for name, param in params if param.grad is not None}
 
 
-def on_ranks(
-    shares: list[Any], sizes: dict[str, int], text: bool, settings: dict[str, Any]
-) -> dict[str, Tensor]:
+def on_ranks(shares, sizes, text, settings):
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
@@ -83,14 +78,14 @@ def on_ranks(
     return found
 
 
-def alone(shares: list[Any], text: bool = True) -> dict[str, Tensor]:
+def alone(shares, text=True):
     """One process, all rows of all ranks in one micro-batch."""
     world = World(0, 1, 0, 1, torch.device("cpu"))
     members = [member for share in shares for one in share for member in one]
     return step(engine_on(Layout(world)), [micro_batch(members)], text)
 
 
-def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def check_equal(found, wanted):
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         torch.testing.assert_close(
@@ -98,7 +93,7 @@ def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         )
 
 
-def test_random_weights_of_an_omni_model_are_finite_and_export_loads(tmp_path: Any) -> None:
+def test_random_weights_of_an_omni_model_are_finite_and_export_loads(tmp_path):
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     engine = engine_on(Layout(World(0, 1, 0, 1, torch.device("cpu"))))
@@ -113,8 +108,8 @@ def test_random_weights_of_an_omni_model_are_finite_and_export_loads(tmp_path: A
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=CAMPAIGN)])
 def test_accumulation_and_checkpointing_give_the_gradients_of_one_micro_batch(
-    backend: str | None,
-) -> None:
+    backend,
+):
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
     engine = engine_on(layout, compile=backend, activation_checkpointing="full")
     found = step(engine, [micro_batch([member]) for member in (2, 0, 0, 1, 3)])
@@ -146,7 +141,7 @@ IN_SUITE = ("ulysses", "a sharded rank without speech, checkpointed", "speech al
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in IN_SUITE else CAMPAIGN) for case in CASES]
 )
-def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2: Any, case: str) -> None:
+def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2, case):
     shares, sizes, text, settings = CASES[case]
     found = ranks2.run(on_ranks, shares, sizes, text, settings)
     wanted = alone(shares, text)
@@ -157,7 +152,7 @@ def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2: Any, ca
 # ---- Checkpoints and exports ------------------------------------------------------------------------------------
 
 
-def losses_of(engine: OmniModelEngine, steps: range, ranks: list[int]) -> list[tuple[float, float]]:
+def losses_of(engine, steps, ranks):
     """The loss sum and the weight of each step, on the rows of these ranks of two; rows depend on the step."""
     ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
     loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit())
@@ -170,7 +165,7 @@ def losses_of(engine: OmniModelEngine, steps: range, ranks: list[int]) -> list[t
     return found
 
 
-def resumed(folder: str) -> list[list[tuple[float, float]]]:
+def resumed(folder):
     """The losses of steps 2 and 3 of a training on two shards, and the same after a resume."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(shard=2))
@@ -202,9 +197,9 @@ def test_resume_is_bit_equal_and_one_rank_continues_a_training_of_two(
 
 
 @pytest.mark.slow
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("text", [True, False])
-def test_shards_with_ulysses_give_the_gradients_of_one(ranks4: Any, text: bool) -> None:
+def test_shards_with_ulysses_give_the_gradients_of_one(ranks4, text):
     found = ranks4.run(on_ranks, SILENT, {"shard": 2, "ulysses": 2, "replicate": 1}, text, {})
     for of_rank in found:
         check_equal(of_rank, alone(SILENT, text))

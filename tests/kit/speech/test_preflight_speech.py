@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from test_csm import csm
 from test_talker import omni
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit.speech import csm as csm_module
 from mvp_engine.kit.speech import omni_model as talker_module
 from mvp_engine.kit.speech.csm import CsmPasses
@@ -20,7 +20,7 @@ from mvp_engine.kit.speech.rows import TEXT, packed_hidden
 MODELS: dict[str, Any] = {"qwen3_omni_moe": omni, "csm": csm}
 
 
-def test_preflight_of_csm_draws_words_of_its_text_vocabulary() -> None:
+def test_preflight_of_csm_draws_words_of_its_text_vocabulary():
     model = csm()
     protocol = SpeechProtocol.for_config(model.whole.config)
     ids = {
@@ -33,16 +33,16 @@ def test_preflight_of_csm_draws_words_of_its_text_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_preflight_of_a_working_talker_passes_in_float32_and_bfloat16(name: str) -> None:
+def test_preflight_of_a_working_talker_passes_in_float32_and_bfloat16(name):
     check_speech(MODELS[name](), exact=True, group=None)
     with torch.autocast("cpu", torch.bfloat16):
         check_speech(MODELS[name](), exact=False, group=None)
 
 
-def text_a_frame_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def text_a_frame_late(monkeypatch):
     make = SpeechProtocol._item
 
-    def shifted(self: Any, *args: Any) -> Any:
+    def shifted(self, *args):
         rows = make(self, *args)
         rows[-5:, TEXT] = rows[-5:, TEXT].roll(1)
         return rows
@@ -50,12 +50,12 @@ def text_a_frame_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpeechProtocol, "_item", shifted)
 
 
-def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def joined(decoder: Any, rows: Any, *args: Any) -> Any:
+def one_sequence(monkeypatch):
+    def joined(decoder, rows, *args):
         ends = torch.tensor([0, sum(rows.lengths)], dtype=torch.int32)
         return packed_hidden(decoder, replaced(rows, ends), *args)
 
-    def replaced(rows: Any, ends: Any) -> Any:
+    def replaced(rows, ends):
         from dataclasses import replace
 
         return replace(rows, cu_seqlens=ends, lengths=[int(ends[1])])
@@ -64,21 +64,21 @@ def one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csm_module, "packed_hidden", joined)
 
 
-def codes_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def codes_too_early(monkeypatch):
     for passes in (Qwen3Talker, CsmPasses):
         own = passes.rest_hidden
 
-        def early(self: Any, hidden: Any, embeds: Any, own: Any = own) -> Any:
+        def early(self, hidden, embeds, own=own):
             return own(self, hidden, embeds.roll(-1, 1))
 
         monkeypatch.setattr(passes, "rest_hidden", early)
 
 
-def first_codes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def first_codes_alone(monkeypatch):
     for passes in (Qwen3Talker, CsmPasses):
         own = passes.inputs
 
-        def without_rest(self: Any, rows: Any, embeds: Any, hidden: Any, own: Any = own) -> Any:
+        def without_rest(self, rows, embeds, hidden, own=own):
             return own(self, rows, embeds * (torch.arange(embeds.shape[1]) == 0)[:, None], hidden)
 
         monkeypatch.setattr(passes, "inputs", without_rest)
@@ -92,29 +92,23 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("broken", "message"), BROKEN, ids=lambda one: getattr(one, "__name__", "")
-)
-def test_preflight_refuses_a_broken_talker_by_name(
-    name: str, broken: Any, message: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize("broken, message", BROKEN, ids=lambda one: getattr(one, "__name__", ""))
+def test_preflight_refuses_a_broken_talker_by_name(name, broken, message, monkeypatch):
     model = MODELS[name]()
     broken(monkeypatch)
-    with pytest.raises(UserError, match=f"the talker of {name} cannot be trained: ({message})"):
+    with user_error(f"the talker of {name} cannot be trained: ({message})"):
         check_speech(model, exact=True, group=None)
 
 
-def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch) -> None:
+def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch):
     text_a_frame_late(monkeypatch)
-    with pytest.raises(
-        UserError, match="does not read what transformers' generate feeds it: inputs differ by"
-    ):
+    with user_error("does not read what transformers' generate feeds it: inputs differ by"):
         check_speech(omni(), exact=True, group=None)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("call", "key"),
+    "call, key",
     [
         (lambda adapter: adapter.apply_tensor_parallel(None), "parallel.tensor > 1"),
         (lambda adapter: adapter.apply_expert_parallel(None), "parallel.expert > 1"),
@@ -125,8 +119,6 @@ def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch) -
         ),
     ],
 )
-def test_omni_model_unsupported_setting_is_a_user_error(name: str, call: Any, key: str) -> None:
-    with pytest.raises(
-        UserError, match=f"omni_model does not support {key}: .* Set {key.split()[0]}="
-    ):
+def test_omni_model_unsupported_setting_is_a_user_error(name, call, key):
+    with user_error(f"omni_model does not support {key}: .* Set {key.split()[0]}="):
         call(OmniAdapter(MODELS[name]()))

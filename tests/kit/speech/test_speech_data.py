@@ -1,16 +1,12 @@
 """Speech targets from files to packs: codes and their cache, talker positions, bad rows by file and line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from conftest import user_error
 from tiny_speech import (
     BOOKS,
     SIZE,
@@ -25,7 +21,6 @@ from tiny_speech import (
 )
 
 from mvp_engine.data.batch import IGNORE
-from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.speech.codec import ResidualKMeans, open_codec
 from mvp_engine.kit.speech.row_part import CodeStore, make_codes
@@ -42,12 +37,12 @@ from mvp_engine.kit.speech.settings import SpeechMLLMData
 from mvp_engine.tools.inspect import inspect_kit
 
 
-def only_batch(kit: MLLMDataKit) -> Any:
+def only_batch(kit):
     (batch,) = list(kit.loader("train", shuffle=False))
     return batch
 
 
-def test_speech_pack_holds_codes_of_each_sound_and_text_of_each_row(tmp_path: Path) -> None:
+def test_speech_pack_holds_codes_of_each_sound_and_text_of_each_row(tmp_path):
     sounds = [write_sound(tmp_path / f"{i}.wav", 0.3 + 0.1 * i, 200 + 90 * i) for i in range(2)]
     rows = [
         spoken_row("one two", audio=sounds[0], speaker="bert"),
@@ -73,8 +68,7 @@ def test_speech_pack_holds_codes_of_each_sound_and_text_of_each_row(tmp_path: Pa
         assert values[-1, LABEL] == 17
         assert (values[: -frames - 1, LABEL] == IGNORE).all()
         speaker = 24 if sample == 0 else 23
-        header = values[-frames - 6 : -frames, FIRST_CODE].tolist()
-        assert header == [20, 21, 22, speaker, 19, 18]
+        assert values[-frames - 6 : -frames, FIRST_CODE].tolist() == [20, 21, 22, speaker, 19, 18]
         text = tokenizer().decode(values[-frames - 1 :, TEXT][:2].tolist())
         assert text == ("one two" if sample == 0 else "four <tts_eos>")
     assert num_speech_labels(batch) == int(speech.fields[FRAME_COUNTS].sum()) + 2
@@ -85,7 +79,7 @@ def test_speech_pack_holds_codes_of_each_sound_and_text_of_each_row(tmp_path: Pa
     assert tokenizer().decode(batch.input_ids).count("assistant") == 3
 
 
-def test_speech_pack_budget_counts_text_and_talker_positions(tmp_path: Path) -> None:
+def test_speech_pack_budget_counts_text_and_talker_positions(tmp_path):
     rows = [
         spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.8, 200 + i)) for i in range(6)
     ]
@@ -99,7 +93,7 @@ def test_speech_pack_budget_counts_text_and_talker_positions(tmp_path: Path) -> 
     assert int(costs[0].tokens.sum()) == sum(sizes)
 
 
-def test_speech_pack_without_a_sound_has_empty_targets_and_plan_names_kinds(tmp_path: Path) -> None:
+def test_speech_pack_without_a_sound_has_empty_targets_and_plan_names_kinds(tmp_path):
     kit = speech_kit(tmp_path, [text_row("one")])
     speech = only_batch(kit).media[SPEECH]
     assert len(speech.values) == len(speech.row_counts) == 0
@@ -132,7 +126,7 @@ BAD = [
 ]
 
 
-def test_speech_bad_rows_are_listed_by_file_and_line(tmp_path: Path) -> None:
+def test_speech_bad_rows_are_listed_by_file_and_line(tmp_path):
     write_sound(tmp_path / "slow.wav", rate=2000)
     write_sound(tmp_path / "none.wav", seconds=0)
     good = spoken_row("two", codes=[[1, 2], [3, 4]])
@@ -147,7 +141,7 @@ def test_speech_bad_rows_are_listed_by_file_and_line(tmp_path: Path) -> None:
         assert found[line]["where"].endswith(f"rows.jsonl:{line}")
 
 
-def test_speech_require_refuses_text_without_sound(tmp_path: Path) -> None:
+def test_speech_require_refuses_text_without_sound(tmp_path):
     rows = [text_row("one"), spoken_row("two", codes=[[1, 2]])]
     kit = speech_kit(tmp_path, rows, require=True)
     ((where, reason),) = [(bad.where, bad.reason) for bad in kit.bad_rows("train")]
@@ -156,7 +150,7 @@ def test_speech_require_refuses_text_without_sound(tmp_path: Path) -> None:
     assert not speech_kit(tmp_path, rows).bad_rows("train")
 
 
-def test_speech_codes_file_and_list_give_equal_packs(tmp_path: Path) -> None:
+def test_speech_codes_file_and_list_give_equal_packs(tmp_path):
     codes = [[1, 2], [3, 4], [5, 6]]
     np.save(tmp_path / "codes.npy", np.array(codes))
     rows = [spoken_row("one", codes=codes)]
@@ -170,14 +164,12 @@ class Counting(ResidualKMeans):
 
     calls = 0
 
-    def encode(self, waveform: np.ndarray) -> np.ndarray:
+    def encode(self, waveform):
         type(self).calls += 1
         return super().encode(waveform)
 
 
-def test_code_store_encodes_each_content_once_and_again_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_store_encodes_each_content_once_and_again_when_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr("mvp_engine.kit.speech.codec.ResidualKMeans", Counting)
     Counting.calls = 0
     sound = write_sound(tmp_path / "a.wav")
@@ -197,7 +189,7 @@ def test_code_store_encodes_each_content_once_and_again_when_it_changes(
     assert before.shape != after.shape
 
 
-def test_code_store_of_another_codec_is_another_folder(tmp_path: Path) -> None:
+def test_code_store_of_another_codec_is_another_folder(tmp_path):
     write_codec(tmp_path / "codec")
     other = ResidualKMeans.fit(
         [sine(1.0, 200)], 8000, mels=20, books=BOOKS, size=SIZE, iterations=1
@@ -209,7 +201,7 @@ def test_code_store_of_another_codec_is_another_folder(tmp_path: Path) -> None:
     assert stores[0].folder != stores[1].folder
 
 
-def test_make_codes_leaves_out_unreadable_sounds_and_counts(tmp_path: Path) -> None:
+def test_make_codes_leaves_out_unreadable_sounds_and_counts(tmp_path):
     rows = [
         spoken_row("one", audio=write_sound(tmp_path / f"{i}.wav", 0.4, 200 + 50 * i))
         for i in range(3)
@@ -240,7 +232,7 @@ class Loud(Codec):
 """
 
 
-def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_path: Path) -> None:
+def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_path):
     file = tmp_path / "my_codec.py"
     file.write_text(USER_CODEC)
     rows = [spoken_row("one", audio=write_sound(tmp_path / "a.wav"))]
@@ -253,19 +245,19 @@ def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_
     assert [
         bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")
     ] == ["speech_empty"]
-    with pytest.raises(UserError, match=r"has 2 codebooks; data\.speech\.books=4"):
+    with user_error(r"has 2 codebooks; data\.speech\.books=4"):
         open_codec(f"{file}:Loud", 4)
-    with pytest.raises(UserError, match="not a subclass"):
+    with user_error("not a subclass"):
         open_codec(f"{file}:np")
-    with pytest.raises(UserError, match=r"neither a folder nor file\.py:Class"):
+    with user_error(r"neither a folder nor file\.py:Class"):
         open_codec(str(tmp_path / "nothing"))
 
 
-def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Path) -> None:
+def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path):
     codec = write_codec(tmp_path / "codec")
     (tmp_path / "rows.jsonl").write_text(json.dumps(text_row("one")) + "\n")
 
-    def kit(config: Any, **speech: Any) -> MLLMDataKit:
+    def kit(config, **speech):
         source = {"path": str(tmp_path / "rows.jsonl")}
         values = {
             "sources": [source],
@@ -274,19 +266,17 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
         }
         return MLLMDataKit(SpeechMLLMData.model_validate(values), tokenizer(), model_config=config)
 
-    with pytest.raises(UserError, match=r"data\.speech\.books=16, but the model's talker speaks 2"):
+    with user_error(r"data\.speech\.books=16, but the model's talker speaks 2"):
         kit(omni_config(), books=16)
-    with pytest.raises(UserError, match="has no talker"):
+    with user_error("has no talker"):
         kit(None)
     for size in (8, 32):
         predictor = {"vocab_size": size, "num_code_groups": BOOKS}
-        with pytest.raises(
-            UserError, match=f"has 16 entries in a codebook; the model's talker speaks {size}"
-        ):
+        with user_error(f"has 16 entries in a codebook; the model's talker speaks {size}"):
             kit(omni_config(code_predictor_config=predictor))
 
 
-def test_inspect_shows_spoken_turns(tmp_path: Path) -> None:
+def test_inspect_shows_spoken_turns(tmp_path):
     rows = [spoken_row("one two", audio=write_sound(tmp_path / "a.wav", 0.4), speaker="Anna")]
     facts = inspect_kit(speech_kit(tmp_path, rows), "train", 1)
     (sequence,) = facts["rows"][0]["sequences"]
@@ -295,7 +285,7 @@ def test_inspect_shows_spoken_turns(tmp_path: Path) -> None:
     assert sequence["talker"] == 10 + 9 + 8
 
 
-def test_residual_kmeans_codes_sound_like_the_waveform(tmp_path: Path) -> None:
+def test_residual_kmeans_codes_sound_like_the_waveform(tmp_path):
     waveforms = [sine(0.5, 200 + 20 * i) for i in range(20)]
     codec = ResidualKMeans.fit(waveforms, 8000, mels=20, books=3, size=32)
     codec.save(tmp_path / "codec")

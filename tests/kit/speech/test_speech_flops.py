@@ -1,9 +1,5 @@
 """FLOPs, MFU and estimates of Omni models."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from omni_models import batch_of, qwen3_omni_settings, spoken_row
@@ -18,7 +14,7 @@ from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech import OmniModel
 
 
-def tiny() -> tuple[OmniModel, Any]:
+def tiny():
     config = read_config(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     torch.manual_seed(0)
     model = OmniModel.from_config(config)
@@ -30,7 +26,7 @@ def tiny() -> tuple[OmniModel, Any]:
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_mfu_flops_of_speech_equal_the_torch_flop_counter(text: bool) -> None:
+def test_mfu_flops_of_speech_equal_the_torch_flop_counter(text):
     model, config = tiny()
     model.hf.requires_grad_(text)
     batch = PackedBatch.concat(
@@ -44,7 +40,7 @@ def test_mfu_flops_of_speech_equal_the_torch_flop_counter(text: bool) -> None:
     assert float(MFUKit(model).flops(batch)) == pytest.approx(counted, rel=0.15)
 
 
-def test_mfu_flops_of_speech_alone_leave_out_the_thinker() -> None:
+def test_mfu_flops_of_speech_alone_leave_out_the_thinker():
     model, config = tiny()
     batch = batch_of(config, spoken_row(seed=1))
     with_text = float(MFUKit(model).flops(batch))
@@ -57,7 +53,7 @@ def test_mfu_flops_of_speech_alone_leave_out_the_thinker() -> None:
     assert float(MFUKit(model).flops(longer)) == alone  # more text in the thinker is no more work
 
 
-def test_plan_of_talker_training_fits_where_training_all_does_not() -> None:
+def test_plan_of_talker_training_fits_where_training_all_does_not():
     real = {
         "num_code_groups": 16,
         "code_predictor_config": {"num_code_groups": 16},

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import user_error
 from omni_models import batch_of, spoken_row
 from test_talker import config, omni
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.settings import SpeechLoss
@@ -19,18 +19,18 @@ from mvp_engine.kit.speech.settings import SpeechLoss
 class Log:
     """Keeps what a step logs: a mean as (sum, weight)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.means: dict[str, tuple[float, float]] = {}
         self.counts: dict[str, float] = {}
 
-    def log(self, name: str, value: Any, weight: Any) -> None:
+    def log(self, name, value, weight):
         self.means[name] = (float(value), float(weight))
 
-    def count(self, name: str, value: Any) -> None:
+    def count(self, name, value):
         self.counts[name] = float(value)
 
 
-def test_speech_loss_is_the_sum_and_the_weight_of_all_target_positions() -> None:
+def test_speech_loss_is_the_sum_and_the_weight_of_all_target_positions():
     rows = [spoken_row(seed=6, spoken=()), spoken_row(turns=2, spoken=(0, 1), seed=8)]
     batch = PackedBatch.concat([batch_of(config(), row) for row in rows])
     frames = [len(codes) for row in rows for codes in row["codes"].values()]
@@ -54,6 +54,6 @@ def test_speech_loss_is_the_sum_and_the_weight_of_all_target_positions() -> None
         assert tokens is None or log.means["text_loss"] == pytest.approx((text, labels), rel=1e-5)
 
 
-def test_speech_loss_of_a_model_without_talker_names_the_model_type() -> None:
-    with pytest.raises(UserError, match=r"needs model\.type=omni_model: Linear does not speak"):
+def test_speech_loss_of_a_model_without_talker_names_the_model_type():
+    with user_error(r"needs model\.type=omni_model: Linear does not speak"):
         SpeechLossKit()(None, torch.nn.Linear(1, 1), None)  # type: ignore[arg-type]

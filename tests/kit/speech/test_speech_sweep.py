@@ -1,19 +1,15 @@
 """Model types that speak, as `mvp models` lists them: talkers, adapters and exports of whole folders, tried again."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
-from conftest import ROOT
-from ranks import RankPool
+from conftest import CAMPAIGN, ROOT
+from run_files import read_json
 from speech_sweep import SPEAKING, export, lora, on_two_ranks, talker
 
 
-@pytest.mark.campaign(only=True)
+@CAMPAIGN
 @pytest.mark.parametrize("name", SPEAKING)
-def test_speaking_type_is_as_listed(name: str, ranks2: RankPool) -> None:
-    listed = json.loads((ROOT / "mvp_engine" / "tools" / "models_media.json").read_text())["models"]
+def test_speaking_type_is_as_listed(name, ranks2):
+    listed = read_json(ROOT / "mvp_engine" / "tools" / "models_media.json")["models"]
     (entry,) = [one for one in listed if one["name"] == name]
     assert entry["export"] is export(name) is True
     trains = talker(name)

@@ -39,21 +39,21 @@ ROWS = {
 
 
 @cache
-def whole() -> Any:
+def whole():
     model = qwen3_omni()
     # transformers' positions of a talker's row with images and audio read it there, where no config has it.
     model.talker.config.audio_config = model.thinker.config.audio_config
     return model
 
 
-def config() -> Any:
+def config():
     from transformers import Qwen3OmniMoeConfig
 
     return Qwen3OmniMoeConfig(**qwen3_omni_settings())
 
 
 @cache
-def omni() -> OmniModel:
+def omni():
     theirs = whole()
     model = OmniModel.from_config(config())
     model.hf.load_state_dict(theirs.thinker.state_dict())
@@ -61,7 +61,7 @@ def omni() -> OmniModel:
     return model.eval()
 
 
-def generated(row: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def generated(row):
     """transformers' `generate`: the text, the codes (F, K), and the logits of each codebook, (F or F + 1, V) each."""
     model = whole()
     logits: list[list[Tensor]] = [[] for _ in range(BOOKS)]
@@ -100,17 +100,17 @@ def generated(row: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
     return sequences[0, len(row["ids"]) :], codes[0][0].T, [torch.stack(one) for one in logits]
 
 
-def teacher_forced(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def teacher_forced(batch, monkeypatch):
     """The logits of each codebook in one pass of OmniModel."""
     found: list[Tensor] = []
     first = speech_rows.linear_log_probs
     rest = speech_rows.batched_log_probs
 
-    def of_first(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+    def of_first(hidden, weight, labels, **options):
         found.append(hidden @ weight.T)
         return first(hidden, weight, labels, **options)
 
-    def of_rest(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
+    def of_rest(hidden, weight, labels):
         found.extend(torch.bmm(hidden, weight.transpose(1, 2)))
         return rest(hidden, weight, labels)
 
@@ -121,7 +121,7 @@ def teacher_forced(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> list[
     return found
 
 
-def spoken_batch(row: dict[str, Any]) -> tuple[PackedBatch, list[Tensor]]:
+def spoken_batch(row):
     """The row with what `generate` wrote and spoke as its last answer, and the logits of `generate`."""
     text, codes, logits = generated(row)
     # The last token that the thinker wrote is never read by anybody.
@@ -131,9 +131,7 @@ def spoken_batch(row: dict[str, Any]) -> tuple[PackedBatch, list[Tensor]]:
     return batch, logits
 
 
-def differences(
-    batch: PackedBatch, steps: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> list[float]:
+def differences(batch, steps, monkeypatch):
     """The largest difference of the logits of each codebook."""
     found = teacher_forced(batch, monkeypatch)
     assert len(found) == len(steps) == BOOKS
@@ -144,17 +142,15 @@ def differences(
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_one_pass_has_the_logits_of_step_by_step_generation(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_has_the_logits_of_step_by_step_generation(name, monkeypatch):
     row = spoken_row(**ROWS[name], spoken=(), prompt_only=True)
     batch, steps = spoken_batch(row)
     assert max(differences(batch, steps, monkeypatch)) < 1e-5
 
 
 def test_one_pass_with_text_shifted_by_a_frame_differs_from_generation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     batch, steps = spoken_batch(spoken_row(seed=1, spoken=(), prompt_only=True))
     values = batch.media[SPEECH].values
     values[-FRAMES:, TEXT] = values[-FRAMES:, TEXT].roll(1)
@@ -172,11 +168,11 @@ PACK = [
 ]
 
 
-def losses(outputs: dict[str, Tensor]) -> Tensor:
+def losses(outputs):
     return outputs["loss"] + outputs["speech_loss"][0] + 0.3 * outputs["speech_loss"][1]
 
 
-def test_pack_of_spoken_and_silent_rows_equals_each_alone_with_every_gradient() -> None:
+def test_pack_of_spoken_and_silent_rows_equals_each_alone_with_every_gradient():
     model = omni()
     batches = [batch_of(config(), row) for row in PACK]
     names = ["log_probs", "speech_log_probs", "speech_entropy"]
@@ -202,7 +198,7 @@ def test_pack_of_spoken_and_silent_rows_equals_each_alone_with_every_gradient() 
         )
 
 
-def test_speech_outputs_fit_to_each_other() -> None:
+def test_speech_outputs_fit_to_each_other():
     model = omni()
     batch = PackedBatch.concat([batch_of(config(), row) for row in PACK])
     with torch.no_grad():
@@ -219,7 +215,7 @@ def test_speech_outputs_fit_to_each_other() -> None:
 # ---- Work that is skipped ---------------------------------------------------------------------------------------
 
 
-def calls(model: OmniModel, batch: PackedBatch, outputs: list[str]) -> dict[str, int]:
+def calls(model, batch, outputs):
     """How often blocks of thinker, encoders and talker run in a forward."""
     layers: Any = model.decoder().layers
     blocks = {
@@ -234,7 +230,7 @@ def calls(model: OmniModel, batch: PackedBatch, outputs: list[str]) -> dict[str,
     for part, modules in blocks.items():
         for module in modules:
 
-            def add(*_: Any, part: str = part) -> None:
+            def add(*_, part=part):
                 count[part] += 1
 
             handles.append(module.register_forward_hook(add))
@@ -247,7 +243,7 @@ def calls(model: OmniModel, batch: PackedBatch, outputs: list[str]) -> dict[str,
     return count
 
 
-def test_forward_on_speech_alone_runs_no_thinker_block_on_text_rows() -> None:
+def test_forward_on_speech_alone_runs_no_thinker_block_on_text_rows():
     text = PackedBatch.concat([batch_of(config(), PACK[0]), batch_of(config(), PACK[1])])
     media = batch_of(config(), PACK[2])
     silent = batch_of(config(), PACK[0])
@@ -261,7 +257,7 @@ def test_forward_on_speech_alone_runs_no_thinker_block_on_text_rows() -> None:
     assert calls(omni(), text, ["loss"]) == {**nothing, "thinker": 3}
 
 
-def test_forward_without_speech_has_a_loss_of_zero_that_can_run_backward() -> None:
+def test_forward_without_speech_has_a_loss_of_zero_that_can_run_backward():
     model = omni()
     found = model(batch_of(config(), PACK[0]), ["speech_loss", "speech_log_probs"])
     assert found["speech_loss"].tolist() == [0, 0]

@@ -1,10 +1,6 @@
 """A tiny Qwen3-Omni config with a word tokenizer, and rows with sounds of sines, for tests of speech targets."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import soundfile
@@ -61,23 +57,23 @@ def omni_config(**talker):
     return read_config(None, values)
 
 
-def sine(seconds: float, pitch: float, rate: int = RATE) -> np.ndarray:
+def sine(seconds, pitch, rate=RATE):
     times = np.arange(round(seconds * rate)) / rate
     return (0.5 * np.sin(2 * np.pi * (pitch + 60 * times) * times)).astype(np.float32)
 
 
-def write_sound(file: Path, seconds: float = 0.4, pitch: float = 300.0, rate: int = RATE) -> str:
+def write_sound(file, seconds=0.4, pitch=300.0, rate=RATE):
     soundfile.write(file, sine(seconds, pitch, rate), rate)
     return file.name
 
 
-def write_codec(folder: Path) -> str:
+def write_codec(folder):
     waveforms = [sine(0.5, 200 + 20 * i) for i in range(20)]
     ResidualKMeans.fit(waveforms, RATE, mels=20, books=BOOKS, size=SIZE, iterations=3).save(folder)
     return str(folder)
 
 
-def spoken_row(text: str, **audio):
+def spoken_row(text, **audio):
     content = [{"type": "text", "text": text}, {"type": "audio", **audio}]
     return {
         "messages": [
@@ -87,7 +83,7 @@ def spoken_row(text: str, **audio):
     }
 
 
-def text_row(text: str):
+def text_row(text):
     return {
         "messages": [
             {"role": "user", "content": f"say {text}"},
@@ -96,7 +92,7 @@ def text_row(text: str):
     }
 
 
-def speech_kit(folder: Path, rows: list[dict[str, Any]], **speech) -> MLLMDataKit:
+def speech_kit(folder, rows, **speech):
     """A kit for rows in `folder`, which has the codec in `codec`."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
