@@ -42,7 +42,7 @@ CONFIG_KEYS = 181
 COMMANDS = 16
 SFT_MODULES = 162
 STEP_FILES = 56
-STEP_FUNCTIONS = 338
+STEP_FUNCTIONS = 340
 READING_PATH = [
     "launch.py",
     "engine/engine.py",

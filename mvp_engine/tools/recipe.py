@@ -193,7 +193,8 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
     configs = [file for file in files if file.suffix == ".yaml"]
     engine_file = folder / "engine.py"
     source = engine_file.read_text(encoding="utf-8") if engine_file.is_file() else ""
-    engines = re.findall(r"^class (\w+)\(\w*Engine\w*\):", source, re.MULTILINE)
+    classes = re.findall(r"^class (\w+)\((\w+)", source, re.MULTILINE)
+    engines = [name for name, base in classes if "Engine" in name + base]
     engine = engines[0] if len(engines) == 1 else None
     camel_case = "".join(word.title() for word in new.split("_") if word)
     run_names = {load_yaml(file).get("run_name") for file in configs} - {None}

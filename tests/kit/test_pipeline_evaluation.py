@@ -39,7 +39,7 @@ towers: {width: 1, embedding: 1}
 ENGINE = """
 import torch
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.config.compose import SHIPPED
+from mvp_engine.config.engine_class import SHIPPED
 from mvp_engine.engine import Engine
 from mvp_engine.imports import import_file
 

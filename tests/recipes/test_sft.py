@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import ROOT, mvp, read_metrics
-from tiny_vlm import vlm_folder, with_images, write  # noqa: F401 - a fixture
+from tiny_vlm import with_images, write
 
 from mvp_engine.config.engine_class import find_engine
 from mvp_engine.engine.hooks import EngineHooks
@@ -25,7 +25,7 @@ log: {interval: 1, backends: [jsonl]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["loss.label_smoothing=0.1", "loss.z_loss=0.01"]], ids=str)
-def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, words):  # noqa: F811
+def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, words):
     rows = with_images(vlm_folder, 8)
     for name, some in (("images", rows[:5]), ("others", rows[5:]), ("held", rows[:3])):
         write(vlm_folder / f"{name}.jsonl", some)
