@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The process that started this one, read before the slow imports: a change of it later means that the launcher died.
 PARENT = os.getppid()

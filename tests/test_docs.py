@@ -159,3 +159,18 @@ def test_docs_recipe_hooks_exist():
     text = (ROOT / "docs" / "recipes.md").read_text().partition("## Logging backends")[0]
     for name in set(re.findall(r"`([a-z_]+)\(", text)) - {"super", "eval"}:
         assert hasattr(MLLMEngine, name), name
+
+
+def test_docs_walk_of_a_step_names_lines_of_seven_files():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"\[`[\w/.]+:(\d+)`\]\(\.\./([\w/.]+)#L(\d+)\) `(\w+)`", text)
+    sources = {file: (ROOT / file).read_text().splitlines() for _, file, _, _ in steps}
+    for line, file, anchor, name in steps:
+        defined = [
+            number
+            for number, code in enumerate(sources[file], 1)
+            if re.match(rf"\s*(def|class) {name}\b", code)
+        ]
+        assert int(line) == int(anchor) == defined[0], f"{file}: {name} is in line {defined[0]}"
+    assert len(sources) == 7
+    assert sum(map(len, sources.values())) <= 2200

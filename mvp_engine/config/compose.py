@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -55,7 +55,9 @@ def explain_invalid(
         key = _key_of(problem["loc"], schema)
         place = place_of(key, files, overrides)
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{place}: unknown key '{key}'. {suggest_key(key, schema)}")
+            for name in _keys_below(key, problem["input"]):
+                place = place_of(name, files, overrides)
+                lines.append(f"{place}: unknown key '{name}'. {suggest_key(name, schema)}")
         elif problem["type"] == "missing":
             file = short_path(files[-1].path)
             lines.append(
@@ -90,6 +92,15 @@ def _key_of(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     return ".".join(parts)
 
 
+def _keys_below(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys that an unknown section sets, or the key itself."""
+    if not (isinstance(value, dict) and value):
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _keys_below(f"{key}.{name}", inner)
+
+
 def _section(annotation: Any) -> type[BaseModel] | None:
     for kind in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -112,13 +123,15 @@ def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
     leaf = _leaf(key)
     known = all_keys(schema)
-    if leaf in other_trainers()["hints"]:
-        return f"Here it is {other_trainers()['hints'][leaf]}"
+    hints = other_trainers()["hints"]
+    if key in hints or leaf in hints:
+        return f"Here it is {hints.get(key) or hints[leaf]}"
     if leaf in other_trainers()["same"]:
         return f"Here it is {same_key(leaf, known) or _keys_of(leaf)[0]}"
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    near = near or [one for one in known if _leaf(one) == leaf]
+    same_leaf = [name for name in known if _leaf(name) == leaf]
+    near = near or difflib.get_close_matches(key, same_leaf, n=1, cutoff=0)
     near = near or [
         one for one in known if difflib.get_close_matches(leaf, [_leaf(one)], cutoff=0.7)
     ]

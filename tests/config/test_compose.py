@@ -128,7 +128,7 @@ def test_typo_in_an_inherited_file_names_that_file(recipe):
     "word, expected",
     [
         ("optim.lerning_rate=1", "unknown key 'optim.lerning_rate'"),
-        ("trai.max_steps=1", "Did you mean 'train'?"),
+        ("trai.max_steps=1", "unknown key 'trai.max_steps'. Here it is train.max_steps"),
         ("total_steps=1", "Did you mean 'train.max_steps'?"),
         ("tiny.sample=1", "Did you mean 'tiny.samples'?"),
         ("qqq=1", "Known keys: run_name, output_dir"),
