@@ -82,9 +82,8 @@ class DataFolder:
 class InspectFact:
     """A fact of `mvp data inspect` that a kit adds: what `inspect` plug-ins name."""
 
-    lines: Callable[
-        [Any, bool], Iterable[tuple[str, str, str]]
-    ]  # (value, in full) -> name, text, style
+    # (value, in full) -> name, text, style.
+    lines: Callable[[Any, bool], Iterable[tuple[str, str, str]]]
     default: Any = None  # of sequences that have no such fact; None: their facts have no such key
 
 

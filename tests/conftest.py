@@ -103,9 +103,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-    gc.set_threshold(
-        2000, 10, 20
-    )  # frozen objects do not count, so that full collections would be many
+    # Frozen objects do not count, so that full collections would be many.
+    gc.set_threshold(2000, 10, 20)
 
 
 def pytest_runtest_setup():
@@ -278,10 +277,11 @@ def is_gone(pid):
     """Whether a process has ended, also as a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    # The latter: it ended between `open` and `read`.
     except (
         FileNotFoundError,
         ProcessLookupError,
-    ):  # the latter: it ended between `open` and `read`
+    ):
         return True
 
 

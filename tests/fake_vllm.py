@@ -86,9 +86,8 @@ class FakeVLLM:
         http = self.http
         self.http = None
         threading.Thread(target=http.shutdown, daemon=True).start()
-        http.socket.shutdown(
-            socket.SHUT_RDWR
-        )  # `close` alone leaves it listening until its thread has left `poll`
+        # `close` alone leaves it listening until its thread has left `poll`.
+        http.socket.shutdown(socket.SHUT_RDWR)
         http.socket.close()
         for connection in list(self.connections):
             with suppress(OSError):  # closed by its own thread meanwhile

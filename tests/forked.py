@@ -176,9 +176,8 @@ def _run_module(
     if server is not None:
         _fork_workers(server)
     sys.argv = [module, *args]
-    warnings.filterwarnings(
-        "ignore", category=RuntimeWarning, module="runpy"
-    )  # the module is imported already
+    # The module is imported already.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     code = _exit_code(module)
     threading._shutdown()  # joins threads, as the interpreter does at its end
     atexit._run_exitfuncs()

@@ -80,9 +80,8 @@ class RankPool:
                     f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}"
                 )
             try:
-                answers.append(
-                    pickle.loads(pipe.recv_bytes())
-                )  # `recv` would open a socket for each tensor
+                # `recv` would open a socket for each tensor.
+                answers.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:
                 code = self._restart(rank)
                 raise EOFError(f"rank {rank} of {self.size} died with exit code {code}") from None
@@ -126,9 +125,8 @@ def _serve(rank, pipe):
     import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
 
     faulthandler.register(signal.SIGUSR1)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # as under torchrun; spawned loader workers import everything
+    # As under torchrun; spawned loader workers import everything.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     save_time()
     probe_once.install(on_ranks=True)

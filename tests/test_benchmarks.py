@@ -60,9 +60,8 @@ def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench, monkeypa
         m.name for m in bench.MIXES
     ]
     assert "| 8 x 4096 | 8 | 32768 | 4096 | 0.5499 | 1.3747 |" in output
-    pairs = (
-        sum(key <= query for query in range(9) for key in range(9)) + 1
-    )  # causal pairs of sequences with 9 tokens and 1
+    # Causal pairs of sequences with 9 tokens and 1.
+    pairs = sum(key <= query for query in range(9) for key in range(9)) + 1
     assert bench.Mix("", (9, 1)).forward_flops == pairs * 16 * 128 * 4
 
 
@@ -188,15 +187,15 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
     keys += ["train.precision=fp32", "train.max_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
+    # Two steps are trained, two more are read.
     expected, found = (
         data.rows("images", 4),
         [],
-    )  # two steps are trained, two more are read
+    )
     for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(global_batch_size=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
-    four = engine.data_kit(
-        "tiny_vl", 4, 4, tmp_path / "files", 0
-    )  # one pack holds a quarter of a step's rows
+    # One pack holds a quarter of a step's rows.
+    four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)
     assert 4 * four.settings.pack_tokens == pytest.approx(
         sum(len(row.ids) for row in expected) / 4, rel=0.02
     )
@@ -204,9 +203,8 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
     assert len(found) == len(expected)
     for got, row in zip(found, expected, strict=True):
         wanted = data.packed([row], "tiny_vl", data.Pixels())
-        assert got.input_ids[:-1].equal(
-            wanted.input_ids[:-1]
-        )  # the last token ends the assistant turn
+        # The last token ends the assistant turn.
+        assert got.input_ids[:-1].equal(wanted.input_ids[:-1])
         assert got.labels[:-2].equal(wanted.labels[:-2])
         assert got.num_loss_tokens == wanted.num_loss_tokens
         assert got.position_ids.equal(wanted.position_ids)
@@ -215,9 +213,8 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare, tmp_path, mo
         ]
         assert grids[0] == grids[1]
         if row.grids:
-            assert (
-                0.02 < got.media["pixel_values"].values.float().var() < 2
-            )  # a photo, not one colour
+            # A photo, not one colour.
+            assert 0.02 < got.media["pixel_values"].values.float().var() < 2
 
     (log,) = tmp_path.glob("*/metrics.jsonl")
     records = json_lines(log)
@@ -285,9 +282,8 @@ def test_trl_token_counts_equal_what_it_trained_on(compare, sft, tmp_path, monke
         )
         assert own == [sum(steps[0]), sum(steps[0]) + sum(steps[1])]
         assert found["tokens"] == sum(steps[1]) > 1000
-        assert (Counter(steps[0] + steps[1]) <= whole) == (
-            packing == "bfd"
-        )  # bfd keeps rows whole, the other packing cuts them
+        # Bfd keeps rows whole, the other packing cuts them.
+        assert (Counter(steps[0] + steps[1]) <= whole) == (packing == "bfd")
 
 
 def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path):

@@ -163,9 +163,8 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits, tmp_path, ca
     words = [here, "eval.steps=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
     assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
-    assert is_known_metric(
-        "exact_b", ["loss", "exact_a"], ["a", "b"]
-    )  # the micro-batch has no row of source b
+    # The micro-batch has no row of source b.
+    assert is_known_metric("exact_b", ["loss", "exact_a"], ["a", "b"])
     assert not is_known_metric("exact_c", ["loss", "exact_a"], ["a", "b"])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
@@ -194,9 +193,8 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits, tmp_path, capsys):
     )
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
     found = checked(capsys, DIGITS, *words, "data.max_bad_rows=0.1")
-    bad, columns, unused = [
-        text for text in found["warnings"] if "wait for data" not in text
-    ]  # on a busy machine
+    # On a busy machine.
+    bad, columns, unused = [text for text in found["warnings"] if "wait for data" not in text]
     assert bad == "train: leaves out 1 bad row"
     assert columns == "train: nothing reads 1 column: origin"
     assert (
@@ -243,9 +241,8 @@ def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path):
 
 
 def test_check_bad_rows_of_a_stream_are_listed(digits, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "mvp_engine.tools.inspect_rows.SAMPLE", 100
-    )  # rows of a stream that the data stage reads
+    # Rows of a stream that the data stage reads.
+    monkeypatch.setattr("mvp_engine.tools.inspect_rows.SAMPLE", 100)
     rows = [CHAT] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
     words = [*write_rows(tmp_path, *rows), *digits, "train.max_steps=4"]

@@ -22,9 +22,8 @@ def checked(capsys, *words, config=RECIPE):
     capsys.readouterr()
     code = mvp(f"check {config} --json output_dir=unused", *words)
     found = printed_json(capsys)
-    found["warnings"] = [
-        text for text in found["warnings"] if "wait for data" not in text
-    ]  # on a busy machine
+    # On a busy machine.
+    found["warnings"] = [text for text in found["warnings"] if "wait for data" not in text]
     return code, found
 
 
@@ -161,9 +160,8 @@ def test_split_micro_batch_keeps_every_row_once():
     sides = PackedBatch.from_sequences(
         [torch.arange(n) for n in lengths], sequence_fields={"sample": torch.tensor([5, 5, 8, 8])}
     )
-    for part, samples in zip(
-        split_micro_batch(sides) or [], ([8, 8], [5, 5]), strict=True
-    ):  # fewer labels first
+    # Fewer labels first.
+    for part, samples in zip(split_micro_batch(sides) or [], ([8, 8], [5, 5]), strict=True):
         assert part.sequence_fields["sample"].tolist() == samples
     batch = {
         "x": torch.arange(6).view(3, 2),

@@ -157,14 +157,12 @@ def test_sample_that_raises_is_named(workers):
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
     assert "sample" in notes
-    traceback.clear_frames(
-        caught.tb
-    )  # or it is for the garbage collector, which waits five seconds for a worker
+    # Or it is for the garbage collector, which waits five seconds for a worker.
+    traceback.clear_frames(caught.tb)
 
 
-@pytest.mark.parametrize(
-    "workers, ahead", [(0, 2), (1, 4)]
-)  # with workers the micro-batches of a step
+# With workers the micro-batches of a step.
+@pytest.mark.parametrize("workers, ahead", [(0, 2), (1, 4)])
 def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers, ahead):
     begun, threads = [], set()
 

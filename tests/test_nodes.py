@@ -201,15 +201,17 @@ def test_first_failure_is_the_killed_rank_among_those_of_one_second():
         }
 
     assert launcher.first_failure(failures((7, 1), (7, -signal.SIGKILL))) == (1, -signal.SIGKILL)
+    # By torchrun, after ten minutes.
     assert launcher.first_failure(failures((7, 1), (607, -signal.SIGKILL))) == (
         0,
         1,
-    )  # by torchrun, after ten minutes
+    )
     assert launcher.first_failure(failures((7, 2), (7, -signal.SIGTERM))) == (0, 2)
+    # NCCL, after rank 0.
     assert launcher.first_failure(failures((7, 1), (7, -signal.SIGABRT))) == (
         0,
         1,
-    )  # NCCL, after rank 0
+    )
 
 
 @pytest.mark.slow

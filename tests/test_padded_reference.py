@@ -34,9 +34,8 @@ def test_language_model_packed_log_probs_and_entropy_equal_padded(rows, family):
         logits = reference(
             ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).logits
-        before = logits[:, -length - 1 : -1].log_softmax(
-            -1
-        )  # the logits that predict each response token
+        # The logits that predict each response token.
+        before = logits[:, -length - 1 : -1].log_softmax(-1)
         is_token = mask[:, -length:].bool()
         expected = before.gather(-1, ids[:, -length:, None])[..., 0].where(is_token, 0.0)
         entropy = -(before.exp() * before).sum(-1).where(is_token, torch.tensor(0.0))

@@ -27,9 +27,8 @@ LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
 def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch, capsys):
-    monkeypatch.setattr(
-        base_engine, "materialize_weights", None
-    )  # a rank of 1,024 has no memory for weights here
+    # A rank of 1,024 has no memory for weights here.
+    monkeypatch.setattr(base_engine, "materialize_weights", None)
     assert (
         mvp(
             f"plan {CONFIG}",

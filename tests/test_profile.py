@@ -157,9 +157,8 @@ def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path
         == 0
     )
     facts = read_json(tmp_path / "profile.json")
-    assert (
-        facts["data_wait_ms"] > 0.5 * facts["step_ms"]
-    )  # 0.99 on a machine with nothing else to do
+    # 0.99 on a machine with nothing else to do.
+    assert facts["data_wait_ms"] > 0.5 * facts["step_ms"]
     assert facts["idle"] > 0.5
     text = (tmp_path / "profile.md").read_text()
     assert "More data.num_workers, smaller media or faster storage would help." in text
@@ -262,9 +261,10 @@ def test_windows_of_gpu_and_host_are_apart():
         for one in listed
         if one.name != "at::cuda::spin_kernel(long)" or one.time_range.start == 500
     ]
+    # Of the host.
     assert read_events(SimpleNamespace(events=lambda: lost), "cuda").seconds == pytest.approx(
         299e-6
-    )  # of the host
+    )
     no_kernels = [one for one in listed if one.device_type == "DeviceType.CPU"]
     facts = summary(
         read_events(SimpleNamespace(events=lambda: no_kernels), "cuda"), 2, {"peak": 1.0}

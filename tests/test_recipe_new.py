@@ -126,9 +126,8 @@ def test_recipe_new_training_stages_keep_their_name_endings(tmp_path):
     assert text == first.replace("vl_one", "mine_one").replace("/vl/x", "/mine/x")
     text = (folder / "configs" / "two.yaml").read_text()
     assert text == second.replace("other", "mine_other").replace("/vl/x", "/mine/x")
-    assert (
-        "class BEngine(A)" in (folder / "engine.py").read_text()
-    )  # with several engines none is renamed
+    # With several engines none is renamed.
+    assert "class BEngine(A)" in (folder / "engine.py").read_text()
     assert not (folder / "outputs").exists()
 
 

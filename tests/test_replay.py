@@ -126,9 +126,8 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path, shard):
     folder.mkdir()
     arguments = rank_arguments(run, step, folder)
     assert ranks2.run(_replay_rank, arguments) == [0, 0]
-    parse_args(
-        ["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments]
-    )  # of torchrun
+    # Of torchrun.
+    parse_args(["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments])
     [entry] = read_json(folder / "found.json")["rows"]
     name = "skipped_steps.jsonl" if entry["rank"] == 0 else "skipped_steps.rank1.jsonl"
     record = json.loads((run.dir / name).read_text().splitlines()[-1])

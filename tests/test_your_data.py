@@ -52,9 +52,8 @@ def folder(workspace):
     )
     digits = "digits.drawings=1 digits.count=60 train.max_steps=1 eval.steps=null export_link=model".split()
     assert mvp(f"train {ROOT}/recipes/digits_vlm/configs/train.yaml", *SMALL, *digits) == 0
-    shutil.copytree(
-        workspace / "model", workspace / "folder"
-    )  # a copy in place of the link into the demo's run
+    # A copy in place of the link into the demo's run.
+    shutil.copytree(workspace / "model", workspace / "folder")
     (workspace / "model").unlink()
     (workspace / "folder").rename(workspace / "model")
     shutil.rmtree(workspace / "outputs")

@@ -60,10 +60,11 @@ def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole():
         chunks = [chunk for chunks in zigzag(lengths, 8) for chunk in chunks]
         assert len(chunks) == len(lengths)
     mixed = zigzag([131_072] + [2_048] * 64, 8)
+    # Of the long one two chunks, or two neighbours.
     assert sorted({len(chunks) for chunks in mixed}) == [
         9,
         10,
-    ]  # of the long one two chunks, or two neighbours
+    ]
 
 
 def test_zigzag_pairs_are_those_of_the_causal_mask():

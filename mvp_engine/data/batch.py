@@ -195,9 +195,8 @@ class PackedBatch:
     position_ids: Tensor  # (T,) or (A, T)
     cu_seqlens: Tensor  # (S + 1,) int32: sequence s is tokens cu_seqlens[s] to cu_seqlens[s + 1]
     token_fields: dict[str, Tensor] = field(default_factory=dict)  # (T, ...) each: advantages, ...
-    sequence_fields: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # (S, ...) each: numbers of a row, ...
+    # (S, ...) each: numbers of a row, ...
+    sequence_fields: dict[str, Tensor] = field(default_factory=dict)
     media: dict[str, Media] = field(default_factory=dict)
     max_seqlen: int = field(init=False)
     host_lengths: list[int] = field(init=False, repr=False)  # of the sequences, in host memory

@@ -264,9 +264,8 @@ def _set_aside(engine: Engine, checkpoint: Path) -> Path | None:
         return None
     older = [path for path in engine.run.checkpoint_list() if path.name < checkpoint.name]
     if older:
-        with contextlib.suppress(
-            OSError
-        ):  # on a read-only disk it stays, and is found corrupt again
+        # On a read-only disk it stays, and is found corrupt again.
+        with contextlib.suppress(OSError):
             target = checkpoint.with_name(f"{CORRUPT_PREFIX}{checkpoint.name}")
             remove(target)
             checkpoint.rename(target)

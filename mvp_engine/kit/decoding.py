@@ -525,9 +525,8 @@ class DecodeGraph:
         written = []
         for _ in range(steps):
             tokens_S, log_probs_S = self._replay()
-            written.append(
-                (tokens_S.clone(), log_probs_S.clone())
-            )  # the next replay overwrites them
+            # The next replay overwrites them.
+            written.append((tokens_S.clone(), log_probs_S.clone()))
         self.cache.count_tokens(steps)
         tokens = torch.stack([tokens_S for tokens_S, _ in written]).tolist()
         log_probs = torch.stack([log_probs_S for _, log_probs_S in written]).tolist()

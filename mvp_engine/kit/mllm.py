@@ -75,9 +75,8 @@ class MLLMEngine(Engine):
         self._closing.callback(self.data.stop_measuring)
         is_measuring = self.world.any(self.data.measure_ahead(self.measured_splits))[0]
         model_kit.prepare_kernels(self.device, self.config.model)
-        if (
-            not is_measuring
-        ):  # else `open_data` waits for the costs of all rows, when the model is built
+        # Otherwise `open_data` waits for the costs of all rows, when the model is built.
+        if not is_measuring:
             super().start_data()
 
     def open_data(self) -> None:
@@ -117,9 +116,8 @@ class MLLMEngine(Engine):
 
     def train_pre_step(self, ctx: StepContext) -> None:
         model: Any = self.model
-        row_checks.check_rows(
-            self, ctx, model.check
-        )  # on the host: on a GPU it would be a host sync
+        # On the host: on a GPU it would be a host sync.
+        row_checks.check_rows(self, ctx, model.check)
         self.mfu.count(ctx)
         row_checks.log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 

@@ -46,9 +46,8 @@ def decode_attention(
     splits = max(1, min(splits, triton.cdiv(capacity, BLOCK)))
     out_HSe = q_HSd.new_empty(heads, sequences, value_size)
     parts_PHSe = out_HSe[None]
-    stats_2PHS = out_HSe[
-        None
-    ]  # the largest logit of each part and the sum of its softmax; not of a single one
+    # The largest logit of each part and the sum of its softmax; not of a single one.
+    stats_2PHS = out_HSe[None]
     if splits > 1:
         parts_PHSe = out_HSe.new_empty(splits, *out_HSe.shape, dtype=torch.float32)
         stats_2PHS = parts_PHSe.new_empty(2, *parts_PHSe.shape[:3])

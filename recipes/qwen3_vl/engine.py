@@ -47,9 +47,8 @@ class VLEngine(MLLMEngine):
     # ---- Optimizer and schedule ------------------------------------------------------------------
 
     def prepare_optimizer(self, model: nn.Module) -> Any:
-        return self.optim.build_optimizer(
-            model
-        )  # one group of parameters for each part with a learning rate of its own
+        # One group of parameters for each part with a learning rate of its own.
+        return self.optim.build_optimizer(model)
 
     def prepare_scheduler(self, optimizer: Any) -> Any:
         return self.optim.build_scheduler(optimizer, self.total_steps)

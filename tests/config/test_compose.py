@@ -74,9 +74,8 @@ def test_default_yaml_and_schema_have_the_same_keys():
 
 
 def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe):
-    composed = compose(
-        recipe, ["tiny.dropout=0.25"]
-    )  # a key that is in the schema and in no YAML file
+    # A key that is in the schema and in no YAML file.
+    composed = compose(recipe, ["tiny.dropout=0.25"])
     assert composed.config.tiny.dropout == 0.25
     assert composed.engine_class.__name__ == "TinyEngine"
 

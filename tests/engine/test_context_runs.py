@@ -8,10 +8,11 @@ from mvp_engine.checkpoint.format import Reader
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
+# So that a shorter run is the same run, cut.
 WORDS = [
     "data.micro_batch_size=2",
     "optim.schedule=constant",
-]  # so that a shorter run is the same run, cut
+]
 
 
 def tensors(folder):

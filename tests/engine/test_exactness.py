@@ -98,9 +98,8 @@ def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path):
     weights = [record["totals"]["tokens"] for record in each]
     first, *others = zip([record["loss"] for record in each], weights, strict=True)
     mean = sum(loss * weight for loss, weight in others) / sum(weights[1:])
-    assert losses(tmp_path / "all") == pytest.approx(
-        [first[0], mean], rel=1e-7
-    )  # step 1 has its own record
+    # Step 1 has its own record.
+    assert losses(tmp_path / "all") == pytest.approx([first[0], mean], rel=1e-7)
 
 
 def straight_and_cut(run, words, folder, cuts):

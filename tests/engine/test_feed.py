@@ -88,9 +88,8 @@ def test_planned_steps_are_those_of_all_epochs_each_of_its_own_length():
     options = {"precision": "auto"}
     assert feed.planned_steps(Train(max_steps=None, epochs=4, **options)) == made == 2 + 3 + 4 + 5
     assert feed.planned_steps(Train(max_steps=20, epochs=4, **options)) == made
-    assert (
-        feed.planned_steps(Train(max_steps=9, epochs=10**9, **options)) == 9
-    )  # does not count all epochs
+    # Does not count all epochs.
+    assert feed.planned_steps(Train(max_steps=9, epochs=10**9, **options)) == 9
 
 
 class OwnCursor(SampleLoader):

@@ -30,10 +30,11 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
 ):
     config = {"tiny": TINY, "magic": MAGIC}[name]
     words = "train.max_steps=4 log.interval=1 log.backends=[jsonl] checkpoint.interval=null".split()
+    # Which no number of ranks divides.
     words += [
         "eval.steps=2",
         "data.global_batch_size=9",
-    ]  # which no number of ranks divides
+    ]
     words += ["task.eval_problems=17"] if config == MAGIC else []
     assert train(*words, "data.micro_batch_size=16", config=config, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")

@@ -295,9 +295,8 @@ def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_pa
         0,
         0,
     ]
-    assert [r["step"] for r in read_metrics(tmp_path)] == list(
-        range(1, 17)
-    )  # 4 and 8 micro-batches an epoch
+    # 4 and 8 micro-batches an epoch.
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 17))
 
 
 def test_replicas_start_with_the_weights_of_rank_0(ranks2):

@@ -59,10 +59,11 @@ RULES = [
     ("qk_nope_head_dim|v_head_dim|qk_head_dim", 8),
     ("(kv|q|o)_lora_rank|laurel_rank|gated_norm_rank|adapter_rank|hc_lowrank", 8),
     ("index_head_dim", 8),
+    # With few heads, scores of exactly 0 tie, and ties depend on the shape.
     (
         "index_n_heads|indexer_n_heads",
         16,
-    ),  # with few heads, scores of exactly 0 tie, and ties depend on the shape
+    ),
     ("index_topk", 3),
     ("index_block_size", 2),
     ("index_topk_blocks", 2),

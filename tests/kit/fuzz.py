@@ -14,9 +14,8 @@ from media_files import audio_file, bomb, image_file, png_chunk, video_file
 from PIL import Image
 from test_rows import ANSWER, MISTAKES, QUESTION, chat
 
-Line = tuple[
-    bytes, str | None
-]  # a line of the file, and the reason code; None for a row that must be trained on
+# A line of the file, and the reason code; None for a row that must be trained on.
+Line = tuple[bytes, str | None]
 ANY = "?"  # either good or bad
 ODD = [
     "né",
@@ -157,9 +156,8 @@ class Fuzz:
             "bomb.png": bomb(60000, 60000),
             "liar.png": bomb(900, 900),
             "words.png": with_large_comment(self.files["good ü.png"]),
-            "long.wav": audio_file(
-                3, rate=8000, channels=1
-            ),  # longer than the encoder's two seconds
+            # Longer than the encoder's two seconds.
+            "long.wav": audio_file(3, rate=8000, channels=1),
             "endless.flac": audio_file(1200, rate=8000, format="FLAC", channels=1),
             "endless.mp4": video_file(frames=6, fps=Fraction(1, 1000)),
         }

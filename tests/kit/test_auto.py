@@ -335,10 +335,11 @@ def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
         run.info["auto"]["out_of_memory"]
     )
     monkeypatch.setenv("LEAST_TOKENS", "10")
+    # Nothing is left to lower.
     smallest = [
         "data.max_length=512",
         "model.activation_checkpointing=none",
-    ]  # nothing is left to lower
+    ]
     assert mvp(f"train {config} output_dir=none", *smallest) == EXIT_USER_ERROR
     assert "out of memory with the sizes that need least" in capsys.readouterr().err
     # A run that was resumed keeps its packs, and fixed sizes are not lowered.

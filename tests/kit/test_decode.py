@@ -26,9 +26,8 @@ HERE = Path(".")
 def photo():
     from sklearn.datasets import load_sample_image
 
-    return np.ascontiguousarray(
-        load_sample_image("flower.jpg")[::5, ::5]
-    )  # 86 x 128 pixels of a photo
+    # 86 x 128 pixels of a photo.
+    return np.ascontiguousarray(load_sample_image("flower.jpg")[::5, ::5])
 
 
 def read(part, limits=LIMITS, root=HERE, rate=16000):
@@ -225,17 +224,17 @@ def test_decode_video_rotation_metadata_is_applied():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     plain = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
-    turned = struct.pack(
-        ">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30
-    )  # displayed rotated by 90 degrees clockwise
+    # Displayed rotated by 90 degrees clockwise.
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     track = out.getvalue().index(b"tkhd")
     raw = out.getvalue()[:track] + out.getvalue()[track:].replace(plain, turned, 1)
     info, frames = read(Part("video", raw))
     assert (info.width, info.height) == (32, 64)
+    # The left half is now on top.
     assert (frames[0, :30].mean() > 240, frames[0, 34:].mean() < 15) == (
         True,
         True,
-    )  # the left half is now on top
+    )
 
 
 def test_decode_video_each_bad_value_has_its_reason_code(tmp_path, monkeypatch):

@@ -57,9 +57,8 @@ def model_of(name, processor):
     model = LanguageModel.from_config(AutoConfig.for_model(name, **{**TOKENS, **special, **ids}))
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(
-                p
-            )  # so that every input changes the output by far more than 1e-5
+            # So that every input changes the output by far more than 1e-5.
+            p += 0.1 * torch.randn_like(p)
     return model.eval()
 
 
@@ -177,9 +176,8 @@ def alone(model, one):
 def check_row(model, processor, one, row, media):
     """Tokens, loss mask and log-probs equal those of the family's processor, chat template and model for the row."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
-    text = processor.apply_chat_template(
-        shown, processor.chat_template, tokenize=False
-    )  # SmolVLM's has two
+    # SmolVLM's has two.
+    text = processor.apply_chat_template(shown, processor.chat_template, tokenize=False)
     given = processor_outputs(
         processor, text, [info for info, _ in media], [item for _, item in media]
     )
@@ -188,9 +186,8 @@ def check_row(model, processor, one, row, media):
     assert torch.equal(one.labels[places], one.input_ids[places + 1])
     stop = text[text.rindex(answer) + len(answer) :].strip()
     trained = processor.tokenizer.decode(one.labels[places])
-    assert (
-        trained.lstrip() == answer + stop
-    )  # with a leading space where the prompt does not end in one
+    # With a leading space where the prompt does not end in one.
+    assert trained.lstrip() == answer + stop
     assert places[-1] - places[0] + 1 == len(places)
     assert close(alone(model, one)[places], own_log_probs(model, given)[places])
 

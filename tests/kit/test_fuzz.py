@@ -20,9 +20,10 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
     lines = Fuzz(folder).lines(campaign_size(700, 20_000))
+    # Some blank.
     text = b"".join(
         line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines)
-    )  # some blank
+    )
     (folder / "rows.jsonl").write_bytes(text)
     settings = MLLMData.model_validate(
         {

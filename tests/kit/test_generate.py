@@ -176,9 +176,8 @@ def test_complete_samples_are_those_of_any_batching():
     assert [one.tokens for one in apart] == [one.tokens for one in together]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_moe", "gpt_oss"]
-)  # matrices of experts (out, in), and (in, out)
+# Matrices of experts (out, in), and (in, out).
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name, monkeypatch):
     engine, ones = built(name, settings=Settings(precision="bf16", fp8=True))
     places = fp8_layers.fp8_places(engine.model)

@@ -44,9 +44,8 @@ def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterr
     train, ranks2, ranks4, tmp_path
 ):
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path, ROWS))
-    cut_off = (
-        tmp_path / f"{BROKEN}_0.png"
-    )  # its header is valid, so only decoding in a worker fails
+    # Its header is valid, so only decoding in a worker fails.
+    cut_off = tmp_path / f"{BROKEN}_0.png"
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     words = [f"data.sources=[{{path: {file}}}]", f"data.cache={tmp_path / 'cache'}", "resume=auto"]
 

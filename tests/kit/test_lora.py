@@ -38,9 +38,8 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base):
     expected = log_probs(plain)
     assert torch.equal(log_probs(engine), expected)
     before = weights(engine)
-    assert [name for name in before if ".lora_" not in name] == list(
-        weights(plain)
-    )  # the base keeps its names
+    # The base keeps its names.
+    assert [name for name in before if ".lora_" not in name] == list(weights(plain))
     steps(engine, count=3)
     assert not torch.allclose(log_probs(engine), expected, atol=1e-3)
     for name, param in engine.model.named_parameters():
@@ -218,9 +217,8 @@ def test_lora_unknown_or_conflicting_targets_are_refused(base, vision_base):
 def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(
     base,
 ):
-    engine = engine_of(
-        base, Lora(rank=2, dropout=0.5), freeze=("llm",)
-    )  # freezes base weights only
+    # Freezes base weights only.
+    engine = engine_of(base, Lora(rank=2, dropout=0.5), freeze=("llm",))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, param in engine.model.named_parameters():

@@ -155,9 +155,8 @@ def test_row_encoder_batches_equal_the_processors_own_outputs(name):
         assert all(torch.equal(got.token_fields[key], types[key]) for key in types)
         for kind, found in got.media.items():
             for key, value in {kind: found.values, **found.fields}.items():
-                if len(
-                    found.row_counts
-                ):  # the processor may have padded to a common number of tiles
+                # The processor may have padded to a common number of tiles.
+                if len(found.row_counts):
                     expected_value = expected.pop(key)
                     expected_value = (
                         expected_value.reshape(-1, *value.shape[1:])

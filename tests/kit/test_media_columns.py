@@ -36,9 +36,8 @@ def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_co
         read_row(chat("Which tag?", "Write <image>.", images=[])).messages[1].text
         == "Write <image>."
     )
-    assert media_values(read_row(chat("Draw one", "<image>", images=["1"]))) == [
-        "1"
-    ]  # the only place for it
+    # The only place for it.
+    assert media_values(read_row(chat("Draw one", "<image>", images=["1"]))) == ["1"]
 
 
 def test_fill_placeholders_blocks_without_value_take_the_column_before_tags():

@@ -207,10 +207,11 @@ def rows():
     found = {}
     for case in CASES:
         model = model_of(case)
+        # Text alone would train nothing.
         ones = [
             sample(case, seen=True),
             sample(case, seen=CASES[case][3] == "merger"),
-        ]  # text alone would train nothing
+        ]
         together = float(MFUKit(model).flops(PackedBatch.concat(ones), masked=False))
         found[case] = together, float(sum(counted(model, one) for one in ones))
     return found

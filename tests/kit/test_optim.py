@@ -156,9 +156,8 @@ def test_muon_in_training_lowers_the_loss_with_updates_of_the_size_of_adamw(
     before = model.layers[0].up.weight.detach().clone()
     losses = train(model, optimizer, 1)
     update = (model.layers[0].up.weight.detach() - before) / 0.01
-    assert float(update.square().mean().sqrt()) == pytest.approx(
-        0.2, rel=0.15
-    )  # the usual RMS of AdamW's updates
+    # The usual RMS of AdamW's updates.
+    assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.15)
     losses += train(model, optimizer, 39)
     assert losses[-1] < 0.3 * losses[0]
 
@@ -252,9 +251,8 @@ def test_eval_weights_in_training_and_without_an_optimizer_are_the_same_ema_weig
     assert same(dict(evaluated.model.named_parameters()), weights)
     with evaluating.eval_weights(evaluated, tmp_path / "saved"):
         assert same(dict(evaluated.model.named_parameters()), averages)
-    assert same(
-        dict(evaluated.model.named_parameters()), averages
-    )  # for the export that may follow
+    # For the export that may follow.
+    assert same(dict(evaluated.model.named_parameters()), averages)
 
 
 def test_eval_weights_without_an_optimizer_are_loaded_once(tmp_path, monkeypatch):

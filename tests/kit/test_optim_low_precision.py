@@ -117,9 +117,8 @@ def test_low_precision_states_in_training_give_close_losses_and_small_states():
     assert float32[-1] < 0.5 * float32[0]
     assert bytes_per_weight["float32"] == 8
     assert bytes_per_weight["bfloat16"] == 4
-    assert (
-        2 < bytes_per_weight["int8"] < 2.9
-    )  # rows of 12 have a scale each here; with rows of 4096 it is 2.06
+    # Rows of 12 have a scale each here; with rows of 4096 it is 2.06.
+    assert 2 < bytes_per_weight["int8"] < 2.9
 
 
 @pytest.mark.parametrize("old", ["float32", "bfloat16", "int8"])

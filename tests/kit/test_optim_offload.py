@@ -103,9 +103,8 @@ def test_offloaded_states_give_bit_equal_weights_and_states(options, monkeypatch
         if what == "load":
             assert buffer not in held, "a buffer is loaded before its bucket is stored"
             held[buffer] = number
-            assert (
-                len(held) <= SLOTS - 1
-            )  # one is updated, one is loaded; the third is being stored
+            # One is updated, one is loaded; the third is being stored.
+            assert len(held) <= SLOTS - 1
         else:
             assert held.pop(buffer) == number
     assert not held
@@ -326,9 +325,8 @@ def test_offload_on_a_cpu_keeps_states_as_they_are():
 def large(device, layers=6, width=3000):
     torch.manual_seed(0)
     model = nn.Module()
-    model.layers = nn.ModuleList(
-        nn.Linear(width, width) for _ in range(layers)
-    )  # blocks, which Muon updates
+    # Blocks, which Muon updates.
+    model.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
     return model.to(device)
 
 

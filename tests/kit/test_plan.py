@@ -75,9 +75,8 @@ def test_make_plan_packs_of_a_step_are_sorted_by_work():
     assert (np.diff(whole.reshape(-1, 16), axis=1) <= 0).all()
     waste = 1 - whole.mean(2).sum() / whole.max(2).sum()
     mixed = np.random.default_rng(0).permutation(work)[: whole.size].reshape(-1, 4)
-    assert waste < 0.6 * (
-        1 - mixed.mean(1).sum() / mixed.max(1).sum()
-    )  # 1.8 % and 3.6 % of the time of all ranks
+    # 1.8 % and 3.6 % of the time of all ranks.
+    assert waste < 0.6 * (1 - mixed.mean(1).sum() / mixed.max(1).sum())
 
 
 def realistic(rows, seed=0):
@@ -309,9 +308,8 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     measured.clear()
     assert kit(tmp_path, pack_tokens=256).dataset("train").plan.digest == first.digest
     assert not measured
-    assert (
-        kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest
-    )  # one process
+    # One process.
+    assert kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest
     measured.clear()
     write_texts(tmp_path / "b.jsonl", 61, seed=1)
     kit(tmp_path).dataset("train")

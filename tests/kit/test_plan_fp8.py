@@ -43,9 +43,8 @@ def test_plan_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone():
     def saved(**how):
         return BlockCosts(model, PlanSettings(**{"fp8": True, **how})).saved_bytes(batch).text
 
-    less = (
-        28 * 1000 * (2048 - 2048 + 2048 + 6144)
-    )  # layers, tokens; attention and its output, MLP and down projection
+    # Layers, tokens; attention and its output, MLP and down projection.
+    less = 28 * 1000 * (2048 - 2048 + 2048 + 6144)
     assert saved() - saved(fp8="all") == pytest.approx(less)
     assert saved(compile=None) == saved(compile=None, fp8="all")
     model.requires_grad_(False)

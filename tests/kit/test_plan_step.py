@@ -221,9 +221,8 @@ def test_plan_counts_experts_in_fp8_on_gpus_that_have_them():
     model: Any = on_meta("qwen3_a3b_6")
     batch = packed("qwen3_a3b_6", 8)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    stacked = (
-        2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens
-    )  # FLOPs of outputs, input gradients
+    # FLOPs of outputs, input gradients.
+    stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens
     saved = {}
     for gpu in ("H200", "L40S"):
         plain, low = (estimated(model, batch, gpu=gpu, fp8=low) for low in (False, True))
@@ -272,9 +271,8 @@ def test_plan_frozen_blocks_after_trained_ones_save_activations():
         freeze(model, frozen)
         return estimated(model, batch)["memory_gib"]["activations"]
 
-    assert kept("llm", "vision") == pytest.approx(
-        kept("vision")
-    )  # the projector trains, through all text layers
+    # The projector trains, through all text layers.
+    assert kept("llm", "vision") == pytest.approx(kept("vision"))
     assert 0 < kept("vision") < kept()
     assert kept("llm", "vision", "projector") == 0
 
@@ -411,9 +409,8 @@ def test_plan_command_prints_text_and_json(recipe, capsys):  # noqa: F811
     for gpus in ("2", "3"):
         assert mvp(f"plan {config} --gpus {gpus} data.global_batch_size=4 --json") == 0
         sizes.append(printed_json(capsys))
-    assert sizes[0]["step_s"] == pytest.approx(
-        sizes[1]["step_s"], rel=0.1
-    )  # one of the three has two packs, too
+    # One of the three has two packs, too.
+    assert sizes[0]["step_s"] == pytest.approx(sizes[1]["step_s"], rel=0.1)
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
 
 

@@ -228,9 +228,8 @@ def step(engine, settings, micro_batches):
         1, 0, "train", MetricStore(layout.world, layout.is_mp_src_rank), micro_batches
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            MLLMEngine, "train_pre_step", lambda self, ctx: None
-        )  # it checks rows of a loader
+        # It checks rows of a loader.
+        patch.setattr(MLLMEngine, "train_pre_step", lambda self, ctx: None)
         engine.train_pre_step(ctx)
     engine.model_engine.optimizer_zero_grad()
     totals = engine.model_engine.forward_backward_batch(

@@ -78,10 +78,11 @@ NEVER = {
         {"image": None, "picture": "img/a.png"},
         r"id, picture. Rename the column with `columns: \{COLUMN: images\}`",
     ),
+    # The image twice.
     "openai_b64": (
         {"images": ["img/a.png"]},
         "1 in the image column, but 0 place",
-    ),  # the image twice
+    ),
 }
 
 
@@ -178,9 +179,8 @@ def test_row_shape_reasoning_without_a_template_for_it_is_refused(encoders, fold
     }
     with pytest.raises(BadRow, match="leaves out reasoning_content of message 1"):
         seen(encoders, "reasoning", folder, earlier)
-    without_loss = CHAT.replace("«", "").replace(
-        "»", ""
-    )  # the earlier answer, as Qwen3's template writes it
+    # The earlier answer, as Qwen3's template writes it.
+    without_loss = CHAT.replace("«", "").replace("»", "")
     assert seen(encoders, "reasoning_content", folder, earlier) == [f"{without_loss} | {PAIR[1]}"]
 
 

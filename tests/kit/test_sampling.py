@@ -152,9 +152,8 @@ def on_ranks(name, sizes, budget):
     mine = [ones[key] for key in keys]
     prompts = PackedBatch.concat(mine) if mine else None
     found = complete(engine, prompts, replace(SAMPLED, budget=budget), [key + 100 for key in keys])
-    if (
-        not engine.sharded or layout.data_size == 1
-    ):  # `infer_batch` needs a batch on every rank of a sharded model
+    # `infer_batch` needs a batch on every rank of a sharded model.
+    if not engine.sharded or layout.data_size == 1:
         check_log_probs(engine, mine, found) if mine else None
     world.close()
     return [(keys[one.prompt], one.tokens) for one in found]

@@ -201,9 +201,8 @@ def test_empty_reasoning_block_of_the_template_carries_no_loss(name):
     for nothing in (None, "", " "):
         assert learnt(form, user(), answer("One.", nothing)) == ["One.<|im_end|>"]
     assert "</think>" in form.render(read_row({"messages": [user(), answer("One.")]})).text
-    own = learnt(
-        form, user(), answer("<think>\n\n</think>\n\nOne.")
-    )  # the row says that it is to be learnt
+    # The row says that it is to be learnt.
+    own = learnt(form, user(), answer("<think>\n\n</think>\n\nOne."))
     assert "</think>" in own[0]
 
 

@@ -67,10 +67,11 @@ def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2
     start = plain_engine(0, Lora(rank=2))
     assert torch.equal(start.model(X), Net()(X))
     adapted = [name for name, _ in start.model.named_parameters() if "lora_A" in name]
+    # Of the blocks, not of the head.
     assert adapted == [
         "blocks.0.lora_A.weight",
         "blocks.1.lora_A.weight",
-    ]  # of the blocks, not of the head
+    ]
     trained = ranks2.run(saved_by_two_shards, str(tmp_path / "saved"))[0]
     names = {
         name.removeprefix("model.")

@@ -72,9 +72,8 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
 
 @pytest.mark.slow
 def test_watchdog_hanging_worker_raises_with_its_row(kit, monkeypatch):
-    monkeypatch.setattr(
-        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
-    )  # until it is ended
+    # Until it is ended.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     broken_at(kit, 7, lambda: time.sleep(600))
     monkeypatch.setattr(MLLMData, "stall_seconds", 1.0)
     with user_error(r"nothing came from the workers .*worker . at a.jsonl:8"):

@@ -15,10 +15,11 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 
+# Their export is tried in tests/kit/speech/speech_sweep.py.
 WHOLE_FOLDERS = (
     "qwen2_5_omni",
     "qwen3_omni_moe",
-)  # their export is tried in tests/kit/speech/speech_sweep.py
+)
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
 
 

@@ -10,9 +10,8 @@ from typing import Any
 class Special:
     """Exceptions of one type."""
 
-    parts: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments of the config, before it is made small
+    # Arguments of the config, before it is made small.
+    parts: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # changes of the small config
     processor_of: str = ""  # another type with the same processor
     processor: str = ""  # classes that the auto classes do not name
@@ -27,9 +26,8 @@ class Special:
     named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer names
     tokens: tuple[str, ...] = ()  # further special tokens
     aliases: dict[str, str] = field(default_factory=dict)  # config key without _token_id -> token
-    places: dict[str, str] = field(
-        default_factory=dict
-    )  # what the chat template writes for an item
+    # What the chat template writes for an item.
+    places: dict[str, str] = field(default_factory=dict)
     template: str | None = ""  # a chat template; None: there is none
     noise: float = 0.1  # of the random weights
     needs: str = ""  # a package that is no dependency of this one

@@ -148,9 +148,8 @@ def _rows_of(model, processor, folder):
     (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     kinds = kit.row_encoder.media.kinds
-    rate = (
-        kit.row_encoder.media.sampling_rate
-    )  # that of the files: the processor's own call does not resample
+    # That of the files: the processor's own call does not resample.
+    rate = kit.row_encoder.media.sampling_rate
     if not kinds:
         raise UserError("the data kit finds no media in this processor")
     items = [[]]
@@ -326,9 +325,8 @@ def compare(model, rows):
     _assert_close("packed and alone: log-probs", packed, alone)
     _assert_close("packed and transformers: log-probs", packed, own)
     for name in {*own_grads, *packed_grads, *alone_grads}:
-        zero = torch.zeros(
-            ()
-        )  # a gradient may be zero up to rounding, such as of keys that are alone
+        # A gradient may be zero up to rounding, such as of keys that are alone.
+        zero = torch.zeros(())
         grad = packed_grads.get(name, zero)
         _assert_close(f"packed and alone: gradient of {name}", grad, alone_grads.get(name, zero))
         _assert_close(

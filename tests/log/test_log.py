@@ -209,9 +209,8 @@ def test_backends_write_all_files_of_a_run(train, tmp_path, capsys):
         second["perf"]
     )
     assert first["step"] == 1
-    assert set(second["perf"]) - set(first["perf"]) == {
-        "eta_s"
-    }  # the first step warms up: it predicts nothing
+    # The first step warms up: it predicts nothing.
+    assert set(second["perf"]) - set(first["perf"]) == {"eta_s"}
 
 
 def test_tensorboard_after_resume_has_each_step_once(train, tmp_path):

@@ -64,9 +64,8 @@ def dense(q, k, v, spec):
     """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
     of_queries = torch.searchsorted(spec.cu_seqlens, torch.arange(q.shape[1]), right=True)
     of_keys = torch.searchsorted(spec.cu_seqlens_k, torch.arange(k.shape[1]), right=True)
-    at = (
-        torch.arange(q.shape[1]) + (spec.cu_seqlens_k - spec.cu_seqlens)[of_queries]
-    )  # among the keys
+    # Among the keys.
+    at = torch.arange(q.shape[1]) + (spec.cu_seqlens_k - spec.cu_seqlens)[of_queries]
     before = at[:, None] >= torch.arange(k.shape[1])
     allowed = (of_queries[:, None] == of_keys) & (before | (not spec.causal))
     grouped = q.shape[0] != k.shape[0]

@@ -141,9 +141,8 @@ def stages(tmp_path_factory):
 def last_evaluation(folder):
     record = json_lines(list_runs(folder)[-1].dir / "evaluate.jsonl")[-1]
     del record["split"]
-    return {
-        key: math.nan if value is None else value for key, value in record.items()
-    }  # of nothing
+    # Of nothing.
+    return {key: math.nan if value is None else value for key, value in record.items()}
 
 
 def compare(alone, together, where):

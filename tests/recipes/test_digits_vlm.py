@@ -64,9 +64,8 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained, capsys):
     assert page.count("data:image/png") >= 24
     assert "http" not in page.replace("http-equiv", "")
     processor = AutoProcessor.from_pretrained(newest / "hf_step_6")
-    size = (
-        processor.image_processor.size
-    )  # the limits of the config, not the processor's original ones
+    # The limits of the config, not the processor's original ones.
+    size = processor.image_processor.size
     assert (size.shortest_edge, size.longest_edge) == (256, 2304)
     stop = GenerationConfig.from_pretrained(newest / "hf_step_6").eos_token_id
     assert processor.tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"

@@ -107,9 +107,8 @@ def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base):
     resumed = trained(base, "parts", *lora, "resume=auto")
     other = trained(base, "other", *lora)
     assert resumed == other
-    assert other[0]["loss"] == pytest.approx(
-        math.log(2), abs=0.02
-    )  # the policy has dropout, its reference none
+    # The policy has dropout, its reference none.
+    assert other[0]["loss"] == pytest.approx(math.log(2), abs=0.02)
 
 
 def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base, ranks2):

@@ -130,9 +130,8 @@ def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran):
     ]
     size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in trained)
     bits = losses["loss"] * sum(map(len, trained)) / math.log(2)
-    assert losses["bits_per_byte"] == pytest.approx(
-        bits / size, rel=2e-3
-    )  # a first token may split a character
+    # A first token may split a character.
+    assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)
 
 
 def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran):

@@ -154,9 +154,8 @@ def test_rl_algorithms_train_a_step(base, algorithm):
     (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
     assert record["skipped"] == 0
     assert record["grad_norm"] > 0
-    assert record["kl"] == pytest.approx(
-        0.0, abs=1e-4
-    )  # before the first update the policy is the reference
+    # Before the first update the policy is the reference.
+    assert record["kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 @CAMPAIGN

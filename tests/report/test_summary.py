@@ -69,9 +69,8 @@ def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path, capsys):
         "torch 2.15.0",
     ):
         assert part in page
-    assert (
-        page.count("data:image/svg+xml") == 5
-    )  # loss, by source, shares, learning rate, gradient norm
+    # Loss, by source, shares, learning rate, gradient norm.
+    assert page.count("data:image/svg+xml") == 5
     assert "What is it?" in page
     assert "Old?" not in page
     assert "prefers-color-scheme: dark" in page

@@ -173,7 +173,6 @@ def test_ray_controller_killed_leaves_no_process():
     begin = time.monotonic()
     wait_until_gone(ranks)
     print(f"controller killed: ranks gone after {time.monotonic() - begin:.1f} s")
-    wait_until_gone(
-        children
-    )  # with those of Ray: two of its agents would wait 60 s for its dead control service
+    # With those of Ray: two of its agents would wait 60 s for its dead control service.
+    wait_until_gone(children)
     print(f"all processes gone after {time.monotonic() - begin:.1f} s")

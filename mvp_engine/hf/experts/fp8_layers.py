@@ -123,9 +123,8 @@ def gather_fp8(model: nn.Module) -> None:
         if is_fp8 and param is modules[0].weight and isinstance(param, DTensor):
             ranks = param.device_mesh.shape[-1]
             if param.placements[-1] == Shard(0) and ranks > 1 and len(param) % ranks == 0:
-                local: Any = (
-                    param._local_tensor
-                )  # with gradients, `to_local` returns another object
+                # With gradients, `to_local` returns another object.
+                local: Any = param._local_tensor
                 local.fsdp_pre_all_gather = _pre_all_gather
                 local.fsdp_post_all_gather = _post_all_gather
 

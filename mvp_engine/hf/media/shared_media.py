@@ -66,9 +66,8 @@ class _Uses:
         return [features[i] for i in index]
 
 
-_USES = (
-    WeakTensorKeyDictionary()
-)  # values of shared media -> _Uses, until their features are computed
+# Values of shared media -> _Uses, until their features are computed.
+_USES = WeakTensorKeyDictionary()
 
 
 def apply_shared_features(base: nn.Module) -> None:
@@ -89,14 +88,12 @@ class _Frames:
     num_features: int = 0  # that a mask of the features of sounds has room for
 
 
-_FRAMES = (
-    WeakTensorKeyDictionary()
-)  # frames of videos or sounds, as rows -> _Frames, until their features are computed
+# Frames of videos or sounds, as rows -> _Frames, until their features are computed.
+_FRAMES = WeakTensorKeyDictionary()
 
 
-_SHARES = (
-    WeakTensorKeyDictionary()
-)  # values of media that ranks share -> EncoderShare, until their features are computed
+# Values of media that ranks share -> EncoderShare, until their features are computed.
+_SHARES = WeakTensorKeyDictionary()
 
 
 def encoder_inputs(

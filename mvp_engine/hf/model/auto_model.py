@@ -115,9 +115,8 @@ def _rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     steps_1L = torch.arange(int(lengths_S1.max()))[None]
     starts_S1 = lengths_S1.cumsum(0) - lengths_S1
     places_SL = starts_S1 + torch.minimum(steps_1L, lengths_S1 - 1)
-    tokens_T = (
-        (steps_1L < lengths_S1).flatten().nonzero()[:, 0]
-    )  # on the host: no sync with the GPU
+    # On the host: no sync with the GPU.
+    tokens_T = (steps_1L < lengths_S1).flatten().nonzero()[:, 0]
     device = batch.input_ids.device
     return places_SL.to(device), tokens_T.to(device)
 

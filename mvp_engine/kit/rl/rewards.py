@@ -64,9 +64,8 @@ class Reward:
     """The reward of one completion."""
 
     value: float | None  # None: it failed, and the completion is dropped
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # of a function that returns several numbers
+    # Of a function that returns several numbers.
+    parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # why it failed
 
 

@@ -53,9 +53,8 @@ class Speaker:
         callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
         )
-        self._callback = callback_type(
-            self._append
-        )  # referenced here, because the library calls it later
+        # Referenced here, because the library calls it later.
+        self._callback = callback_type(self._append)
         self._lib.espeak_SetSynthCallback(self._callback)
 
     def say(self, text: str, voice: str, speed: int, pitch: int) -> np.ndarray:

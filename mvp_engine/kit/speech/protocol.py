@@ -82,9 +82,8 @@ class SpeechProtocol:
     assistant: int
     tts: tuple[int, int, int]  # begin, end, pad: tokens of the text channel
     media_tokens: tuple[int, ...]
-    header_codes: tuple[
-        int, ...
-    ]  # four codec ids before the speaker and two after; the speaker is None's place
+    # Four codec ids before the speaker and two after; the speaker is None's place.
+    header_codes: tuple[int, ...]
     codec_eos: int
     name: str = field(default="")
     reads_answers = False  # whether earlier answers are read as sounds

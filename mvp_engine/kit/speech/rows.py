@@ -35,9 +35,8 @@ SOURCE_COUNTS = "source_counts"  # rows that read a hidden state
 LABEL = 0  # the first code of the next frame, or the end of speech; IGNORE elsewhere
 TEXT = 1  # the token of the text channel, in the vocabulary of the language model
 SOURCE = 2  # the token of its sequence whose hidden state is read (media); -1: the text's embedding
-POSITIONS = slice(
-    3, 6
-)  # temporal, height, width, in POSITION_UNITS: those of videos may be fractions
+# Temporal, height, width, in POSITION_UNITS: those of videos may be fractions.
+POSITIONS = slice(3, 6)
 CODES = slice(6, None)  # ids whose embeddings are added, one per codebook; -1: none
 FIRST_CODE = 6
 POSITION_UNITS = 2**20

@@ -80,9 +80,8 @@ class RowLinear(RowParallelLinear):
 class CoreAttention(nn.Module):
     """Attention of one forward: rotary positions and our packed attention, which `attend` calls."""
 
-    attend: Callable[
-        [Tensor, Tensor, Tensor], Tensor
-    ]  # (T, H, d), (T, K, d), (T, K, d) -> (T, H d)
+    # (T, H, d), (T, K, d), (T, K, d) -> (T, H d).
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

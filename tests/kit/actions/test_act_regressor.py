@@ -102,9 +102,8 @@ def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engi
     np.testing.assert_allclose(
         policy.act(images[1], states[1], tasks[1]), expected[1], rtol=1e-5, atol=1e-5
     )
-    assert (
-        np.abs(found[0] - policy.act(images[0], states[0], "task 1")).max() > 1e-4
-    )  # it reads the instruction
+    # It reads the instruction.
+    assert np.abs(found[0] - policy.act(images[0], states[0], "task 1")).max() > 1e-4
     with pytest.raises(ValueError, match="no noise"):
         policy.act(images[0], states[0], tasks[0], torch.zeros(4, 5))
     for wrong in (
@@ -133,8 +132,9 @@ def test_act_file_imports_nothing_but_torch_numpy_and_transformers():
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).split(".")[0])
+    # The last two come with transformers.
     needs = {"torch", "numpy", "transformers"} | {
         "safetensors",
         "PIL",
-    }  # the last two come with transformers
+    }
     assert found - set(sys.stdlib_module_names) <= needs

@@ -257,9 +257,8 @@ def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused():
     }
     normalization = Normalization({**spec, "action": stats})
     frame = np.zeros((2, 2, 3), np.uint8)
-    assert (
-        len(normalization.frames({"wrist": frame})) == 1
-    )  # as frames of training, it may lack one
+    # As frames of training, it may lack one.
+    assert len(normalization.frames({"wrist": frame})) == 1
     assert len(normalization.frames({"side": frame, "wrist": frame, "top": frame})) == 2
     with pytest.raises(
         ValueError, match=r"the observation has \['side', 'top'\]; the policy needs"

@@ -50,9 +50,8 @@ def renamed(name):
         "model.dit.": "gemma_expert.model.",
     }.items():
         if name.startswith(ours):
-            name = name.replace(
-                "vision_tower.", "vision_tower.vision_model."
-            )  # as transformers had it then
+            # As transformers had it then.
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
             return f"paligemma_with_expert.{theirs}{name.removeprefix(ours)}"
     return name.removeprefix("embed_action_time.")
 

@@ -149,9 +149,8 @@ def test_folder_wrong_action_size_is_a_bad_row(tmp_path):
         7 + 4: ("wrong_size", "action has 2 values, info.json announces 3"),
         7 + 6: ("not_finite", "action has a value that is not finite"),
     }
-    np.testing.assert_allclose(
-        frames.columns["action"][7 + 5], actions[5]
-    )  # the row after it did not move
+    # The row after it did not move.
+    np.testing.assert_allclose(frames.columns["action"][7 + 5], actions[5])
 
 
 def test_folder_short_parquet_file_misses_frames(tmp_path):

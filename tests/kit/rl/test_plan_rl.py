@@ -56,9 +56,8 @@ def test_plan_of_an_rl_config_counts_generation_reference_and_critic(config, cap
     assert with_kl["seconds"]["log-probs"] == pytest.approx(2 * plain["seconds"]["log-probs"])
     assert with_kl["memory_gib"]["reference model"] == pytest.approx(3.2, abs=0.1)
     ppo = estimated(capsys, config, "rl.algorithm=ppo", "rl.num_generations=1")
-    assert ppo["memory_gib"]["critic"] == pytest.approx(
-        4 * ppo["memory_gib"]["weights"]
-    )  # AdamW in float32
+    # AdamW in float32.
+    assert ppo["memory_gib"]["critic"] == pytest.approx(4 * ppo["memory_gib"]["weights"])
     sharded = estimated(
         capsys, config, "workers.where=spawn", "groups.actor={ranks: 4, parallel: {shard: 4}}"
     )

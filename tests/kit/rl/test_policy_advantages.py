@@ -22,9 +22,8 @@ from mvp_engine.kit.rl import (
 )
 
 REWARDS = torch.tensor([0.5, 0.1, 1.0, 0.1, -2.0, 0.1, 0.7])
-GROUPS = torch.tensor(
-    [3, 8, 3, 8, 1, 8, 3]
-)  # not in order; group 1 has one sample, group 8 equal rewards
+# Not in order; group 1 has one sample, group 8 equal rewards.
+GROUPS = torch.tensor([3, 8, 3, 8, 1, 8, 3])
 MASKS = [
     "0001111",
     "011001",

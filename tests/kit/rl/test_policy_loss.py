@@ -104,9 +104,8 @@ def padded_policy_loss(options):
         lp, entropy = log_probs[row][mask], entropies[row][mask]
         old, sampler, ref, adv = (padded_field(name)[row][mask] for name in READ)
         ratio = (lp - old).exp()
-        if (
-            options.get("ratio") == "sequence"
-        ):  # GSPO-token: the sequence's ratio, each token's gradient
+        # GSPO-token: the sequence's ratio, each token's gradient.
+        if options.get("ratio") == "sequence":
             ratio = (lp - old).mean().exp().detach() * (lp - lp.detach()).exp()
         if options.get("cispo"):
             terms = -ratio.clamp(1 - low, 1 + high).detach() * adv * lp

@@ -153,11 +153,9 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run, tmp_path)
     page = file.read_text()
     assert "&lt;b&gt;2&lt;/b&gt;" in page
     assert "<b>2</b>" not in page
-    assert (
-        page.count("data:image/png") == 1 + 2 + 1
-    )  # rows have 0, 1 and 2 images; the second section has none
+    # Rows have 0, 1 and 2 images; the second section has none.
+    assert page.count("data:image/png") == 1 + 2 + 1
     assert page.count("ValueError: x") == 1
-    assert (
-        page.count('class="reward good"') == 2 + 2
-    )  # every second sample; the last of three prompts failed
+    # Every second sample; the last of three prompts failed.
+    assert page.count('class="reward good"') == 2 + 2
     assert page.count(">step 1<") == 3

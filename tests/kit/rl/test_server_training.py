@@ -94,9 +94,8 @@ def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(train, t
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[0]["gap/text"] < 1e-5
     assert all(record["gap"] < 1e-5 for record in records)
-    assert all(
-        record["grad_norm"] > 0 for record in records
-    )  # so the weights of the versions differ
+    # So the weights of the versions differ.
+    assert all(record["grad_norm"] > 0 for record in records)
 
 
 @pytest.mark.slow

@@ -239,9 +239,8 @@ def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_
     speech = only_batch(speech_kit(tmp_path, rows, codec=f"{file}:Loud")).media[SPEECH]
     assert int(speech.fields[FRAME_COUNTS][0]) == 10
     assert len(open_codec(f"{file}:Loud").fingerprint) == 32
-    rows = [
-        spoken_row("one", audio=write_sound(tmp_path / "short.wav", seconds=0.03))
-    ]  # a frame has 0.04 s
+    # A frame has 0.04 s.
+    rows = [spoken_row("one", audio=write_sound(tmp_path / "short.wav", seconds=0.03))]
     assert [
         bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")
     ] == ["speech_empty"]

@@ -20,9 +20,8 @@ for shape, causal in [
     ((2, 4, 1, 32, 16), True),
 ]:
     sequences, heads, kv_heads, tokens, size = shape
-    q = (
-        randn(sequences, tokens, heads, size).transpose(1, 2).requires_grad_()
-    )  # as layers have them
+    # As layers have them.
+    q = randn(sequences, tokens, heads, size).transpose(1, 2).requires_grad_()
     k, v = (randn(sequences, kv_heads, tokens, size).requires_grad_() for _ in range(2))
     weight = randn(sequences, tokens, heads, size)
     found = short_attention(q, k, v, scale=0.3, causal=causal)

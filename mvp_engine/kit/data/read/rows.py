@@ -105,9 +105,8 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     _rename_aliases(columns)
     name = format.name or _detect(columns)
     if name == "text" and format.name is None and format.drops_answers:
-        name = (
-            None if any(key in columns for key in _PROMPTS) else name
-        )  # text is one of its other columns
+        # Text is one of its other columns.
+        name = None if any(key in columns for key in _PROMPTS) else name
     if name is None and format.prompt_only and any(key in columns for key in _PROMPTS):
         name = "prompt"
     elif name is None or not _has_format(columns, name):
@@ -143,9 +142,8 @@ def _lacks_prompt(columns: Columns, name: str, nulls: set[str]) -> bool:
     """Whether the columns `nulls`, which have no value, would have been the prompt of the row."""
     if any(key in columns for key in _PROMPTS):
         return False
-    if (
-        name == "preference"
-    ):  # the prompt was found in the answers: guessed, unless they are lists of messages
+    # The prompt was found in the answers: guessed, unless they are lists of messages.
+    if name == "preference":
         return isinstance(dict.get(columns, "chosen"), str)
     return _detect({**columns, **dict.fromkeys(nulls)}) != name
 
