@@ -296,12 +296,11 @@ def _recipes_table(known: list[ConfigKey]) -> list[str]:
     ]
     lines += ["| recipe | its keys |", "| --- | --- |"]
     for recipe, schema in recipe_schemas().items():
-        own = [
-            key.name for key in config_keys(schema) if key.name not in names and not key.is_section
-        ]
-        if own:
-            keys = ", ".join(f"`{name}`" for name in own)
-            lines.append(f"| [{recipe}](../recipes/{recipe}/README.md) | {keys} |")
+        keys = _without_repeated_sections(config_keys(schema))
+        added = [key.name for key in keys if key.name not in names and not key.is_section]
+        if added:
+            shown = ", ".join(f"`{name}`" for name in added)
+            lines.append(f"| [{recipe}](../recipes/{recipe}/README.md) | {shown} |")
     return lines
 
 
