@@ -343,7 +343,7 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(tmp_path, capsys, code, 
 
 
 def run_name():
-    line = next(line for line in MAGIC.read_text().splitlines() if line.strip().startswith("name:"))
+    line = next(line for line in MAGIC.read_text().splitlines() if line.startswith("run_name:"))
     return shlex.split(line, comments=True)[1]
 
 

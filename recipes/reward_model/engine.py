@@ -65,7 +65,7 @@ class ReviewsEngine(MLLMEngine):
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs (with `reward_loss.target`: over rows), and their number."""
-        settings = self.config.reward
+        settings = self.config.reward_loss
         ctx.count("tokens", micro_batch.num_tokens)
         # The score of a sequence is its value at the last token, which has seen all of it.
         scores_S = last_token_scores(self.model(micro_batch, ["values"])["values"], micro_batch)

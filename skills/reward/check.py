@@ -31,11 +31,11 @@ class Table:
 
 def loss_of(engine_class: Any) -> Any:
     """The loss of an engine class such as that of the recipe, with the default settings, as a function."""
-    settings = engine_class.config_class.model_fields["reward"].default
+    settings = engine_class.config_class.model_fields["reward_loss"].default
 
     def loss(ctx: Any, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         engine = object.__new__(engine_class)
-        engine.config = SimpleNamespace(reward=settings)
+        engine.config = SimpleNamespace(reward_loss=settings)
         engine.model = model
         result: tuple[Tensor, Tensor] = engine.forward_step(ctx, batch)
         return result

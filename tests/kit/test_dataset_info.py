@@ -20,7 +20,7 @@ INFO = {
         "file_name": "b.jsonl",
         "columns": {"prompt": "q", "response": "r", "system": "s", "kto_tag": "good"},
     },
-    "data": {
+    "mllm": {
         "file_name": "sub/c.json",
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "images": "pics"},

@@ -60,7 +60,7 @@ def step(layout, splits):
     engine, found = engine_on(layout), []
     for settings, split in product(LOSSES, splits):
         recipe = object.__new__(ReviewsEngine)
-        recipe.config, recipe.model = SimpleNamespace(reward=settings), engine.model
+        recipe.config, recipe.model = SimpleNamespace(reward_loss=settings), engine.model
         forward = partial(recipe.forward_step, NoLog())
         own = [pairs(chosen) for chosen in split[layout.data_rank :: layout.data_size]]
         engine.optimizer_zero_grad()

@@ -53,10 +53,10 @@ class Loader:
 class Config:
     """The part of an RLConfig that a collector reads."""
 
-    def __init__(self, behind=0, dynamic_sampling=0, epochs=None):
+    def __init__(self, async_steps=0, dynamic_sampling=0, epochs=None):
         self.rl = self
-        self.loop = self
-        self.behind = behind
+        self.train = self
+        self.async_steps = async_steps
         self.dynamic_sampling = dynamic_sampling
         self.epochs = epochs
 
@@ -121,14 +121,14 @@ def test_collector_without_delay_samples_with_the_weights_of_the_step():
 @pytest.mark.parametrize("apart", [False, True])
 def test_collector_one_step_behind_samples_with_the_weights_before_the_update(apart):
     policy = Policy()
-    found = steps(collector(policy, apart=apart, behind=1), policy, 0, 4)
+    found = steps(collector(policy, apart=apart, async_steps=1), policy, 0, 4)
     assert found == [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [2])]
 
 
 def test_collector_apart_does_not_wait_for_the_next_samples():
     policy = Policy()
     may_sample = threading.Event()
-    made = collector(policy, apart=True, behind=1)
+    made = collector(policy, apart=True, async_steps=1)
     may_sample.set()
     original = policy.sample
 
@@ -148,7 +148,7 @@ def test_collector_apart_does_not_wait_for_the_next_samples():
 
 def test_collector_resumed_with_a_pending_step_continues_bit_equal():
     policy = Policy(dull=(4,))
-    options: dict[str, Any] = {"behind": 1, "dynamic_sampling": 1, "size": 5}
+    options: dict[str, Any] = {"async_steps": 1, "dynamic_sampling": 1, "size": 5}
     undisturbed = steps(collector(policy, **options), policy, 0, 6)
     first = collector(policy, **options)
     found = []
@@ -189,7 +189,7 @@ def test_collector_at_the_end_of_the_last_epoch_returns_none():
     policy = Policy()
     found = steps(collector(policy, size=2, epochs=2), policy, 0, 9)
     assert [keys for keys, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    behind = steps(collector(policy, size=2, epochs=2, behind=1), policy, 0, 9)
+    behind = steps(collector(policy, size=2, epochs=2, async_steps=1), policy, 0, 9)
     assert [keys for keys, _ in behind] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
