@@ -1,7 +1,7 @@
 """DTensor geometry: which slices of a tensor a rank holds, and which of several ranks with the same slice writes it.
 
 Everything follows from mesh and placements, without a collective. torch's own helpers assume one contiguous shard per
-rank; a rank can hold several: of a fused weight, such as `gate_up_proj`, it holds a slice of each part.
+rank, but a rank can hold several: of a fused weight, such as `gate_up_proj`, it holds a slice of each fused part.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ class DimSlice(NamedTuple):
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; a plain tensor itself."""
+    """Returns the local part of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shards(tensor: Tensor) -> list[tuple[Offset, Tensor]]:
-    """The contiguous shards that this rank holds: the offset of each in the full tensor, and a view of its data."""
+    """Returns this rank's contiguous shards: the offset of each in the full tensor, and a view of its data."""
     data = local_tensor(tensor.detach())
     return [(offset, data[index]) for offset, index in shard_offsets(tensor)]
 
 
 def shard_offsets(tensor: Tensor) -> list[tuple[Offset, Index]]:
-    """The shards of `local_shards` without data: offset in the full tensor, and index into the local tensor."""
+    """Returns the shards of `local_shards` without data: offset in the full tensor, and index into the local one."""
     local_shape = tuple(local_tensor(tensor).shape)
-    one_shard = ((0,) * tensor.ndim, tuple(slice(0, size) for size in local_shape))
+    whole_local_tensor = ((0,) * tensor.ndim, tuple(slice(0, size) for size in local_shape))
     if not isinstance(tensor, DTensor):
-        return [one_shard]
+        return [whole_local_tensor]
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     if tensor.numel() == 0:
-        return [one_shard]  # no elements, but the entry itself must be saved
+        # One shard without elements, so that a checkpoint has an entry for the tensor.
+        return [whole_local_tensor]
     layout = (tensor.placements, tensor.device_mesh.shape, coordinate)
     by_dim = [dim_slices(size, dim, *layout) for dim, size in enumerate(tensor.shape)]
     expected_shape = _shape_of(by_dim)
@@ -73,8 +74,10 @@ def shard_offsets(tensor: Tensor) -> list[tuple[Offset, Index]]:
 
 
 def shard_slices(offset: Sequence[int], shard: Tensor) -> Index:
-    """The index into the full tensor at which a shard lies."""
-    return tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))
+    """Returns the index of a shard in the full tensor."""
+    return tuple(
+        slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)
+    )
 
 
 def empty_sharded_like(
@@ -83,7 +86,7 @@ def empty_sharded_like(
     dtype: torch.dtype,
     placements: Sequence[Placement] | None = None,
 ) -> Tensor:
-    """An uninitialized tensor of another shape with the mesh of `tensor`, and its placements or others."""
+    """Returns an uninitialized tensor of this shape on the mesh of `tensor`. `placements`: None: those of `tensor`."""
     if not isinstance(tensor, DTensor):
         return torch.empty(*shape, dtype=dtype, device=tensor.device)
     mesh = tensor.device_mesh
@@ -109,52 +112,56 @@ def dim_slices(
     mesh: Sequence[int],
     coordinate: Sequence[int],
 ) -> list[DimSlice]:
-    """The ranges of dimension `dim` that the rank at `coordinate` of a mesh holds."""
+    """Returns the ranges of dimension `dim` that the rank at `coordinate` holds. `mesh` is the shape of the mesh.
+
+    It splits the indices of the dimension as DTensor splits the tensor, then groups what is left into ranges.
+    """
     splits = _splits_in_order(dim, placements, mesh)
     if not splits:
         return [DimSlice(0, 0, size)]
-    held = torch.arange(size)
+    indices = torch.arange(size)
     for axis, split_factor in splits:
-        parts = [_chunk(held, split_factor, i) for i in range(split_factor)]
-        held = torch.cat([_chunk(part, mesh[axis], coordinate[axis]) for part in parts])
-    if len(held) == 0:
+        parts = [_chunk(indices, split_factor, i) for i in range(split_factor)]
+        indices = torch.cat([_chunk(part, mesh[axis], coordinate[axis]) for part in parts])
+    if len(indices) == 0:
         return []
-    jumps = (held.diff() != 1).nonzero().flatten() + 1
-    ends = pairwise([0, *jumps.tolist(), len(held)])
-    return [DimSlice(int(held[start]), start, end - start) for start, end in ends]
+    jumps = (indices.diff() != 1).nonzero().flatten() + 1
+    ends = pairwise([0, *jumps.tolist(), len(indices)])
+    return [DimSlice(int(indices[start]), start, end - start) for start, end in ends]
 
 
 def _splits_in_order(
-    dim: int, placements: Sequence[Placement], mesh: Sequence[int]
+    dim: int, placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """The mesh axes that split dimension `dim`, each with its split factor, in the order of splitting.
+    """Returns the mesh axes that split dimension `dim`, each with its split factor, in the order of splitting.
 
-    DTensor splits by the placements from left to right. FSDP2 is applied last but stands first among the placements:
-    it splits what the placements to its right have left, which it marks with a `_StridedShard` with the number of
-    their shards as its split factor. The order matters only where sizes do not divide. A `_StridedShard` with any other
-    split factor is a fused weight; a placement to the left of one is FSDP2 too, though torch 2.11 does not mark it.
+    DTensor splits by the placements from left to right. FSDP2 is the exception: its placement is the leftmost, but it
+    splits last, after those to its right. It marks this by a `_StridedShard` whose split factor is the number of shards
+    to its right; such an axis comes last here, with the split factor 1. The order matters only where a size is not
+    divisible by the number of shards. A `_StridedShard` with any other split factor is a fused weight, and the factor
+    is the number of its parts. An axis to the left of a fused weight is FSDP2 too, though torch 2.11 does not mark it.
     """
     splits: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
         if placement.is_partial():
             raise ValueError("a Partial DTensor has no value to save or to load")
-        if getattr(placement, "dim", None) != dim:
+        if getattr(placement, "dim", None) != dim:  # Replicate has none
             continue
         split_factor = getattr(placement, "split_factor", 1)
-        shards_to_the_right = prod(mesh[other] for other, _ in splits)
-        after_fused = bool(splits) and splits[0][1] > 1
-        if after_fused or (splits and 1 < split_factor == shards_to_the_right):
+        shards_to_the_right = prod(mesh_shape[other] for other, _ in splits)
+        is_left_of_fused = bool(splits) and splits[0][1] > 1
+        if is_left_of_fused or (splits and 1 < split_factor == shards_to_the_right):
             splits.append((axis, 1))
         else:
             splits.insert(0, (axis, split_factor))
     return splits
 
 
-def _chunk(held: Tensor, chunks: int, index: int) -> Tensor:
-    """As `torch.chunk` rounds: the last chunks may be short or empty."""
-    size = -(-len(held) // chunks)
-    return held[index * size : (index + 1) * size]
+def _chunk(indices: Tensor, chunks: int, index: int) -> Tensor:
+    """Returns one of `chunks` chunks. Sizes are rounded up as in `torch.chunk`: the last ones may be short or empty."""
+    size = -(-len(indices) // chunks)
+    return indices[index * size : (index + 1) * size]
 
 
 def _shape_of(by_dim: list[list[DimSlice]]) -> tuple[int, ...]:
@@ -162,12 +169,12 @@ def _shape_of(by_dim: list[list[DimSlice]]) -> tuple[int, ...]:
 
 
 def is_writer(name: str, tensor: Tensor, holders: range | None = None) -> bool:
-    """Whether this rank writes its shards of a tensor, among the ranks that hold the same ones.
+    """Whether this rank, and not another with the same shards of a tensor, writes them to a checkpoint.
 
-    `holders`: the ranks that hold the tensor; None: all. A hash of the name chooses one of them, which spreads the work
-    without a collective; scalars, such as the step counts of an optimizer, are all written by the first, so that a
-    resume opens one file for them. Of a DTensor, the ranks write that hold the same replica as the chosen one: on the
-    same mesh, at its coordinate along the replicated dimensions.
+    `holders`: the ranks that hold the tensor; None: all. A hash of the name chooses one of them, which spreads the
+    tensors over ranks without a collective. Scalars, such as the step counts of an optimizer, are all written by the
+    first holder, so that a resume opens one file for them. A DTensor is written by the ranks that together hold the
+    chosen rank's replica: those with the same coordinate along the replicated dimensions of the mesh.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -187,18 +194,18 @@ def is_writer(name: str, tensor: Tensor, holders: range | None = None) -> bool:
 
 
 def _coordinate_of(rank: int, mesh: Tensor) -> list[int]:
-    """The coordinate of a global rank in a mesh; empty if it is not part of it."""
+    """Returns the coordinate of a global rank in a mesh; empty if the mesh does not contain it."""
     return (mesh == rank).nonzero().flatten().tolist()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank of its mesh; a collective of these ranks."""
+    """Returns the full tensor. All ranks of its mesh must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     if all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
         return tensor.full_tensor()
-    # torch assembles a fused weight that FSDP2 has split again in the wrong order. Here each rank writes its shards
-    # into zeros and an all-reduce adds them up, as bytes: -0.0 + 0.0 would lose the sign.
+    # Where FSDP2 has split a fused weight again, torch assembles it in the wrong order. Here each rank writes its
+    # shards into zeros, and an all-reduce sums them as bytes: as floats, -0.0 + 0.0 would lose the sign.
     out = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for offset, shard in local_shards(tensor):
         out[shard_slices(offset, shard)] = shard

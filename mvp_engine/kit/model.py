@@ -1,4 +1,6 @@
-"""MLLMModelKit: a Hugging Face model from a folder or a config, its parts by name, LoRA adapters, and its kernels.
+"""MLLMModelKit: builds a Hugging Face model from a folder or a config, with LoRA adapters.
+
+The functions below the class prepare kernels before the first step, and export the model of a run.
 
     def prepare_model(self):
         return MLLMModelKit(self.config.lora).build(self.config.model)
@@ -35,15 +37,15 @@ from mvp_engine.ops import flash_attention
 
 
 class MLLMModelKit:
-    """Builds the model; `lora=None` is full fine-tuning."""
+    """Builds models with LoRA adapters. `lora=None`: full fine-tuning."""
 
     def __init__(self, lora: Lora | None = None) -> None:
         self.lora = lora
 
     def build(self, model: Model | ModelSource, model_type: str = "language_model") -> nn.Module:
-        """The model that the config names, without weights: the model engine loads or initializes them.
+        """Builds the model that a config or source names, without weights: the model engine loads or initializes them.
 
-        `model_type` is for a `ModelSource`; a config has its own.
+        `model_type` is used for a `ModelSource`; a config has its own.
         """
         if isinstance(model, Model):
             if model.type == "module":
@@ -51,15 +53,19 @@ class MLLMModelKit:
                     "model.type=module has nothing to build: set model.type=language_model, or value_model, or "
                     "call adapt() on the module of prepare_model()"
                 )
-            kind = engine_class(model.type, model.backend)
+            engine_type = engine_class(model.type, model.backend)
             source = ModelSource(model.path, model.config)
         else:
-            kind = engine_class(model_type)
+            engine_type = engine_class(model_type)
             source = model
-        return self.adapt(kind.build_model(source))
+        return self.adapt(engine_type.build_model(source))
 
     def of_engine(self, engine: Any) -> nn.Module:
-        """The model of an MLLMEngine. Its checkpoints and exports get the processor with the limits of the training."""
+        """Builds the model of an MLLMEngine.
+
+        It also saves the processor of the training, with its limits of media, in the run folder: from there it is
+        copied into checkpoints and exports.
+        """
         config = engine.config
         model: Any = self.build(config.model, config.model.type)
         check_writes(model, "eval.generation" if config.eval.generation else None)
@@ -69,9 +75,9 @@ class MLLMModelKit:
         return model
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """Freeze a model and add its adapters, if `lora` is set; any module with linear layers can have them.
+        """If `lora` is set, freezes a model and adds adapters. Any module with linear layers can have them.
 
-        Parameters that match the patterns of an attribute `fresh` of the model, such as a new head, train in full.
+        Parameters whose names match a pattern in the attribute `fresh` of the model, such as a new head, train in full.
         """
         if self.lora is not None:
             add_adapters(model, self.lora)
@@ -79,17 +85,17 @@ class MLLMModelKit:
 
     @staticmethod
     def parts(model: nn.Module) -> dict[str, Part]:
-        """The part of each parameter, by the parameter's name."""
+        """Returns the part of the model ("llm", for example) that each parameter belongs to, by parameter name."""
         return parts_of(model)
 
     @staticmethod
     def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-        """A table of what trains, by part, as the engine logs it at the start."""
+        """Returns the table of trained parameters by part that the engine logs at the start."""
         return table(trained_parts(model, optimizer.param_groups if optimizer else ()))
 
     @staticmethod
     def export_adapter(engine: ModelEngine, folder: str | Path) -> None:
-        """Write the adapter alone, as a folder for `peft`; all ranks call it. `engine.export_hf` merges instead."""
+        """Writes the adapter alone, as a folder for `peft`. All ranks call it. `engine.export_hf` merges it instead."""
         params = dict(engine.model.named_parameters())
         path = Path(folder).expanduser().resolve()
         export_adapter(
@@ -97,22 +103,22 @@ class MLLMModelKit:
         )
 
 
-# What is compiled before the first step, or prepared for it: worker processes of Inductor, attention kernels, and the
-# blocks of a model on a few rows, while the costs of all rows are measured.
+# Work on kernels before the first step: start Inductor's compile processes, import attention kernels, and compile the
+# blocks of the model on a few rows. The last one happens while other processes measure the costs of all rows.
 
 LOGGER = logging.getLogger("mvp_engine")
 
 
 def prepare_kernels(device: torch.device, model: Model) -> None:
-    start_compile_workers(device, model)  # first: it names the folder of the compile cache
+    start_compile_workers(device, model)  # first, since it sets the folder of the compile cache
     prepare_attention(device)
 
 
 def start_compile_workers(device: torch.device, model: Model) -> None:
     """Start the processes that compile kernels for Inductor, if the config compiles blocks on a GPU.
 
-    They import torch for some seconds. Inductor would start them with its first graph, whose kernels are compiled in
-    this process one by one until they are ready.
+    By default Inductor starts them with its first graph. They need some seconds to import torch, in which this process
+    compiles the kernels one by one.
     """
     setting = model.compile
     backends = setting.values() if isinstance(setting, dict) else [setting]
@@ -125,7 +131,10 @@ def start_compile_workers(device: torch.device, model: Model) -> None:
 
 
 def prepare_attention(device: torch.device) -> None:
-    """Import FlashAttention 4 in a thread, which takes a second or two; or log that it would be faster on this GPU."""
+    """Import FlashAttention 4 in a thread, since it takes a second or two.
+
+    If it is not installed, and this GPU could use it, log that attention would be faster with it.
+    """
     if device.type != "cuda" or not flash_attention.runs_on(device):
         return
     if flash_attention.INSTALLED:
@@ -139,10 +148,11 @@ def prepare_attention(device: torch.device) -> None:
 
 
 def compile_blocks(engine: Any) -> None:
-    """Run forward and backward on a pack of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
+    """If blocks are compiled, compiles them by a forward and backward on one pack of sampled rows.
 
-    One pack is enough, since the sizes that differ between packs are marked. It does nothing when all rows are measured
-    already: then the first steps compile. All ranks must call it: they run the same rows.
+    Only the compiled graphs remain: buffers and random states are restored, and gradients are dropped. One pack is
+    enough, since the sizes that differ between packs are marked as dynamic. It does nothing when all rows are measured
+    already, since there is no wait to use: then the first steps compile. All ranks must call it with the same rows.
     """
     model: Any = engine.model
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
@@ -160,21 +170,21 @@ def compile_blocks(engine: Any) -> None:
 
 def _forward_backward(engine: Any, batch: PackedBatch) -> None:
     model: Any = engine.model
-    name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
+    output_name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
     with engine.model_engine.autocast():
-        output = model(batch.to(engine.device), [name])[name]
+        output = model(batch.to(engine.device), [output_name])[output_name]
     if output.requires_grad:
         output.float().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
-# The export of an MLLMEngine, and the symlink to it that the config key `export` names.
+# The export of an MLLMEngine, and the symlink to it at the path of the config key `export_link`.
 
 
 def export_folder(engine: Any) -> Path:
-    """Write a Hugging Face folder of the current weights, or of their averages (EMA), into the run folder.
+    """Writes a Hugging Face folder of the current weights, or of their averages (EMA), into the run folder.
 
-    All ranks call it. Adapters are merged.
+    All ranks must call it. Adapters are merged. The symlink of `export_link`, if set, then points to the folder.
     """
     link = export_link(engine.config.export_link)
     suffix = "" if engine.config.optim.ema is None else "_ema"
@@ -185,13 +195,13 @@ def export_folder(engine: Any) -> Path:
     if engine.world.is_main and link is not None:
         link.parent.mkdir(parents=True, exist_ok=True)
         atomic_symlink(link, os.path.relpath(folder.resolve(), link.parent.resolve()))
-    linked = f", also found as {link}" if link else ""
-    engine.logger.info("Hugging Face folder: %s%s", folder, linked)
+    link_note = f", also found as {link}" if link else ""
+    engine.logger.info("Hugging Face folder: %s%s", folder, link_note)
     return folder
 
 
 def export_link(export: str | None) -> Path | None:
-    """The path of the link, after a check that it can be written."""
+    """Returns the path of the symlink, or None. Raises if it cannot be created there."""
     if export is None:
         return None
     link = Path(export).expanduser()

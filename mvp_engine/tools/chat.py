@@ -41,12 +41,13 @@ KINDS = ("image", "video", "audio")
 
 @dataclass
 class Chat:
-    """One conversation: the messages so far, and the media that go with the next one."""
+    """One conversation: the messages so far, and the media to send with the next one."""
 
     model: ChatModel
     decoding: Decoding
     as_json: bool = False
-    output: Any = None  # a `chat_option` plug-in, which writes answers in another form too
+    # A `chat_option` plug-in, which also writes answers in another form, such as speech.
+    output: Any = None
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     media: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +57,10 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def read_lines(self) -> None:
-        """Answer each line of the standard input; a terminal also gets a prompt, and may use commands."""
+        """Answer each line of the standard input. On a terminal, print a prompt for each.
+
+        On a terminal an error is printed and the chat continues; otherwise it is raised.
+        """
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(HELP)
@@ -70,17 +74,17 @@ class Chat:
             if line.partition(" ")[0] == "/exit":
                 break
             try:
-                self._take(line)
+                self._handle_line(line)
             except UserError as error:
                 if not is_terminal:
                     raise
                 print(error, file=sys.stderr)
-            except KeyboardInterrupt:  # ends the answer; at the prompt it ends the chat
+            except KeyboardInterrupt:  # Ctrl-C ends the answer; at the prompt it ends the chat
                 if not is_terminal:
                     raise
                 print(" ...")
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         if command == "/reset":
             self.reset()
@@ -92,15 +96,15 @@ class Chat:
             self.ask(line)
 
     def ask(self, text: str) -> None:
-        """Answer one message, and print the answer."""
+        """Answer one message and print the answer: as it is generated, or as one JSON object at the end."""
         start = time.perf_counter()
         parts = [*self.media, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": parts if self.media else text})
         self.media = []
-        shown: list[str] = []
+        printed: list[str] = []
 
         def show(text: str) -> None:
-            shown.append(text)
+            printed.append(text)
             print(text, end="", flush=True)
 
         try:
@@ -110,11 +114,13 @@ class Chat:
             self.messages.pop()  # the question that could not be read
             raise
         except KeyboardInterrupt:
-            self._add_answer("".join(shown))
+            self._add_answer("".join(printed))
             raise
         answer = self.model.text(completion.tokens)
         question = list(self.messages)
-        written = {} if self.output is None else self.output.write(self.model, question, completion)
+        output_fields = (
+            {} if self.output is None else self.output.write(self.model, question, completion)
+        )
         self._add_answer(answer)
         if self.as_json:
             record = {
@@ -125,11 +131,11 @@ class Chat:
                 "log_prob": sum(completion.log_probs),
                 "seconds": round(time.perf_counter() - start, 3),
             }
-            print(json.dumps(record | written, ensure_ascii=False))
+            print(json.dumps(record | output_fields, ensure_ascii=False))
             return
         print()
         if self.output is not None:
-            print(f"[{self.output.words(written)}]", file=sys.stderr)
+            print(f"[{self.output.words(output_fields)}]", file=sys.stderr)
 
     def _add_answer(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
@@ -156,7 +162,7 @@ def chat(
     output: Any = None,
 ) -> int:
     """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
-    parts = [medium(kind, file) for kind, file in media]
+    parts = [medium(kind, file) for kind, file in media]  # first: it raises for missing files
     with model_folders(target, Path(root)) as (folder, adapter):
         model_type = "language_model" if output is None else output.model_type
         model = ChatModel(folder, adapter, device, stop_strings, model_type)
@@ -175,8 +181,11 @@ def chat(
 
 @contextmanager
 def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]:
-    """The model's folder and an adapter's, if `target` is one. A run without an export is merged into a
-    temporary folder."""
+    """A context that gives (folder of the model, folder of the adapter or None) for a target.
+
+    Of a run, the checkpoint that counts as its model is used: its export if there is one, else the checkpoint is merged
+    into a temporary folder.
+    """
     path = local_folder(target, weights=True)
     if (path / ADAPTER_CONFIG).is_file():
         yield _base_of_adapter(path), path
@@ -185,16 +194,16 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
     else:
         run = path if path.is_dir() else trained_run(target, root).dir
         exports = [path.parent for path in run.glob("hf_step_*/config.json")]
-        used = best_checkpoint(run / "checkpoints")
-        if used is not None:
-            step = checkpoint_step(used) or 0
+        best = best_checkpoint(run / "checkpoints")
+        if best is not None:
+            step = checkpoint_step(best) or 0
             exports = [path for path in exports if _step_of_export(path) == step]
         if exports:
             newest = max(exports, key=_step_of_export)
             print(f"model: {newest}", file=sys.stderr)
             yield newest, None
             return
-        if used is None and not (run / META).is_file():
+        if best is None and not (run / META).is_file():
             raise UserError(
                 f"{run} has no checkpoint yet, and is neither a Hugging Face folder (config.json) nor a LoRA "
                 f"adapter ({ADAPTER_CONFIG})"
@@ -208,7 +217,7 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
 
 
 def _base_of_adapter(folder: Path) -> Path:
-    """The folder of the model that an adapter was trained on; its config may name a model of the Hub."""
+    """Returns the folder of the model that an adapter was trained on, which may be a model of the Hub."""
     file = folder / ADAPTER_CONFIG
     config = json.loads(file.read_text())
     base = config.get("base_model_name_or_path")
@@ -224,24 +233,25 @@ def _base_of_adapter(folder: Path) -> Path:
 
 
 def _step_of_export(folder: Path) -> int:
+    """The step in the name of an export, such as `hf_step_100` or `hf_step_100_ema`."""
     digits = folder.name.removeprefix("hf_step_").partition("_")[0]
     return int(digits) if digits.isdecimal() else 0
 
 
 def output_of(options: Mapping[str, Any]) -> Any:
-    """The `chat_option` plug-in that the options of `mvp chat` ask for; None without any."""
+    """Returns the `chat_option` plug-in that the options of `mvp chat` enable, or None."""
     outputs = [plugin.of(options) for plugin in plugins.load_all("chat_option").values()]
     return next((output for output in outputs if output is not None), None)
 
 
-# ChatModel: a Hugging Face folder that answers conversations with text, images, video and audio.
+# ChatModel answers conversations with text, images, video and audio by the model of a Hugging Face folder.
 #
-# Prompts are rendered, and media are processed, by the data kit: as in a training with the same processor.
+# The data kit renders prompts and processes media, as in a training with the same processor.
 
 Message = Mapping[str, Any]
-_ADAPTER_PREFIX = "base_model.model."
-# Options of peft that change what an adapter computes, with the value that is supported.
-_PLAIN_ADAPTER = {
+_ADAPTER_PREFIX = "base_model.model."  # in peft's names, before the name in the base model
+# Options of peft that change what an adapter computes, each with the only value that `merge_adapter` supports.
+_SUPPORTED_OPTIONS = {
     "peft_type": "LORA",
     "use_dora": False,
     "rank_pattern": {},
@@ -254,7 +264,7 @@ _PLAIN_ADAPTER = {
 class ChatModel:
     """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
 
-    An answer ends before the first of `stop_strings`. `model_type` is one that writes text.
+    An answer ends before the first of `stop_strings`. `model_type` is a registered model type that generates text.
     """
 
     def __init__(
@@ -265,7 +275,7 @@ class ChatModel:
         stop_strings: Sequence[str] = (),
         model_type: str = "language_model",
     ) -> None:
-        place = _find_device(device)
+        torch_device = _find_device(device)
         config = read_config(folder, {})
         without_text = plugins.without_text()
         if config.model_type in without_text:
@@ -281,15 +291,15 @@ class ChatModel:
             )
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),
-            max_tokens=2**40,
+            max_tokens=2**40,  # no limit
             positions=RopePositions.for_config(config),
         )
         engine_type = engine_class(model_type)
         model: Any = engine_type.build_model(ModelSource(str(folder)))
-        settings = Settings(precision=precision_on(place, "auto"))
+        settings = Settings(precision=precision_on(torch_device, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
-        self.engine = engine_type(model, Layout(World(0, 1, 0, 1, place)), settings)
+        self.engine = engine_type(model, Layout(World(0, 1, 0, 1, torch_device)), settings)
         self.engine.initialize()
         if adapter is not None:
             merge_adapter(self.engine.model, adapter)
@@ -299,20 +309,23 @@ class ChatModel:
 
     @property
     def is_chat_model(self) -> bool:
-        """Whether it has a chat template; without one it continues plain text."""
+        """Whether it has a chat template. Without one it continues plain text."""
         return bool(self.encoder.template.renderer.chat_template)
 
     def prompt(self, messages: Sequence[Message]) -> PackedBatch:
-        """A conversation up to the answer that follows. Contents are text, or a list of typed parts."""
+        """Returns a conversation as a batch of one sequence, which the answer continues.
+
+        The content of a message is text, or a list of parts such as {"type": "text", "text": ...}.
+        """
         if self.is_chat_model:
             raw: dict[str, Any] = {"messages": list(messages)}
-            format = RowFormat(prompt_only=True)
+            row_format = RowFormat(prompt_only=True)
         else:
             raw = {"text": "".join(_plain_text(message) for message in messages)}
-            format = RowFormat("text")
+            row_format = RowFormat("text")
         try:
-            sides = self.encoder.encode(raw, format, Path.cwd(), fit=False)
-            (batch,) = self.encoder.load(sides, Path.cwd(), {})
+            sequences = self.encoder.encode(raw, row_format, Path.cwd(), fit=False)
+            (batch,) = self.encoder.load(sequences, Path.cwd(), {})
         except BadRow as bad:
             raise UserError(f"{bad.reason}: {bad.detail}") from None
         return replace(batch, sequence_fields={})
@@ -323,14 +336,14 @@ class ChatModel:
         decoding: Decoding,
         on_text: Callable[[str], None] | None = None,
     ) -> Completion:
-        """The next message; `on_text` gets each new piece of it while it is written."""
+        """Generates the next message. `on_text` is called with each new piece of its text."""
         stream = _TextStream(on_text, self.stop_strings) if on_text is not None else None
-        at_string = stop_at(self.tokenizer, self.stop_strings) if self.stop_strings else None
+        ends_at_string = stop_at(self.tokenizer, self.stop_strings) if self.stop_strings else None
 
         def is_finished(tokens: list[int]) -> bool:
             if stream is not None:
                 stream.show(self.text(tokens))
-            return at_string is not None and at_string(tokens)
+            return ends_at_string is not None and ends_at_string(tokens)
 
         decoding = replace(decoding, stop=self.stop, is_finished=is_finished)
         (completion,) = complete(self.engine, self.prompt(messages), decoding)
@@ -339,34 +352,36 @@ class ChatModel:
         return completion
 
     def text(self, tokens: Sequence[int]) -> str:
+        """Decodes an answer, up to its first stop string."""
         text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
         for stop_string in self.stop_strings:
             text = text.partition(stop_string)[0]
         return text
 
     def _stop_tokens(self, folder: Path) -> set[int]:
-        """Where answers end: as the generation config, the tokenizer and the chat template say."""
+        """Returns the tokens that end an answer: those of the generation config, tokenizer and chat template."""
         tokens = {self.tokenizer.eos_token_id}
         file = folder / GENERATION_CONFIG
         if file.is_file():
-            known = json.loads(file.read_text()).get("eos_token_id")
-            tokens |= set(known if isinstance(known, list) else [known])
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            tokens |= set(eos if isinstance(eos, list) else [eos])
         if stop := self.encoder.template.stop_token:
             tokens.add(self.tokenizer.convert_tokens_to_ids(stop))
-        return tokens - {None}
+        return tokens - {None}  # each of them may lack one
 
 
 class _TextStream:
-    """Passes on what is new in a text that grows."""
+    """Passes the new end of a growing text to `on_text`, except for what may be the start of a stop string."""
 
     def __init__(self, on_text: Callable[[str], None], stop_strings: Sequence[str]) -> None:
         self.on_text = on_text
-        self.length = 0  # of what was passed on
+        self.length = 0  # of the text that was passed on
         starts = {text[:length] for text in stop_strings for length in range(1, len(text))}
-        self.starts = sorted(starts, key=len, reverse=True)  # of stop strings that may follow
+        # Beginnings of stop strings, the longest first.
+        self.starts = sorted(starts, key=len, reverse=True)
 
     def show(self, text: str) -> None:
-        # The first bytes of a character decode to a replacement mark until the others follow.
+        # The first bytes of a character decode to U+FFFD until the token with its last byte follows.
         text = text.rstrip("\ufffd")
         start = next((start for start in self.starts if text.endswith(start)), "")
         self.end(text.removesuffix(start))
@@ -408,22 +423,22 @@ def _plain_text(message: Message) -> str:
 def merge_adapter(model: Any, folder: Path) -> None:
     """Add a LoRA adapter in peft's format to the weights of a model, in place."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    for option, plain in _PLAIN_ADAPTER.items():
-        if config.get(option, plain) not in (plain, None, {}, []):
+    for option, supported in _SUPPORTED_OPTIONS.items():
+        if config.get(option, supported) not in (supported, None, {}, []):
             raise UserError(
                 f"{folder / ADAPTER_CONFIG}: {option}={config[option]} is not supported; "
                 "merge the adapter with peft, and give the merged folder"
             )
     scale = config["lora_alpha"] / (config["r"] ** (0.5 if config.get("use_rslora") else 1.0))
     tensors = _adapter_tensors(folder)
-    for name, lora_a in tensors.items():
+    for name, tensor in tensors.items():
         layer, is_lora_a, _ = name.partition(".lora_A.")
         if is_lora_a:
             lora_b = tensors[name.replace(".lora_A.", ".lora_B.")]
-            delta = scale * (lora_b.float() @ lora_a.float())
+            delta = scale * (lora_b.float() @ tensor.float())
             _weight(model, f"{layer}.weight", folder).add_(delta)
         elif ".lora_" not in name:  # trained in full
-            _weight(model, name, folder).copy_(lora_a)
+            _weight(model, name, folder).copy_(tensor)
 
 
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
-"""Nodes: the ranks that a command starts here, and how they find those of other nodes.
+"""The nodes of a job: how many ranks a command starts on this node, and how they connect to other nodes.
 
-The numbers come from the options (`--nnodes 2 --node-rank 0 --master-addr HOST`), from the variables that SLURM's srun
-sets, or are those of one machine. This module imports no torch.
+These settings come from the options (`--nnodes 2 --node-rank 0 --master-addr HOST`) or from the variables that SLURM's
+srun sets. Without either, the job has one node. This module does not import torch, so that commands start fast.
+
+An *elastic* job (`--nnodes 1:4`) continues when nodes are lost, and accepts nodes that join later.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from dataclasses import dataclass
 from mvp_engine.errors import UserError, count
 
 DEFAULT_PORT = 29500
-# Elastic: seconds that the nodes which are there wait for others, at the start and after one was lost.
+# Elastic: seconds that nodes wait for further ones when enough have joined, at the start and after one was lost.
 LAST_CALL_SECONDS = 10
-KEEP_ALIVE_SECONDS = 3  # elastic: a node that misses three of them is lost
-MIN_RESTARTS = 3  # elastic: lost nodes and failures that a job survives, at least
+KEEP_ALIVE_SECONDS = 3  # elastic: between two signs of life; a node that misses three is lost
+MIN_RESTARTS = 3  # elastic: how often a job restarts its ranks after a loss or failure, at least
 SIOCGIFADDR = 0x8915  # ioctl: the address of a network interface
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, and the place of this one among them."""
+    """The nodes of a job, and the rank of this node among them."""
 
-    nproc: int = 1  # ranks that this process starts
-    count: int = 1
-    rank: int = 0
-    address: str = "127.0.0.1"  # of node 0, for all others
+    nproc: int = 1  # ranks that this command starts on this node
+    count: int = 1  # of nodes
+    rank: int = 0  # of this node
+    address: str = "127.0.0.1"  # of node 0, to which all others connect
     port: int = DEFAULT_PORT
-    least: int | None = None  # elastic: the job continues with so many nodes when others are lost
+    least: int | None = None  # elastic: the smallest number of nodes that the job runs on
 
     def __post_init__(self) -> None:
         error = None
@@ -58,7 +60,7 @@ class Nodes:
         return f"node rank {self.rank} of {self.count} nodes, {count(self.nproc, 'rank')} here"
 
     def torchrun_options(self, seconds: int) -> list[str]:
-        """`seconds`: how long a node waits for the others."""
+        """Returns the options for torchrun. `seconds`: how long a node waits for the others."""
         ranks = f"--nproc_per_node={self.nproc}"
         if self.count == 1:
             return ["--standalone", ranks]
@@ -66,14 +68,14 @@ class Nodes:
         if self.least is None:
             options += [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
             return [*options, "--rdzv-backend=static", f"--rdzv-conf=timeout={seconds}"]
-        waits = f"join_timeout={seconds},last_call_timeout={LAST_CALL_SECONDS}"
-        waits += f",keep_alive_interval={KEEP_ALIVE_SECONDS}"
+        timeouts = f"join_timeout={seconds},last_call_timeout={LAST_CALL_SECONDS}"
+        timeouts += f",keep_alive_interval={KEEP_ALIVE_SECONDS}"
         options += [f"--nnodes={self.least}:{self.count}", f"--rdzv-id=mvp-{self.port}"]
-        options += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={self.rank == 0},{waits}"]
+        options += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={self.rank == 0},{timeouts}"]
         return [*options, f"--max-restarts={max(MIN_RESTARTS, self.count - self.least)}"]
 
     def wait_for_node_0(self, seconds: float) -> None:
-        """Wait until node 0 accepts connections. torch would print a stack trace for each attempt."""
+        """Wait until node 0 accepts connections. If torch waited, it would print a stack trace for each attempt."""
         deadline = time.monotonic() + seconds
         while self.rank > 0:
             try:
@@ -87,6 +89,7 @@ class Nodes:
                 time.sleep(0.5)
 
     def no_meeting(self, seconds: float, error: str) -> str:
+        """Returns the message for a job whose nodes did not connect in time; `error` is torch's."""
         if self.rank == 0 and "in use" in error:
             return f"port {self.port} of this node is in use: give all nodes another --master-port"
         return (
@@ -96,6 +99,7 @@ class Nodes:
         )
 
     def lost_rendezvous(self, error: str) -> str:
+        """Returns the message for an elastic job whose store on node 0 is gone; `error` is torch's."""
         return (
             f"{self}: the nodes of this elastic job no longer meet at {self.address}:{self.port}, on node 0: it is "
             f"gone, or the job has ended ({error.splitlines()[0][:200]}). resume=auto continues from the last "
@@ -104,7 +108,7 @@ class Nodes:
 
 
 def nodes_of(args: argparse.Namespace) -> Nodes:
-    """The nodes that the options of a command, or the variables of SLURM, describe."""
+    """Returns the nodes for the options of a command, or else for the variables of SLURM."""
     least, nnodes = _node_range(args.nnodes)
     if nnodes is not None and nnodes > 1:
         return _from_options(args, nnodes, least)
@@ -115,7 +119,7 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
     if "WORLD_SIZE" in os.environ:
         _check_torchrun(os.environ, args.nproc)
     if "WORLD_SIZE" in os.environ or args.nnodes is not None:
-        return Nodes(_or(args.nproc, 1), _or(nnodes, 1))
+        return Nodes(_or_default(args.nproc, 1), _or_default(nnodes, 1))
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         return _from_slurm(os.environ, args.nproc)
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "1")
@@ -125,11 +129,11 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
             "on one of them. Write: srun mvp ...",
             file=sys.stderr,
         )
-    return Nodes(_or(args.nproc, 1))
+    return Nodes(_or_default(args.nproc, 1))
 
 
 def _node_range(text: str | None) -> tuple[int | None, int | None]:
-    """(least, most) of `--nnodes`: `2`, or `1:2` for an elastic job."""
+    """Returns (least, most) of `--nnodes`: (None, 2) for `2`, and (1, 2) for `1:2`, an elastic job."""
     if text is None:
         return None, None
     match = re.fullmatch(r"(?:(\d+):)?(-?\d+)", str(text))
@@ -139,7 +143,7 @@ def _node_range(text: str | None) -> tuple[int | None, int | None]:
 
 
 def _check_torchrun(variables: Mapping[str, str], nproc: int | None) -> None:
-    """Raise for variables that describe no rank: torch would wait for ranks that never come."""
+    """Raise if torchrun's variables are incomplete: torch would wait for ranks that are never started."""
     size = _number(variables, "WORLD_SIZE")
     if size <= 1:
         return
@@ -166,7 +170,7 @@ def _number(variables: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(text)
 
 
-def _or(value: int | None, default: int) -> int:
+def _or_default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
@@ -178,11 +182,15 @@ def _from_options(args: argparse.Namespace, nnodes: int, least: int | None) -> N
             "same --master-addr, the host name of node 0"
         )
     port = args.master_port or _number(os.environ, "MASTER_PORT", DEFAULT_PORT)
-    return Nodes(_or(args.nproc, 1), nnodes, args.node_rank, address, port, least)
+    return Nodes(_or_default(args.nproc, 1), nnodes, args.node_rank, address, port, least)
 
 
 def _from_slurm(variables: Mapping[str, str], nproc: int | None) -> Nodes:
-    """The nodes of a job step that srun started: one task per node, which starts the ranks, or one task per rank."""
+    """Returns the nodes of a job step that srun started.
+
+    With one task per node, this task starts the ranks of its node. With one task per rank, this task is a rank: its
+    variables for torch.distributed are set here, and it starts nothing.
+    """
     tasks = int(variables["SLURM_STEP_NUM_TASKS"])
     nodes = int(variables["SLURM_STEP_NUM_NODES"])
     task = int(variables["SLURM_PROCID"])
@@ -191,13 +199,13 @@ def _from_slurm(variables: Mapping[str, str], nproc: int | None) -> Nodes:
     if tasks == nodes:
         # In an interactive shell (srun --pty) the default is one rank, as on any machine.
         gpus = "1" if "SLURM_PTY_PORT" in variables else variables.get("SLURM_GPUS_ON_NODE", "1")
-        return Nodes(_or(nproc, int(gpus)), nodes, task, address, port)
+        return Nodes(_or_default(nproc, int(gpus)), nodes, task, address, port)
     if nproc is not None:
         raise UserError(
             f"--nproc {nproc}: srun already starts {tasks} tasks on {count(nodes, 'node')}, one per rank. Remove "
             "--nproc, or start one task per node: srun --ntasks-per-node=1"
         )
-    ranks = {
+    rank_variables = {
         "RANK": str(task),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": variables["SLURM_LOCALID"],
@@ -206,53 +214,56 @@ def _from_slurm(variables: Mapping[str, str], nproc: int | None) -> Nodes:
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    os.environ.update(ranks)
+    os.environ.update(rank_variables)
     if nodes > 1:
         use_interface_to(address)
-    return Nodes()
+    return Nodes()  # one rank: this process
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's notation: gpu003 of `gpu[003-005,9],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    assert first is not None, nodelist
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+    """Returns the first host of a list in SLURM's notation: gpu003 for `gpu[003-005,9],login1`."""
+    # Up to the first comma that is not in brackets.
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    assert entry is not None, nodelist
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry[0])
 
 
 def _tasks_here(variables: Mapping[str, str]) -> int:
-    """The tasks on this node: of `8(x2),4` the first two nodes have eight."""
+    """Returns the number of tasks on this node. SLURM writes `8(x2),4` for two nodes with 8 and one with 4."""
     tasks = []
     for entry in variables["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        number, _, times = entry.rstrip(")").partition("(x")
-        tasks += [int(number)] * int(times or 1)
+        per_node, _, repeats = entry.rstrip(")").partition("(x")
+        tasks += [int(per_node)] * int(repeats or 1)
     return tasks[int(variables["SLURM_NODEID"])]
 
 
 def _port(variables: Mapping[str, str]) -> int:
-    """A port that all tasks of a job step agree on, and other jobs on the nodes most likely do not use."""
-    step = int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
-    return 10_000 + step % 20_000
+    """Returns a port that is the same in all tasks of a job step, and most likely not used by other jobs."""
+    job_and_step = int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    return 10_000 + job_and_step % 20_000
 
 
 def use_interface_to(address: str) -> None:
     """Let gloo use the network interface that reaches node 0.
 
-    By default it uses the one of the host name, which on many machines resolves to 127.0.1.1.
+    By default gloo uses the interface of the host name, which on many machines resolves to 127.0.1.1. To find the
+    right one, a datagram socket is connected to node 0: its local address is that of the interface.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, DEFAULT_PORT))  # of a datagram: nothing is sent
+            probe.connect((address, DEFAULT_PORT))  # of a datagram socket: nothing is sent
         except OSError:
-            return  # unknown host, or IPv6: the launcher's own connection says so
-        local = probe.getsockname()[0]
+            return  # unknown host, or IPv6: connecting the nodes reports it
+        local_ip = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
-            if not local.startswith("127.") and _interface_address(probe, name) == local:
+            if not local_ip.startswith("127.") and _interface_address(probe, name) == local_ip:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _interface_address(probe: socket.socket, name: str) -> str | None:
+    """Returns the IPv4 address of a network interface, which is in bytes 20 to 24 of the answer (struct ifreq)."""
     request = struct.pack("256s", name.encode()[:15])
     try:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])

@@ -1,4 +1,7 @@
-"""The summary of the profiler's events: idle time, kinds of work, longest kernels, exposed communication."""
+"""Summarizes the events of torch's profiler: idle time, kinds of work, longest kernels, exposed communication.
+
+It also samples clock and power of the GPU while a block of code runs.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,17 @@ KINDS = {
     "convolutions": r"conv|winograd|im2col",
     "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
 }
-DATA_WAIT = "mvp_engine: wait for data"  # the label of a time range
-MARK = "mvp_engine: window"
-MARKING_KERNEL = "spin_kernel"
-MAX_KERNELS = 100  # in the list of the longest ones; the page has fewer
+# Labels of time ranges in the profile.
+DATA_WAIT = "mvp_engine: wait for data"
+MARK = "mvp_engine: window"  # the window is the time between the first and the last of these
+MARKING_KERNEL = "spin_kernel"  # of torch.cuda._sleep, by which `mark` marks the GPU's timeline
+MAX_KERNELS = 100  # in the list of the longest ones; the report shows fewer
 MAX_GAPS = 10
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One execution of a kernel, or of an operator on a CPU."""
+    """A time range of the profile: one run of a kernel, of an operator on a CPU, or of a labelled block."""
 
     name: str
     start: float  # microseconds
@@ -55,40 +59,40 @@ class Kernel:
     @property
     def kind(self) -> str:
         name = self.name.lower()
-        return next((kind for kind, text in KINDS.items() if re.search(text, name)), OTHER)
+        return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), OTHER)
 
 
 def kernels_of(profiler: Any, device: str) -> list[Kernel]:
-    """The kernels that ran on the GPU; on a CPU the operators, each without the time of those that it calls.
+    """Returns the kernels that ran on the GPU. On a CPU: the operators, each without the time of those that it calls.
 
-    Operators that load data on the CPU are no kernels: the step waits for them.
+    On a CPU, operators that run while the step waits for data are left out: they load it, and count as waiting.
     """
     on_gpu = device == "cuda"
-    waits = [] if on_gpu else data_waits_of(profiler)
+    data_waits = [] if on_gpu else data_waits_of(profiler)
     kernels = []
     for event in profiler.events():
         if str(event.device_type).endswith("CUDA") != on_gpu:
             continue
         if on_gpu and event.is_user_annotation:
             continue  # a labelled time range, such as Optimizer.step, is no kernel
-        if getattr(event, "is_python_function", False):  # of a trace with Python frames
+        if getattr(event, "is_python_function", False):  # the profile may contain Python frames
             continue
         start = event.time_range.start
-        if not any(wait.start <= start < wait.end for wait in waits):
+        if not any(wait.start <= start < wait.end for wait in data_waits):
             length = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
             kernels.append(Kernel(event.name, start, length))
     return kernels
 
 
 def data_waits_of(profiler: Any) -> list[Kernel]:
-    """The times in which the step waited for its micro-batches."""
+    """Returns the time ranges in which the step waited for its micro-batches."""
     return _on_host(profiler, DATA_WAIT)
 
 
 def _on_host(profiler: Any, label: str) -> list[Kernel]:
-    """What ran on the host under a name that begins with a label."""
+    """Returns the time ranges on the host whose name begins with a label."""
     kernels = []
-    for event in profiler.events():  # a million of them: the name is compared first
+    for event in profiler.events():  # there are up to a million: the cheapest test comes first
         if event.name.startswith(label) and str(event.device_type).endswith("CPU"):
             times = event.time_range
             kernels.append(Kernel(event.name, times.start, times.elapsed_us()))
@@ -97,7 +101,7 @@ def _on_host(profiler: Any, label: str) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class Events:
-    """What ran between two marks."""
+    """The events between the first mark and the last one."""
 
     seconds: float
     kernels: list[Kernel]
@@ -106,27 +110,30 @@ class Events:
 
 
 def mark(device: torch.device) -> None:
-    """Mark the begin or the end of a window: on the host, and on the GPU after all that it was given so far."""
+    """Mark the begin or the end of the window: now on the host, and on the GPU after all kernels launched so far."""
     with record_function(MARK):
         if device.type == "cuda":
             torch.cuda._sleep(1)
 
 
 def read_events(profiler: Any, device: str) -> Events:
-    """The events of a profiler between the two marks: those of the GPU, and those of the host, which is ahead."""
-    on_host = _on_host(profiler, MARK)
+    """Returns the events of a profiler between the marks.
+
+    The host runs ahead of the GPU, so each has its own marks.
+    """
+    host_marks = _on_host(profiler, MARK)
     kernels = kernels_of(profiler, device)
     marks = [kernel for kernel in kernels if MARKING_KERNEL in kernel.name]
-    if len(marks) < 2:  # on a CPU, or the profiler lost one
-        marks = on_host
-    collectives = _between(on_host, _on_host(profiler, "gloo:"))  # NCCL's are kernels
+    if len(marks) < 2:  # on a CPU, or if the profiler lost one
+        marks = host_marks
+    collectives = _between(host_marks, _on_host(profiler, "gloo:"))  # NCCL's are kernels
     if device == "cuda":  # on a CPU these are among its kernels
         collectives += _between(marks, [k for k in kernels if k.kind == COMMUNICATION])
     return Events(
         seconds=(marks[-1].start - marks[0].end) / 1e6,
         kernels=_between(marks, kernels),
         collectives=collectives,
-        data_waits=_between(on_host, data_waits_of(profiler)),
+        data_waits=_between(host_marks, data_waits_of(profiler)),
     )
 
 
@@ -135,7 +142,7 @@ def _between(marks: Sequence[Kernel], events: Iterable[Kernel]) -> list[Kernel]:
 
 
 def busy_time(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which at least one kernel was running."""
+    """Returns the microseconds in which at least one kernel was running."""
     total = 0.0
     end = float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -145,7 +152,7 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
 
 
 def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
-    """Idle microseconds between kernels, by the kernel that ended the gap: the device waited for it."""
+    """Returns the gaps between kernels in microseconds, by the name of the kernel that the device waited for."""
     lengths: dict[str, list[float]] = {}
     end: float | None = None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -156,30 +163,30 @@ def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
 
 
 def summary(events: Events, steps: int, memory: dict[str, float]) -> dict[str, Any]:
-    """The facts of `profile.json`, per step, of the events of `steps` steps. `memory` is in GiB, by kind.
+    """Returns the contents of `profile.json`: the events of `steps` steps, per step. `memory` is in GiB, by kind.
 
-    Exposed communication is the time in which collectives run and no kernel computes; copies do not hide it,
-    since gloo makes copies itself.
+    Exposed communication is the time in which a collective runs and no kernel computes. Copies do not count as
+    computation, since gloo makes copies itself.
     """
     kernels, collectives, seconds = events.kernels, events.collectives, events.seconds
     compute = [kernel for kernel in kernels if kernel.kind not in (COMMUNICATION, COPIES)]
     exposed = busy_time([*compute, *collectives]) - busy_time(compute)
-    kinds: dict[str, list[float]] = {}
-    names: dict[str, list[float]] = {}
+    lengths_by_kind: dict[str, list[float]] = {}
+    lengths_by_name: dict[str, list[float]] = {}
     for kernel in kernels:
-        kinds.setdefault(kernel.kind, []).append(kernel.length)
-        names.setdefault(kernel.name, []).append(kernel.length)
+        lengths_by_kind.setdefault(kernel.kind, []).append(kernel.length)
+        lengths_by_name.setdefault(kernel.name, []).append(kernel.length)
     return {
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
-        # A profiler that may not see the GPU's counters records no kernel.
+        # Without the permission to read the GPU's counters, the profiler records no kernels.
         "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds) if kernels else None,
         "launches": len(kernels) / steps,
         "data_wait_ms": sum(wait.length for wait in events.data_waits) / steps / 1e3,
         "comm_ms": busy_time(collectives) / steps / 1e3,
         "exposed_comm_ms": exposed / steps / 1e3,
-        "kinds": _longest_first(kinds, steps),
-        "kernels": _longest_first(names, steps)[:MAX_KERNELS],
+        "kinds": _longest_first(lengths_by_kind, steps),
+        "kernels": _longest_first(lengths_by_name, steps)[:MAX_KERNELS],
         "gaps": _longest_first(gaps(kernels), steps)[:MAX_GAPS],
         "memory_gib": memory,
     }
@@ -192,30 +199,36 @@ def _longest_first(groups: dict[str, list[float]], steps: int) -> list[dict[str,
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-# Clock and power of the GPU while something runs: a card at its power limit lowers its clock, and its peak with it.
+# Clock and power of the GPU while a block of code runs. At its power limit a GPU lowers its clock, and with it the
+# FLOP/s that it can reach.
 
 QUERY = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap"
-MILLISECONDS = 250
-ENDING_SECONDS = 5.0  # a process that waits for a hanging driver does not end: left behind
+MILLISECONDS = 250  # between samples
+ENDING_SECONDS = 5.0  # then nvidia-smi is left running: a hanging driver blocks it
 
 
 class ClockSamples:
+    """Samples of the clock and power of a GPU. A thread appends to `rows` what nvidia-smi prints."""
+
     def __init__(self) -> None:
         self.rows: list[tuple[float, float, float, bool]] = []  # when, MHz, W, at the power limit
 
     def between(self, begin: float, end: float) -> dict[str, float]:
-        """Medians of what was sampled between two times of `time.perf_counter()`; empty without a GPU."""
+        """Returns medians of the samples between two times of `time.perf_counter()`; empty without a GPU.
+
+        `at_power_limit` is the fraction of the samples at the power limit.
+        """
         rows = [row for row in self.rows if begin <= row[0] <= end]
         if not rows:
             return {}
         limited = sum(row[3] for row in rows) / len(rows)
-        clock, power = (statistics.median(row[place] for row in rows) for place in (1, 2))
+        clock, power = (statistics.median(row[column] for row in rows) for column in (1, 2))
         return {"sm_clock_mhz": clock, "power_w": power, "at_power_limit": limited}
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with contextlib.suppress(ValueError):  # "[N/A]"
+            with contextlib.suppress(ValueError):  # a value is "[N/A]"
                 clock, power, limited = line.split(",")
                 is_limited = limited.strip() == "Active"
                 self.rows.append((time.perf_counter(), float(clock), float(power), is_limited))
@@ -223,9 +236,9 @@ class ClockSamples:
 
 @contextlib.contextmanager
 def sampled_clock(gpu: str | None = None) -> Iterator[ClockSamples]:
-    """A context in which clock and power of a GPU are sampled, if there is one: its number or UUID, or the first one.
+    """A context in which clock and power of a GPU are sampled, if there is one.
 
-    Nothing that fails here ends what runs inside: then there are no samples.
+    `gpu`: its number or UUID; None: the first visible one. If sampling fails, the block still runs, without samples.
     """
     samples = ClockSamples()
     process = _start(gpu or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0")
@@ -242,6 +255,7 @@ def sampled_clock(gpu: str | None = None) -> Iterator[ClockSamples]:
 
 
 def _start(gpu: str) -> subprocess.Popen[str] | None:
+    """Start nvidia-smi, which prints a line every `MILLISECONDS`. Returns None if it cannot be started."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -252,5 +266,5 @@ def _start(gpu: str) -> subprocess.Popen[str] | None:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, errors="replace", **silent
         )
-    except OSError:  # of another architecture, say
+    except OSError:  # such as a program for another architecture
         return None

@@ -1,4 +1,4 @@
-"""LoRA adapters as a folder for `peft`: `PeftModel.from_pretrained` reads it on top of the base model."""
+"""Exports LoRA adapters as a folder that `PeftModel.from_pretrained` of `peft` loads into the base model."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from mvp_engine.hf.lora.lora_layers import Fetch, adapted_experts, adapted_layer
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.weights.hub import repo_of
 
-PREFIX = "base_model.model."  # peft's name for the wrapped model
+PREFIX = "base_model.model."  # the path of the base model inside of a PeftModel
 
 
 def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -> None:
-    """Write the adapters, and the modules that were trained in full, to `folder`.
+    """Writes the adapters, and the modules that were trained in full, to `folder`.
 
-    All ranks call it, since `fetch` may be a collective; rank 0 writes.
+    `fetch` returns the full tensor of a parameter by its name. All ranks must call this function, since `fetch` may be
+    a collective; rank 0 writes.
     """
     if getattr(model, "lora", None) is None:
         raise UserError(
             f"{type(model).__name__} has no adapters to export: it was not trained with LoRA"
         )
-    skeleton = model
+    skeleton = model  # on the meta device: the transformers model that peft will wrap
     hf_names = {name: name for name in model.state_dict()}
     if isinstance(model, PackedModel):
         target = model.export_target()
         skeleton = target.skeleton
-        hf_names = {own: name for name, own in target.names.items()}
+        hf_names = {name: hf_name for hf_name, name in target.names.items()}
     config = _adapter_config(model, skeleton, hf_names)
     tensors: dict[str, Tensor] = {}
-    stacked = _stacked_names(model, hf_names)
+    expert_modules = _expert_modules(model, hf_names)
     for name, param in model.named_parameters():
-        if name in stacked:
+        if name in expert_modules:
             continue
         if ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
             tensors[f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}"] = fetch(name)
         elif param.requires_grad:
             tensors[f"{PREFIX}{hf_names[name]}"] = fetch(name)
-    for name, module in stacked.items():
-        if name.endswith(".lora_A"):
+    for name, module in expert_modules.items():
+        if name.endswith(".lora_A"):  # with its lora_B
             matrices = peft_matrices(fetch(name), fetch(f"{name.removesuffix('A')}B"))
             for letter, matrix in zip("AB", matrices, strict=True):
                 tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = matrix
@@ -58,18 +59,19 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
             _write(folder, config, tensors)
 
 
-def _stacked_names(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:
-    """The parameters of adapters of stacked experts, each with the module that peft has for it.
+def _expert_modules(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:
+    """Returns, by parameter name, the module in which peft stores each matrix of the adapters of stacked experts.
 
-    peft wraps the experts once for each parameter, in the order of the parameters: the last one is the outermost.
+    peft wraps the experts once for each adapted parameter, in their order. So the wrapper of the last one is the
+    outermost module, and each one before it is a `.base_layer` further inside.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for name, experts in adapted_experts(model):
-        for wrapped, key in enumerate(reversed(experts.lora_names)):
-            module = hf_names[f"{name}.{key}"].removesuffix(f".{key}") + ".base_layer" * wrapped
+        for depth, key in enumerate(reversed(experts.lora_names)):
+            module = hf_names[f"{name}.{key}"].removesuffix(f".{key}") + ".base_layer" * depth
             for letter in "AB":
-                found[f"{name}.{adapter_name(key)}.lora_{letter}"] = module
-    return found
+                modules[f"{name}.{adapter_name(key)}.lora_{letter}"] = module
+    return modules
 
 
 def _adapter_config(
@@ -78,7 +80,7 @@ def _adapter_config(
     lora: Any = model.lora
     source: Any = getattr(model, "source", None)
     repo = repo_of(source) if source else None
-    task = None  # peft wraps a model of another kind as it is
+    task = None  # peft wraps other models without methods for a task
     if isinstance(model, PackedModel):
         is_classifier = type(skeleton).__name__.endswith("ForSequenceClassification")
         task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
@@ -94,8 +96,8 @@ def _adapter_config(
         "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
         "target_parameters": [
             hf_names[f"{name}.{key}"]
-            for name, one in adapted_experts(model)
-            for key in one.lora_names
+            for name, experts in adapted_experts(model)
+            for key in experts.lora_names
         ]
         or None,
         "modules_to_save": _modules_to_save(model, skeleton, hf_names) or None,
@@ -110,7 +112,7 @@ def _layer_name(layer: str, hf_names: dict[str, str]) -> str:
 
 
 def _modules_to_save(model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]) -> list[str]:
-    """The outermost modules that were trained in full; raises where `peft` cannot store one of them.
+    """Returns the outermost modules that were trained in full. Raises if `peft` cannot store one of them.
 
     `peft` stores complete modules, so each tensor of such a module must have been trained, and none may be tied.
     """
@@ -121,8 +123,8 @@ def _modules_to_save(model: nn.Module, skeleton: nn.Module, hf_names: dict[str, 
     modules = {hf_names.get(name, name).rpartition(".")[0] for name in trained}
     outermost = {module for module in modules if not _is_inside(module, modules)}
 
-    uses = Counter(id(value) for value in model.state_dict(keep_vars=True).values())
-    untied = [name for name in trained if uses[id(model.get_parameter(name))] == 1]
+    use_counts = Counter(id(value) for value in model.state_dict(keep_vars=True).values())
+    untied = [name for name in trained if use_counts[id(model.get_parameter(name))] == 1]
     storable = {hf_names[name] for name in untied if name in hf_names}
     complete: set[str] = set()
     for module in outermost:

@@ -1,9 +1,10 @@
 """PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
 
-transformers' classes are not modified. Attention and experts go through transformers' registries, inputs are changed by
-forward hooks, and the rooms `media` and `mixers` change single layers and methods of the *instance*. `batch.media`
-(images, videos, audio) is passed to the backbone under the names of its own forward. Heads are subclasses, in
-`language_model.py`. Models that cannot be packed are found by `preflight.py`, not by a list.
+transformers' classes are not modified. Attention and experts are registered in transformers' registries, inputs are
+changed by forward hooks, and the packages `hf.media` and `hf.mixers` change single layers and methods of the
+*instance*. `batch.media` (images, videos, audio) is passed to the backbone by the names of its own forward arguments.
+Models with a head are subclasses, such as those in `language_model.py`. Models that cannot be packed are found by
+running them, in `preflight.py`, not by a list.
 """
 
 from __future__ import annotations
@@ -52,39 +53,41 @@ Outputs = dict[str, Tensor]
 class PackedModel(nn.Module):
     """A transformers backbone that runs on packed batches and returns named outputs per token.
 
-    Subclasses define `from_config` and `outputs`; those with their own weights list them in `fresh`.
+    Subclasses define `from_config` and `outputs`. One that adds parameters to the backbone lists them in `fresh`.
     """
 
     # Constants of the subclass.
-    model_type = ""  # the name it is registered under: model.type in a config
+    model_type = ""  # the name that it is registered by: model.type in a config
     provides: tuple[str, ...] = ("hidden_states",)  # names that forward accepts in `outputs`
-    drops_dummies: tuple[str, ...] = ()  # outputs of other lengths, which never hold dummies
+    # Outputs that are neither per token nor per sequence, and never hold those of dummy sequences (lockstep.py).
+    drops_dummies: tuple[str, ...] = ()
     has_causal_text = True  # a token of the text layers attends to those before it
     adapted: tuple[str, ...] = ("hf.",)  # prefixes of layers that LoRA may adapt
     fresh: tuple[str, ...] = ()  # name patterns of parameters that pretrained folders may lack
-    plan_facts = "mvp_engine.hf.model.flop_costs:PlanFacts"  # what mvp plan asks of the model
-    casts_frozen = False  # frozen weights are kept in half precision without LoRA, too
+    plan_facts = "mvp_engine.hf.model.flop_costs:PlanFacts"  # the class by which `mvp plan` queries the model
+    casts_frozen = False  # True: frozen weights are in half precision even without LoRA
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.hf = backbone
-        # Each of these has one owner, which writes it; others call a method of the owner.
-        # Folders: `use_folder` and `use_side_files`; then `HFAdapter.set_export_dtype` and `load_pretrained`.
+        # Each attribute below is written by the methods that the comment above it names; other code calls these.
+        # Folders: written by `use_folder` and `use_side_files`, later by `HFAdapter.set_export_dtype` and
+        # `load_pretrained`.
         self.source: Path | None = None  # the Hugging Face folder that the weights are loaded from
         self.side_files: Path | None = None  # the folder of its tokenizer, if not `source`
-        self.export_dtype = torch.float32  # of exported weights: that of the source folder
+        self.export_dtype = torch.float32  # of exported weights: the dtype of the source folder
         self.from_folder: frozenset[str] = frozenset()  # names of tensors loaded from `source`
-        # Set by the constructors of subclasses.
-        self.own_parts: dict[nn.Module, Part] = {}  # modules of a head that are a part of their own
-        self.whole: WholeFolder | None = None  # a folder that holds more than this model (Omni)
-        # What is added later: by `add_adapters`, `quantize_layers`, `HFAdapter.balance_experts`, `cut_model`.
+        # Written by the constructors of subclasses.
+        self.own_parts: dict[nn.Module, Part] = {}  # modules that belong to another part than "llm"
+        self.whole: WholeFolder | None = None  # a source folder that holds more than this model
+        # Written later: the first four by `add_adapters`, `quantize_layers`, `HFAdapter.balance_experts`, `cut_model`.
         self.lora: Lora | None = None
         self.quantize: dict[str, str] | None = None  # formats of quantized weights by part
         self.expert_balance: ExpertBalance | None = None  # in training
-        self.stage: Stage | None = None  # its slice of the model, with pipeline parallel
+        self.stage: Stage | None = None  # this rank's stage of the model, with pipeline parallel
         self.sequence_groups: SequenceGroups | None = None
-        self.windows: tuple[int, ...] = ()  # sliding windows of its layers
-        self.shard: UlyssesShard | None = None  # of the forward that runs, with sequence parallel
+        self.windows: tuple[int, ...] = ()  # the sizes of the sliding windows of its layers
+        self.shard: UlyssesShard | None = None  # during a forward with sequence parallel
         self.packed_length_limit = packed_length_limit(backbone.config)
         # Why each sequence runs in a padded row of its own; empty: sequences are packed.
         self.padded_rows = str(getattr(backbone, "needs_padded_rows", ""))
@@ -113,7 +116,7 @@ class PackedModel(nn.Module):
         decoder.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
 
     def engine_adapter(self) -> HFAdapter:
-        """What model engines ask of this model; see `hf/model/adapter.py`."""
+        """Returns the interface by which model engines use this model; see `hf/model/adapter.py`."""
         from mvp_engine.hf.model.adapter import HFAdapter
 
         return HFAdapter(self)
@@ -124,7 +127,7 @@ class PackedModel(nn.Module):
 
     @classmethod
     def on_meta(cls, path: str | Path | None, overrides: dict[str, Any] | None = None) -> Self:
-        """The model of a Hugging Face folder or of the Hub, or of a config alone, on the meta device.
+        """Builds the model of a Hugging Face folder or of the Hub, or of a config alone, on the meta device.
 
         The model engine materializes the weights.
         """
@@ -164,14 +167,14 @@ class PackedModel(nn.Module):
             ranks = dist.get_world_size(groups.ulysses)
             check_heads(heads // tensor, kv_heads // tensor, ranks)
         self.sequence_groups = groups
-        found = [getattr(module, "sliding_window", None) for module in self.decoder().modules()]
-        self.windows = tuple(sorted({one for one in found if isinstance(one, int)}))
+        windows = [getattr(module, "sliding_window", None) for module in self.decoder().modules()]
+        self.windows = tuple(sorted({window for window in windows if isinstance(window, int)}))
         decoder = self.decoder()
         if decoder is not self.base():
             decoder.register_forward_pre_hook(input_hooks.slice_decoder_inputs, with_kwargs=True)
 
     def use_padded_rows(self, reason: str) -> None:
-        """Run each sequence in a padded row with transformers' own attention; "" packs them again."""
+        """Run each sequence in a padded row with transformers' own attention. With `reason` "", pack them again."""
         self.padded_rows = reason
         if reason:
             use_own_attention(self.hf)
@@ -181,7 +184,7 @@ class PackedModel(nn.Module):
 
     @property
     def can_cache(self) -> bool:
-        """Whether generation can keep what layers computed; otherwise each forward holds all tokens."""
+        """Whether generation can use a KV cache. Otherwise each forward runs on all tokens so far."""
         return not self.padded_rows and self.mixers.can_cache and self.stage is None
 
     def decoder(self) -> nn.Module:
@@ -195,42 +198,46 @@ class PackedModel(nn.Module):
 
     @property
     def backbone(self) -> Any:
-        """The model of transformers whose modules and config cost formulas walk."""
+        """The transformers model from whose modules and config the FLOP costs are derived."""
         return self.hf
 
     def flop_costs(self) -> FlopCosts:
-        """FLOPs by kind of row and of attention pair, with the parameters frozen as they are now."""
+        """Returns the FLOPs for a row of each kind, such as a text token, and for a pair of rows in attention.
+
+        They depend on which parameters are frozen now.
+        """
         return flop_costs(self.backbone)
 
     def target_work(self, costs: FlopCosts, media: Media) -> Iterator[Work]:
-        """The rows and attention pairs of media that the model predicts; none, if nothing reads them."""
+        """Yields the rows and attention pairs of media that the model is trained to predict; by default none."""
         yield from ()
 
     def other_work(self, costs: FlopCosts, batch: PackedBatch) -> Iterator[Work]:
-        """The rows and attention pairs next to those of the text tokens and of media; most models have none."""
+        """Yields the rows and attention pairs other than those of text tokens and media; by default none."""
         yield from ()
 
     def text_share(self, batch: PackedBatch) -> float:
-        """The share of the text layers that run for a batch."""
+        """Returns the fraction of the text layers that run for a batch."""
         return 1.0
 
     def heads(self) -> list[nn.Module | None]:
-        """The output layers, whose weights are read without a call of the layer."""
+        """Returns the output layers whose weights are read without calling the layer, so its hooks do not run."""
         return [self.hf.get_output_embeddings()]  # type: ignore[operator]
 
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
-        """The contents of a Hugging Face folder of this model."""
+        """Describes the Hugging Face folder that this model is exported to."""
         if self.whole is not None:
             return self.whole.export_target(self, dtype or self.export_dtype)
         skeleton = self._skeleton(type(self.hf))
         names = {name: f"hf.{name}" for name in skeleton.state_dict()}
         whole = self if self.stage is None else self.stage.whole
+        # Weights of the subclass, which the transformers model does not have.
         own_weights = tuple(name for name in whole.state_dict() if not name.startswith("hf."))
         folder = self.side_files or self.source
         return Target(skeleton, names, own_weights, dtype or self.export_dtype, folder)
 
     def folder_view(self) -> FolderView:
-        """How folders of this model name its tensors."""
+        """Returns the mapping between the tensors of this model and their names in a Hugging Face folder."""
         return FolderView(self.hf, {"hf.": ""}) if self.whole is None else self.whole.view()
 
     def _skeleton(self, model_class: Any, **changes: Any) -> Any:
@@ -245,7 +252,7 @@ class PackedModel(nn.Module):
     def hidden(
         self, batch: PackedBatch, shard: UlyssesShard | None = None, kv_cache: KVCache | None = None
     ) -> Tensor:
-        """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
+        """Returns the last hidden states (T, D); with `shard`, those of this rank's tokens."""
         limit = self.packed_length_limit
         longest = max(batch.max_seqlen, 0 if kv_cache is None else kv_cache.max_length + 1)
         if limit is not None and longest > limit:
@@ -268,7 +275,7 @@ class PackedModel(nn.Module):
         is_first = self.stage is None or self.stage.link.is_first
         inputs = media_inputs(self.base(), batch, shard) if is_first else {}
         if shard is not None:
-            if self.decoder() is self.base():  # otherwise sliced after features are inserted
+            if self.decoder() is self.base():  # others are cut after the features are inserted
                 self._check_no_media(inputs)
                 input_ids = shard.cut(input_ids)
                 position_ids = shard.cut(position_ids, dim=-1)
@@ -334,13 +341,13 @@ class PackedModel(nn.Module):
         kv_cache: KVCache | None = None,
         temperature: float | None = None,
     ) -> Outputs:
-        """Outputs by name, for all tokens of the batch, on every rank that shares the batch.
+        """Returns outputs by name, for all tokens of the batch, on every rank that shares the batch.
 
-        `kv_cache`: for generation. The first batch holds the prompts, later ones a token of each.
+        `kv_cache`: for generation. The first batch holds the prompts, each later one a token of each sequence.
         `temperature`: of the distribution over tokens, in models that have one.
         """
-        wanted = tuple(outputs)
-        unknown = [name for name in wanted if name not in self.provides]
+        names = tuple(outputs)
+        unknown = [name for name in names if name not in self.provides]
         if unknown:
             hint = (
                 ". Logits of a whole batch are never in memory: see skills/loss"
@@ -355,8 +362,8 @@ class PackedModel(nn.Module):
             self.check(batch)
         if self.stage is not None and not self.stage.link.is_last:
             return self.stage.forward(self, batch)
-        computed = self._compute(batch, wanted, kv_cache)
-        # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
+        computed = self._compute(batch, names, kv_cache)
+        # FSDP2 registers hooks on outputs. It warns about views, since an in-place change would lose the hooks.
         return {
             name: value.clone() if value._is_view() else value for name, value in computed.items()
         }
@@ -394,13 +401,13 @@ class PackedModel(nn.Module):
         return {"hidden_states": hidden_TD}
 
     def check(self, batch: PackedBatch) -> None:
-        """Raise for token ids that the model does not have. Runs on host tensors."""
+        """Raise for token ids that the model does not have. It reads values, so the batch should be on the host."""
         config: Any = self.hf.config
         if not config.sub_configs:  # encoders may have placeholder ids outside of the embeddings
             check_token_range(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
 
     def reference_hidden(self, batch: PackedBatch) -> Tensor:
-        """The hidden states of one sequence from transformers' own forward, for `preflight_media`."""
+        """Returns the hidden states of one sequence from transformers' own forward, for `preflight_media`."""
         with attention.eager_attention(self.hf.config):
             out = self.base()(
                 input_ids=batch.input_ids[None],
@@ -413,10 +420,10 @@ class PackedModel(nn.Module):
         return self._hidden_of(out)[0]
 
     def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
-        """Log-probs of the labels from transformers' own forward, for `preflight`; None without."""
+        """Returns log-probs of the labels from transformers' own forward, for `preflight`; None without a head."""
         return None
 
 
 def losses_of(log_probs_T: Tensor) -> Outputs:
-    """The summed loss, and the loss of each token, detached."""
+    """Returns the summed loss, and the detached loss of each token."""
     return {"loss": -log_probs_T.sum(), "losses": -log_probs_T.detach()}

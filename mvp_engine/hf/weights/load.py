@@ -1,8 +1,9 @@
-"""Hugging Face folders in: each rank reads the slices of its own shards, through transformers' conversion tables.
+"""Loads weights from Hugging Face folders: each rank reads the slices of its own shards.
 
-The tables map entries of the files to parameters: renamed, stacked (experts) or fused (projections). A renamed entry
-is read slice by slice. Of a parameter that is stacked from entries, a rank reads the entries of its own rows. Any other
-parameter is converted completely, one at a time.
+An *entry* is a tensor in a weight file. transformers' conversion rules map entries to parameters: they rename an entry,
+stack entries (experts) or fuse them (projections). Of a renamed entry, a rank reads the slices that it holds. Of a
+parameter that is stacked from entries, it reads the entries of its own rows. Any other parameter is converted
+completely, one at a time.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from mvp_engine.ops.nf4 import Nf4Linear
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEADS = "heads.safetensors"  # weights of a model type that transformers has no class for
+HEADS = "heads.safetensors"  # weights of heads that transformers has no class for
 
 Index = tuple[slice, ...]
 
 
 class WeightFiles:
-    """The tensors of a folder by the names of their entries. Opening it reads the headers only."""
+    """The entries in the weight files of a folder, by name. The constructor reads the headers only."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}  # by entry
+        self._files: dict[str, Path] = {}  # the file of each entry
         self._shapes: dict[str, list[int]] = {}
         self._reader = SafetensorsReader()
         for path in weight_paths(folder):
@@ -64,16 +65,16 @@ class WeightFiles:
         return set(self._files.values())
 
     def meta(self, key: str) -> Tensor:
-        """An entry's shape as a tensor on the meta device."""
+        """Returns a tensor on the meta device with the shape of an entry."""
         return torch.empty(self._shapes[key], device="meta")
 
     def read(self, key: str, index: Index = ()) -> Tensor:
-        """An entry, or the slice `index` of it."""
+        """Returns an entry, or the slice `index` of it."""
         return self._reader.read(self._files[key], key, index)
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Where it has a single file and an index, transformers reads the file."""
+    """Returns the safetensors files of a folder. If it has a single file and an index, only the former."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
@@ -98,16 +99,16 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a folder's weights, from 16 samples of 4 KiB of each file and its size."""
-    found = 0
+    """Returns a hash of a folder's weights: of 16 samples of 4 KiB of each file, its name and its size."""
+    checksum = 0
     for file in sorted(WeightFiles(folder).paths()):
         size = file.stat().st_size
         with open(file, "rb") as data:
             for i in range(16):
                 data.seek(size * i // 16)
-                found = crc32(data.read(4096), found)
-        found = crc32(f"{file.name} {size}".encode(), found)
-    return f"{found:08x}"
+                checksum = crc32(data.read(4096), checksum)
+        checksum = crc32(f"{file.name} {size}".encode(), checksum)
+    return f"{checksum:08x}"
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ class FolderParameter:
 
 @dataclass(frozen=True)
 class FolderGroup:
-    """Entries of a folder that are converted together, and the parameters that they become; mostly one of each."""
+    """Entries of a folder that are converted together, and the resulting parameters. Most groups have one of each."""
 
     entries: list[str]
     params: dict[str, FolderParameter]
 
 
 class Entries(Protocol):
-    """Tensors by the names of a Hugging Face folder: its weight files, or tensors in memory."""
+    """Tensors by the names that they have in a Hugging Face folder: in its weight files, or in memory."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -143,10 +144,10 @@ def load(
     quantized: Mapping[str, Nf4Linear] | None = None,
     elsewhere: Set[str] = frozenset(),
 ) -> tuple[set[str], list[str]]:
-    """Fill `params`, given by their names in the Hugging Face `model`, from a folder; each rank its own shards.
+    """Fills `params`, given by their names in the Hugging Face `model`, from a folder. Each rank fills its own shards.
 
-    `quantized` are layers by the names of their weights, `elsewhere` parameters that other ranks fill. Returns the
-    names that were filled, here or elsewhere, and the entries of the files that belong to none of them.
+    `quantized`: quantized layers by the names of their weights. `elsewhere`: names of parameters that other ranks fill.
+    Returns the names that were filled, here or elsewhere, and the entries of the files that belong to none of them.
     """
     return load_entries(model, WeightFiles(folder), params, str(folder), quantized, elsewhere)
 
@@ -159,10 +160,11 @@ def load_entries(
     quantized: Mapping[str, Nf4Linear] | None = None,
     elsewhere: Set[str] = frozenset(),
 ) -> tuple[set[str], list[str]]:
-    """As `load`, from any entries; `folder` names them in errors."""
+    """As `load`, from any entries. `folder` is the name for them in error messages."""
     loaded: set[str] = set()
     unused: list[str] = []
-    first_names: dict[int, str] = {}  # of tied parameters, the name that was filled
+    # By the id of a parameter: of its tied names, the one that was filled.
+    first_names: dict[int, str] = {}
     for group in folder_groups(model, files):
         if not group.params.keys() & (params.keys() | elsewhere):
             unused += group.entries
@@ -195,20 +197,20 @@ def load_entries_by_name(files: Entries, params: Mapping[str, Tensor], folder: s
 
 
 def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> Iterator[FolderGroup]:
-    """The entries of a folder as parameters of a Hugging Face `model`.
+    """Yields the entries of a folder, in groups, with the parameters of a Hugging Face `model` that they become.
 
-    `keep_converted`: a converted group is kept in memory until it is dropped, for callers that read a parameter in
-    several slices.
+    `keep_converted`: a group keeps its converted tensors for as long as it exists, so that reading a parameter in
+    several slices converts it once.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    mapping = get_model_conversion_mapping(model)
+    rules = get_model_conversion_mapping(model)
     converters: dict[str, Any] = {}  # by source pattern
-    for entry in mapping:
-        if isinstance(entry, WeightConverter):
-            converters.update(dict.fromkeys(entry.source_patterns, entry))
-    for name, entries in _entries_by_parameter(model, files, mapping).items():
+    for rule in rules:
+        if isinstance(rule, WeightConverter):
+            converters.update(dict.fromkeys(rule.source_patterns, rule))
+    for name, entries in _entries_by_parameter(model, files, rules).items():
         keys = [key for key, _ in entries]
         pattern = entries[0][1]
         if pattern is None:
@@ -223,9 +225,12 @@ def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> It
 
 
 def _entries_by_parameter(
-    model: Any, files: Entries, mapping: list[Any]
+    model: Any, files: Entries, rules: list[Any]
 ) -> dict[str, list[tuple[str, str | None]]]:
-    """For each parameter (of a converted group: its first), its entries and the converter pattern that each matched."""
+    """Returns, by parameter name, its entries, each with the source pattern of the converter that it matched, or None.
+
+    Entries that become several parameters are listed under the first of these.
+    """
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
@@ -233,25 +238,26 @@ def _entries_by_parameter(
         rename_source_key,
     )
 
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix = model.base_model_prefix
-    known = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     folder_types = plugins.model_folders()
-    found: dict[str, list[tuple[str, str | None]]] = {}
+    by_parameter: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted(files, key=dot_natural_key):
         source = key
         for folder_type in folder_types:
             source = folder_type.weight_name(model.config, source)
-        name, pattern = rename_source_key(source, renamings, converters, prefix, known)
-        if name not in known and key in known:  # the entry has today's name already
-            name, pattern = rename_source_key(key, [], [], prefix, known)
-        found.setdefault(name, []).append((key, pattern))
-    return found
+        name, pattern = rename_source_key(source, renamings, converters, prefix, tensors)
+        # An entry may have the current name already, which a rule for older names has changed.
+        if name not in tensors and key in tensors:
+            name, pattern = rename_source_key(key, [], [], prefix, tensors)
+        by_parameter.setdefault(name, []).append((key, pattern))
+    return by_parameter
 
 
 class _Converted:
-    """Parameters that one of transformers' converters makes of several entries."""
+    """Parameters that one of transformers' weight converters computes from several entries."""
 
     def __init__(
         self,
@@ -265,22 +271,22 @@ class _Converted:
         self.files = files
         self.model = model
         self.converter = converter
-        self.first_name = first_name  # of the parameters
+        self.first_name = first_name  # of the parameters: transformers converts them under it
         self.entries = entries  # by source pattern
         self.keep = keep
         self._cached: dict[str, Tensor] | None = None
-        on_meta = self._convert(files.meta)
+        on_meta = self._convert(files.meta)  # for the shapes, without reading data
         self.shapes = {name: value.shape for name, value in on_meta.items()}
         self._is_stacked = self._has_one_entry_per_row()
 
     def params(self) -> dict[str, FolderParameter]:
-        found: dict[str, FolderParameter] = {}
+        params: dict[str, FolderParameter] = {}
         for name, shape in self.shapes.items():
-            found[name] = FolderParameter(shape, partial(self.read, name))
-        return found
+            params[name] = FolderParameter(shape, partial(self.read, name))
+        return params
 
     def read(self, name: str, index: Index) -> Tensor:
-        if self._is_stacked and index:
+        if self._is_stacked and index:  # only the entries of these rows are read
             [rows] = self._convert(self.files.read, index[0]).values()
             return rows[(slice(None), *index[1:])]
         converted = self._cached
@@ -291,9 +297,9 @@ class _Converted:
         return converted[name][index]
 
     def _has_one_entry_per_row(self) -> bool:
-        """Whether each row of the parameter is made of one entry of each pattern, as stacked experts are.
+        """Whether row i of the parameter is computed from entry i of each pattern, as with stacked experts.
 
-        Then a slice of the rows needs only their entries.
+        Then a slice of rows needs only the entries of these rows.
         """
         if len(self.shapes) != 1:
             return False
@@ -306,16 +312,20 @@ class _Converted:
     def _convert(
         self, read: Callable[[str], Tensor], rows: slice = slice(None)
     ) -> dict[str, Tensor]:
-        converter = copy.deepcopy(self.converter)  # it collects tensors
+        converter = copy.deepcopy(self.converter)  # a converter keeps the tensors that are added
         for pattern, keys in self.entries.items():
             for key in keys[rows]:
                 converter.add_tensor(self.first_name, key, pattern, read(key))
-        made = converter.convert(self.first_name, model=self.model, config=self.model.config)
-        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+        converted = converter.convert(self.first_name, model=self.model, config=self.model.config)
+        # Some conversions return a list of one tensor.
+        return {
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
+        }
 
 
 def _fill(name: str, target: Tensor | Nf4Linear, source: FolderParameter, folder: str) -> None:
-    """Fill a parameter, or the weight of a quantized layer."""
+    """Fills this rank's shards of a parameter, or the weight of a quantized layer."""
     if isinstance(target, Nf4Linear):
         shape: tuple[int, ...] = (target.out_features, target.in_features)
     else:
@@ -327,6 +337,7 @@ def _fill(name: str, target: Tensor | Nf4Linear, source: FolderParameter, folder
 
     def read(index: Index, wants_floats: bool = True) -> Tensor:
         value = source.read(index)
+        # Integers, or floats of 8 bits and less.
         is_quantized = not value.is_floating_point() or value.itemsize < 2
         if wants_floats and is_quantized:
             raise UserError(
@@ -343,6 +354,7 @@ def _fill(name: str, target: Tensor | Nf4Linear, source: FolderParameter, folder
 
 
 def _is_equal(param: Tensor, source: FolderParameter) -> bool:
+    """Whether this rank's shards of a parameter have the values of the folder, cast to their dtype."""
     if param.shape != source.shape:
         return False
     for offset, shard in local_shards(param):

@@ -37,12 +37,15 @@ from mvp_engine.kit.mllm import MLLMEngine
 from mvp_engine.report import Example, write_report
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-MAX_ENVS = 50  # environments that run at a time
-STRIPS = 8  # episodes whose frames are shown in the report
+MAX_ENVS = 50  # environments that run at the same time, on one rank
+STRIPS = 8  # episodes whose frames are shown in the report, each as a strip of frames in a row
 
 
 class ActionEngine(MLLMEngine):
-    """An MLLMEngine whose rows are frames of robot episodes and whose model predicts chunks of actions."""
+    """An MLLMEngine for robot episodes: a row is a frame of an episode, and the model predicts the next actions.
+
+    It predicts a *chunk*: a fixed number of actions for the steps that follow.
+    """
 
     config_class: type[Config] = ActionConfig
     config: ActionConfig
@@ -50,7 +53,7 @@ class ActionEngine(MLLMEngine):
     episodes: Sequence[EpisodeResult] = ()  # of the last evaluation
 
     def make_env(self, num_envs: int) -> VectorEnv:
-        """The environment of rollouts, with gymnasium's vector API. A recipe with `rollouts` gives it."""
+        """Returns the environment for rollouts, with gymnasium's vector API. Recipes with simulation must define it."""
         raise UserError(
             f"rollouts: {type(self).__name__} has no environment. Give it make_env(num_envs), or set simulation=null"
         )
@@ -82,12 +85,15 @@ class ActionEngine(MLLMEngine):
         return {**super().extra_state(), "normalization": self.data.normalization.spec}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """The statistics of the checkpoint are those that its weights were trained with, whatever the data is now."""
+        """Load the normalization too: the weights need the statistics that they were trained with.
+
+        A resumed training must still have the same ones; an evaluation uses those of the checkpoint.
+        """
         super().load_extra_state(state)
         saved = Normalization(state["normalization"])
         if self._training and saved.spec != self.data.normalization.spec:
-            now = self.data.normalization.spec
-            changed = [name for name, value in saved.spec.items() if value != now.get(name)]
+            current = self.data.normalization.spec
+            changed = [name for name, value in saved.spec.items() if value != current.get(name)]
             raise UserError(
                 f"the checkpoint was trained with another normalization ({', '.join(changed)}): restore the data and "
                 "the section actions, set actions.statistics to the checkpoint's normalization.json, or start a new "
@@ -106,62 +112,66 @@ class ActionEngine(MLLMEngine):
     def act(
         self, observations: Sequence[Observation], seed: int, keys: Sequence[tuple[int, int]]
     ) -> np.ndarray:
-        """Actions (observations, steps, size) in the units of the data. `keys` are (episode, decision)."""
+        """Returns a chunk of actions for each observation: (observations, steps, size), in the units of the data.
+
+        `keys`: (episode, number of the chunk in it) of each observation. The noise of a flow head depends on them and
+        on `seed` only, so it does not depend on how episodes are batched.
+        """
         batch = self.observation_batch(observations)
         spec = self.data.spec
         noise = None
         if spec.kind == "flow":
             shape = (spec.chunk, spec.action_dim)
-            drawn = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
-            noise = torch.cat([one.noise for one in drawn])
+            draws = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
+            noise = torch.cat([draw.noise for draw in draws])
         chunks = sample_actions(
             self.model_engine, batch, noise, None, self.config.data.tokens_per_pack
         )
-        states = np.stack([one.state for one in observations])
+        states = np.stack([observation.state for observation in observations])
         return self.data.normalization.unnormalize_actions(chunks, states)
 
     def observation_batch(self, observations: Sequence[Observation]) -> PackedBatch:
-        """The prefixes of observations as one packed batch."""
+        """Returns one packed batch with the input of the model for each observation: task, images and state."""
         encoder = self.data.row_encoder
         normalization = self.data.normalization
         encoder.normalization = normalization
         batches = []
-        for seen in observations:
+        for observation in observations:
             try:
-                images = normalization.frames(seen.images)
+                images = normalization.frames(observation.images)
             except ValueError as error:
                 raise UserError(str(error)) from None
-            if len(seen.state) != normalization.state_size:
+            if len(observation.state) != normalization.state_size:
                 raise UserError(
-                    f"an observation has a state of {len(seen.state)} values; the model was trained with "
+                    f"an observation has a state of {len(observation.state)} values; the model was trained with "
                     f"{normalization.state_size} ({self.config.actions.state})"
                 )
-            batches.append(encoder.observation(seen.task, images, seen.state, {}))
+            batches.append(encoder.observation(observation.task, images, observation.state, {}))
         return PackedBatch.concat(batches)
 
     def roll_out(self, task: str | None = None) -> list[EpisodeResult]:
-        """The rollouts that the config asks for, of all ranks. `task` replaces the instruction."""
+        """Runs the rollouts of the config and returns the results of all ranks. `task` replaces all instructions."""
         settings = self.config.simulation
         assert settings is not None
-        # Where ranks run one forward together, all of them run the same episodes.
-        alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
-        rank, ranks = (self.world.rank, self.world.size) if alone else (0, 1)
-        own = list(range(settings.episodes))[rank::ranks]
+        # Ranks that run a forward together run the same episodes. Otherwise each rank runs a share of them.
+        is_independent = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
+        rank, ranks = (self.world.rank, self.world.size) if is_independent else (0, 1)
+        episodes = list(range(settings.episodes))[rank::ranks]
         results: list[EpisodeResult] = []
-        if own:
+        if episodes:
             results = rollout(
                 self,
-                self.make_env(min(MAX_ENVS, len(own))),
+                self.make_env(min(MAX_ENVS, len(episodes))),
                 settings.episodes,
                 settings.seed,
-                episodes=own,
+                episodes=episodes,
                 execute=settings.execute,
                 max_steps=settings.max_steps,
                 task=task,
                 state_key=self.config.actions.state,
                 strips=STRIPS,
             )
-        if alone:
+        if is_independent:
             results = list(chain.from_iterable(self.world.all_gather(results)))
         return sorted(results, key=lambda result: result.index)
 
@@ -174,24 +184,26 @@ class ActionEngine(MLLMEngine):
         self.log_rollouts(ctx, self.episodes)
         if self.world.is_main:
             with open(self.run.dir / ROLLOUTS_FILE, "a", encoding="utf-8") as out:
-                for one in self.episodes:
-                    entry = {"step": ctx.step, "episode": one.index, "task": one.task}
-                    entry |= {"success": one.success, "steps": one.steps}
+                for episode in self.episodes:
+                    entry = {"step": ctx.step, "episode": episode.index, "task": episode.task}
+                    entry |= {"success": episode.success, "steps": episode.steps}
                     out.write(json.dumps(entry) + "\n")
 
     def log_rollouts(self, ctx: StepContext, episodes: Sequence[EpisodeResult]) -> None:
-        """Log the success rate. All ranks have all episodes, so the mean over ranks is the rate."""
-        ctx.log("success", sum(one.success for one in episodes), len(episodes))
+        """Log the success rate. Every rank has all episodes, so the mean over ranks is the rate."""
+        ctx.log("success", sum(episode.success for episode in episodes), len(episodes))
 
     def write_page(
         self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
     ) -> None:
         examples = []
-        for one in self.episodes:
-            if one.strip:
-                result = f"{'success' if one.success else 'failure'} after {one.steps} steps"
-                media = partial(strip_image, one.strip)
-                examples.append(Example(media, one.task, "success", result, one.success))
+        for episode in self.episodes:
+            if episode.strip:
+                result = (
+                    f"{'success' if episode.success else 'failure'} after {episode.steps} steps"
+                )
+                media = partial(strip_image, episode.strip)
+                examples.append(Example(media, episode.task, "success", result, episode.success))
         write_report(
             self.run.dir / "report.html",
             self.run,
@@ -206,12 +218,12 @@ class ActionEngine(MLLMEngine):
 
 # Strips of frames of an episode, for reports.
 
-MIN_SIDE = 96  # pixels: smaller frames are enlarged
-GAP = 2
+MIN_SIDE = 96  # pixels: smaller frames are enlarged by a whole factor
+GAP = 2  # pixels between frames
 
 
 def strip_image(frames: Sequence[np.ndarray]) -> list[bytes]:
-    """One PNG file with the frames in a row."""
+    """Returns one PNG file, in a list as `Example` needs it, with the frames in a row."""
     height, width = frames[0].shape[:2]
     scale = max(1, -(-MIN_SIDE // height))
     canvas = np.full((height * scale, (width * scale + GAP) * len(frames) - GAP, 3), 255, np.uint8)

@@ -1,7 +1,8 @@
-"""Rollouts by vLLM servers in an environment of their own, over HTTP; weights by vLLM's weight-transfer API.
+"""Rollouts by vLLM servers over HTTP. Weights are sent by vLLM's weight-transfer API.
 
-Every server says with each completion which weights wrote it. One that was restarted, or that another trainer sent
-weights to, is noticed by that: it gets our weights again, and the completion is generated again.
+vLLM is installed in another Python environment than the trainer. With each completion a server returns the version of
+the weights that it used. A server that was restarted, or that got weights from another trainer, returns another version
+than ours: it then gets our weights again, and the completion is generated again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from mvp_engine.kit.rl.vllm_plugin import BACKEND
 if TYPE_CHECKING:
     from mvp_engine.kit.rl.prompts import Prompt
 
-GENERATE = "/inference/v1/generate"
+GENERATE = "/inference/v1/generate"  # from token ids to token ids
 MEDIA_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
@@ -59,18 +60,19 @@ class VLLMRollout(ServerRollout):
     ) -> None:
         super().__init__(urls, **options)
         self.transfer: Transfer = transfer_of(sync, folder)
-        # Versions of two trainers, or of a run and its resumed self, must differ: the number alone would not.
+        # Another trainer, or this run before a resume, may have sent weights with the same number: the random name
+        # makes versions differ.
         self.name = f"mvp-{uuid.uuid4().hex[:12]}"
         self.version: int | None = None
-        self._joined: set[Server] = set()
+        self._joined: set[Server] = set()  # servers that `transfer` is connected to
 
     @property
     def label(self) -> str:
-        """The version as servers know it."""
+        """The version of the weights, as it is sent to servers."""
         return f"{self.name}-{self.version}"
 
     def sync(self, weights: Buckets | None, version: int) -> None:
-        """Send weights to all servers. One that is gone gets them when it is back."""
+        """Send weights to all servers. A server that does not answer gets them when it is back."""
         if weights is None:
             raise ValueError("a vLLM server has no weights of the trainer: sync needs them")
         self.transfer.keep(weights, version)
@@ -78,15 +80,15 @@ class VLLMRollout(ServerRollout):
         self.ready()
 
     def prepare(self, server: Server) -> None:
-        """Send the current weights, unless the server has them."""
+        """Send the current weights to a server, unless it has them already."""
         if self.version is None:
             raise RuntimeError(
                 "sync comes before generate: the servers have no weights of this run"
             )
         try:
-            found = server.get("/weight_info")["weight_version"]
-            if found != self.label:
-                self._send(server, found)
+            server_version = server.get("/weight_info")["weight_version"]
+            if server_version != self.label:
+                self._send(server, server_version)
         except ServerRefused as error:
             raise self._refused(server, error) from None
 
@@ -100,7 +102,7 @@ class VLLMRollout(ServerRollout):
             "n": how.samples,
             "seed": request_seed(how.seed, prompt),
             "stop_token_ids": list(how.stop),
-            "ignore_eos": True,  # what ends a completion is `stop` alone
+            "ignore_eos": True,  # only `stop` ends a completion
             "logit_bias": {str(token): BAN for token in self.banned} or None,
         }
         answer = self._generate(server, prompt, parameters)
@@ -132,7 +134,7 @@ class VLLMRollout(ServerRollout):
         except ServerRefused as error:
             raise self._refused(server, error) from None
 
-    def _sample(self, server: Server, index: int, choice: Any, how: Sampling) -> Sample:
+    def _sample(self, server: Server, index: int, choice: Any, sampling: Sampling) -> Sample:
         versions = {span["version"] for span in choice.get("weight_versions") or []}
         if versions != {self.label}:
             raise ServerGone(
@@ -144,28 +146,29 @@ class VLLMRollout(ServerRollout):
             server,
             index,
             choice["token_ids"],
-            [one["logprob"] for one in content],
+            [token["logprob"] for token in content],
             choice["finish_reason"],
             self.version,
-            how,
+            sampling,
         )
 
-    def _send(self, server: Server, found: str) -> None:
-        if server in self._joined and not found.startswith(self.name):
+    def _send(self, server: Server, server_version: str) -> None:
+        if server in self._joined and not server_version.startswith(self.name):
             LOGGER.warning(
                 "rollout server %s has other weights (version %s): it was restarted, or another trainer uses it. "
                 "Version %s is sent again",
                 server.url,
-                found,
+                server_version,
                 self.version,
             )
             self._joined.discard(server)
         if server not in self._joined:
             self.transfer.join(server)
-        # A trainer that is killed in the update must not leave half of the weights under the old version.
-        # One that a killed trainer left paused would never finish the requests that wait in it.
+        # A server is paused already if its trainer was killed in an update. The requests that wait in it would never
+        # finish, so they are aborted.
         is_paused = server.get("/is_paused")["is_paused"]
         server.post(f"/pause?mode={'abort' if is_paused else 'wait'}")
+        # If this trainer is killed in the update, half of the new weights must not have the old version.
         server.post("/update_weight_version", {"new_version": f"{self.name}-incomplete"})
         try:
             self._start_update(server)
@@ -180,7 +183,7 @@ class VLLMRollout(ServerRollout):
     def _start_update(self, server: Server) -> None:
         try:
             server.post("/start_weight_update")
-        except ServerRefused:  # an update is active: its trainer was killed
+        except ServerRefused:  # an update is active, whose trainer was killed: end it
             server.post("/finish_weight_update")
             server.post("/start_weight_update")
 
@@ -212,32 +215,32 @@ def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
 
 # Sending weights to vLLM servers through its weight-transfer API: by files, CUDA IPC or NCCL.
 #
-# A transfer holds what was sent last, so that a server that was restarted gets it again: files hold it on disk, the
-# others in host memory. The receiving ends are vLLM's own, and `vllm_plugin.py` for files.
+# A transfer keeps the weights of the last version, so that a server that was restarted can get them again: FileTransfer
+# on disk, the others in host memory. The receiving code is part of vLLM; for files it is `vllm_plugin.py`.
 
-JOIN_SECONDS = 120.0  # for all workers of a server to join a communicator
+JOIN_SECONDS = 120.0  # a limit for joining a communicator, and for one broadcast
 
 
 class Transfer(ABC):
-    """One way into servers. `keep` takes the weights of a version; `send` gives them to one server, again if asked."""
+    """A way to send weights. `keep` stores those of a version; `send` sends them to one server, any number of times."""
 
-    backend: str  # of vLLM's --weight-transfer-config
-    hint = ""  # what a server needs besides, in the error for one that refuses
+    backend: str  # the name in vLLM's --weight-transfer-config
+    hint = ""  # a further requirement of servers, for error messages
 
     @abstractmethod
     def keep(self, weights: Buckets, version: int) -> None: ...
 
     def join(self, server: Server) -> None:
-        """Called once for each process of a server, before the first update."""
+        """Connect to a server, before its first update and after it was restarted."""
         server.post("/init_weight_transfer_engine", {"init_info": {}})
 
     @abstractmethod
     def send(self, server: Server) -> None:
-        """The updates of one server, between its start and its end of an update."""
+        """Send the weights, after the server has started an update and before it finishes the update."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what is kept."""
+        """Free the weights that are kept."""
 
 
 class FileTransfer(Transfer):
@@ -256,18 +259,18 @@ class FileTransfer(Transfer):
     def keep(self, weights: Buckets, version: int) -> None:
         from safetensors.torch import save_file
 
-        # Of this run, or of one that was killed; removed when the new files are complete.
-        old = list(self.folder.glob("version-*"))
+        # Versions of this run, or of one that was killed. They are removed when the new files are complete.
+        old_folders = list(self.folder.glob("version-*"))
         target = self.folder / f"version-{version}-{uuid.uuid4().hex[:8]}"
         target.mkdir(parents=True)
         files: list[Path] = []
         for bucket in weights:
             file = target / f"{len(files):05d}.safetensors"
-            # Copies: safetensors refuses tensors that share memory.
+            # Cloned, since safetensors refuses tensors that share memory.
             save_file({name: tensor.contiguous().clone() for name, tensor in bucket}, file)
             files.append(file)
         self.files = files
-        for folder in old:
+        for folder in old_folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     def send(self, server: Server) -> None:
@@ -277,7 +280,7 @@ class FileTransfer(Transfer):
     def close(self) -> None:
         if self.files:
             shutil.rmtree(self.files[0].parent, ignore_errors=True)
-            with suppress(OSError):  # others wrote into it
+            with suppress(OSError):  # it is not empty: someone else wrote into it
                 self.folder.rmdir()
         self.files = []
 
@@ -292,8 +295,9 @@ class Packed:
 
     @classmethod
     def of(cls, bucket: list[tuple[str, Tensor]], memory: Tensor | None) -> Packed:
-        """A copy of the bucket, in `memory` where that has its size."""
-        # The receiver views slices of the bytes as their type: offsets must be multiples of its size.
+        """Copies a bucket into `memory` if that has the right size, else into new memory."""
+        # The receiver views a slice of the bytes as the tensor's dtype, so its offset must be a multiple of the
+        # element size: tensors with the largest elements come first.
         ordered = sorted(bucket, key=lambda pair: -pair[1].element_size())
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in ordered]
         if memory is None or memory.numel() != sum(sizes):
@@ -311,7 +315,7 @@ class Packed:
 
 
 class DeviceTransfer(Transfer):
-    """What transfers from GPU to GPU share: packed buckets in pinned host memory."""
+    """The base of transfers from GPU to GPU. It keeps packed buckets in pinned host memory."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -321,12 +325,12 @@ class DeviceTransfer(Transfer):
         self.buckets: list[Packed] = []
 
     def keep(self, weights: Buckets, version: int) -> None:
-        old = self.buckets
+        old_buckets = self.buckets
         self.buckets = []
         for index, bucket in enumerate(weights):
-            memory = old[index].data if index < len(old) else None
+            memory = old_buckets[index].data if index < len(old_buckets) else None
             self.buckets.append(Packed.of(bucket, memory))
-        torch.cuda.synchronize()  # the copies to the host
+        torch.cuda.synchronize()  # wait for the copies to the host
 
     def close(self) -> None:
         self.buckets = []
@@ -351,15 +355,15 @@ class IPCTransfer(DeviceTransfer):
         ]
         handles = {}
         for buffer in buffers:
-            uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
-            handles[uuid] = reduce_tensor(buffer)[1]
+            gpu_uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            handles[gpu_uuid] = reduce_tensor(buffer)[1]
         pickled = base64.b64encode(pickle.dumps(handles)).decode()
         for bucket in self.buckets:
             for buffer in buffers:
                 buffer[: bucket.data.numel()].copy_(bucket.data, non_blocking=True)
             for buffer in buffers:
                 torch.cuda.synchronize(buffer.device)
-            # The answer comes when all workers have copied: the buffer is free again.
+            # The server answers when all workers have copied the bucket: then the buffers can hold the next one.
             info = {**bucket.info, "tensor_sizes": bucket.sizes, "ipc_handles_pickled": pickled}
             server.post("/update_weights", {"update_info": info})
         del buffers
@@ -367,7 +371,7 @@ class IPCTransfer(DeviceTransfer):
 
 
 class NCCLTransfer(DeviceTransfer):
-    """Weights broadcast by the controller's GPU to all workers of a server. Their GPUs must be others."""
+    """Weights broadcast by the controller's GPU to all workers of a server, which must run on other GPUs."""
 
     backend = "nccl"
 
@@ -384,7 +388,8 @@ class NCCLTransfer(DeviceTransfer):
             "rank_offset": 1,
             "world_size": size,
             "packed": True,
-            "packed_buffer_size_bytes": 2**62,  # each bucket is one broadcast
+            "packed_buffer_size_bytes": 2
+            ** 62,  # larger than any bucket, so that each is one broadcast
             "packed_num_buffers": 1,
         }
         request = _in_thread(server.post, "/init_weight_transfer_engine", {"init_info": info})
@@ -416,34 +421,37 @@ class NCCLTransfer(DeviceTransfer):
 
 
 def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """The result of a call in a thread that nobody has to wait for: it may hang in NCCL with a server that is gone."""
+    """Run a function in a daemon thread: a call may hang in NCCL when a server is gone, and must not block the exit."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001 - whoever reads the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return future
 
 
-def _both(server: Server, request: Future[Any], ours: Future[Any]) -> None:
-    """Wait for the request and our side of it; the request's error comes first, since it is the reason."""
-    until = time.monotonic() + JOIN_SECONDS
-    while not (request.done() and ours.done()):
+def _both(server: Server, request: Future[Any], nccl_call: Future[Any]) -> None:
+    """Wait for a request to a server and for the NCCL call here that belongs to it.
+
+    If both fail, the error of the request is raised, since it is the cause of the other.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not (request.done() and nccl_call.done()):
         if request.done() and request.exception() is not None:
             break
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise ServerGone(f"{server.url}: no NCCL connection for {JOIN_SECONDS:g} s")
         time.sleep(0.001)
     request.result()
-    ours.result()
+    nccl_call.result()
 
 
 def transfer_of(sync: str, folder: str | Path) -> Transfer:
-    """The transfer of `generation.sync`."""
+    """Returns the transfer for the value `sync` of the config key `generation.sync`."""
     match sync:
         case "file":
             return FileTransfer(folder)
@@ -454,10 +462,10 @@ def transfer_of(sync: str, folder: str | Path) -> Transfer:
     raise UserError(f"generation.sync={sync}: vLLM servers get weights by file, ipc or nccl")
 
 
-# An NCCL communicator with processes that are not ranks of ours: vLLM's workers join by the same unique id.
+# An NCCL communicator with vLLM's workers, which are not ranks of the trainer. They join it by the same unique id.
 #
-# torch's process groups would need a store and torch's own handshake at both ends. This is NCCL's C API, of the library
-# that torch has loaded.
+# A process group of torch would need a store, and torch's handshake at both ends. So this calls the C API of the NCCL
+# library that torch has loaded.
 
 _UINT8 = 1  # ncclDataType_t
 _FLOAT32 = 7
@@ -492,25 +500,25 @@ class Communicator:
     """This process as one rank of a communicator, on the current CUDA device."""
 
     def __init__(self, unique_id: bytes, rank: int, size: int) -> None:
-        """Returns when all ranks have joined."""
+        """Blocks until all ranks have joined."""
         self.handle: ctypes.c_void_p | None = ctypes.c_void_p()
-        one = _UniqueId.from_buffer_copy(unique_id)
-        _call("ncclCommInitRank", ctypes.byref(self.handle), size, one, rank)
-        # vLLM's workers begin with an all-reduce of one element.
-        first = torch.zeros(1, device="cuda")
+        nccl_id = _UniqueId.from_buffer_copy(unique_id)
+        _call("ncclCommInitRank", ctypes.byref(self.handle), size, nccl_id, rank)
+        # vLLM's workers first all-reduce one element, so this rank must too.
+        element = torch.zeros(1, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
-        address = first.data_ptr()
+        address = element.data_ptr()
         _call("ncclAllReduce", address, address, 1, _FLOAT32, _SUM, self.handle, stream)
         torch.cuda.current_stream().synchronize()
 
     @staticmethod
     def new_id() -> bytes:
-        one = _UniqueId()
-        _call("ncclGetUniqueId", ctypes.byref(one))
-        return bytes(one)
+        nccl_id = _UniqueId()
+        _call("ncclGetUniqueId", ctypes.byref(nccl_id))
+        return bytes(nccl_id)
 
     def broadcast(self, data: Tensor, root: int = 0) -> None:
-        """Bytes of one rank to all; returns when they are sent."""
+        """Broadcast the bytes of rank `root` to all ranks. Blocks until they are sent."""
         stream = torch.cuda.current_stream()
         address = data.data_ptr()
         size = data.numel()
@@ -520,7 +528,7 @@ class Communicator:
         stream.synchronize()
 
     def abort(self) -> None:
-        """End the communicator, also where a rank is gone and a broadcast waits for it."""
+        """End the communicator, even if a broadcast waits for a rank that is gone."""
         if self.handle is not None:
             _call("ncclCommAbort", self.handle)
             self.handle = None

@@ -1,6 +1,6 @@
-"""What decides about a step, on the device: gradient norm, unused parameters, loss scale, loss spikes.
+"""Decides on the device whether a step updates the weights: gradient norm, unused parameters, loss scale, spikes.
 
-`StatusReader` copies the result code of a step to the host and turns it into a StepStatus.
+The decision is a result code. `StatusReader` copies it to the host and turns it into a StepStatus.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from mvp_engine.model_engine.base import StepStatus
 
 
 class LossScale:
-    """fp16's dynamic loss scale: halved on overflow, doubled after `interval` good steps.
+    """fp16's dynamic loss scale: halved on overflow, doubled after `interval` steps without one.
 
-    It multiplies a *sum* over hundreds to many thousands of tokens, so it starts low and may have to go below 1.
+    It multiplies a *sum* of losses over hundreds to many thousands of tokens, not a mean. So it starts low, and may
+    have to fall below 1.
     """
 
     LOWEST = 2.0**-24
@@ -50,15 +51,16 @@ class LossScale:
 
 
 class SpikeDetector:
-    """Finds a loss spike: a loss far above those before it. Its inputs are equal on all ranks, so its answers are.
+    """Finds loss spikes: losses more than `sigmas` standard deviations above the mean of those before.
 
-    It keeps a moving mean and variance of the losses that were accepted. A spike is not added to them; but after
-    `PATIENCE` spikes in a row the loss has moved for good, and the statistics restart.
+    It keeps a moving mean and variance of the accepted losses. A spike is not added to them, but after `PATIENCE`
+    spikes in a row the higher loss counts as permanent, and the statistics restart. All ranks pass the same losses,
+    so they reach the same decisions without communication.
     """
 
     PATIENCE = 5
-    WARMUP = 20  # losses before the first verdict
-    MEMORY = 0.98  # of the moving mean
+    WARMUP = 20  # losses that are accepted before one can be a spike
+    MEMORY = 0.98  # decay of the moving mean and variance, after 1 / (1 - MEMORY) = 50 losses
 
     def __init__(self, sigmas: float, device: torch.device) -> None:
         self.sigmas = sigmas
@@ -66,14 +68,19 @@ class SpikeDetector:
         self.state = torch.zeros(4, dtype=torch.float64, device=device)
 
     def is_spike(self, loss: Tensor) -> Tensor:
-        """Judge a loss and update the statistics. A non-finite loss is no spike and changes nothing."""
+        """Returns whether a loss is a spike, and updates the statistics.
+
+        A non-finite loss is no spike and does not change the statistics.
+        """
         accepted, in_a_row, mean, variance = self.state.unbind()
-        above = loss - mean
+        excess = loss - mean
+        # The second term: where losses hardly vary, a change of 0.1 % is no spike.
         limit = self.sigmas * variance.sqrt() + 1e-3 * mean.abs()
-        spike = loss.isfinite() & (accepted >= self.WARMUP) & (above > limit)
-        weight = (1 / (accepted + 1)).clamp(min=1 - self.MEMORY)  # a plain mean at first
-        new_mean = mean + weight * above
-        new_variance = (1 - weight) * (variance + weight * above**2)
+        spike = loss.isfinite() & (accepted >= self.WARMUP) & (excess > limit)
+        # First a plain mean, then a moving one.
+        weight = (1 / (accepted + 1)).clamp(min=1 - self.MEMORY)
+        new_mean = mean + weight * excess
+        new_variance = (1 - weight) * (variance + weight * excess**2)
         zero = torch.zeros_like(in_a_row)
         if_accepted = torch.stack([accepted + 1, zero, new_mean, new_variance])
         if_spike = torch.stack([accepted, in_a_row + 1, mean, variance])
@@ -85,17 +92,18 @@ class SpikeDetector:
 
 
 class GradNorms(NamedTuple):
-    """Norms of this rank's shards of some gradients."""
+    """For each of some parameters, the norm of the shard of its gradient that this rank holds."""
 
     params: list[Tensor]
     norms: Tensor
 
 
 def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list[GradNorms]]:
-    """What this rank adds to the squared norm of all gradients, in float64.
+    """Returns this rank's summand of the squared norm of all gradients, in float64, and the norms that it is made of.
 
-    An element that several ranks hold is added by each of them, with a weight of one over their number. So one
-    all-reduce over all ranks gives the whole, whatever meshes the gradients are sharded over.
+    `world_size`: the number of ranks that hold these parameters, as shards or as replicas. Where several ranks hold the
+    same element, each adds it with a weight of one over their number. So one sum over all ranks is the squared norm,
+    whatever meshes the gradients are sharded over.
     """
     groups: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by number of shards
     for param in params:
@@ -103,52 +111,55 @@ def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list
         if isinstance(param.grad, DTensor):
             sizes = zip(param.grad.placements, param.grad.device_mesh.shape, strict=True)
             shards = math.prod(size for place, size in sizes if not place.is_replicate())
-        members, grads = groups.setdefault(shards, ([], []))
-        members.append(param)
+        group_params, grads = groups.setdefault(shards, ([], []))
+        group_params.append(param)
         grads.append(local_tensor(param.grad))
     device = params[0].device if params else None
     total = torch.zeros((), dtype=torch.float64, device=device)
-    every: list[GradNorms] = []
-    for shards, (members, grads) in groups.items():
-        # Converted together: one kernel, not hundreds.
+    grad_norms: list[GradNorms] = []
+    for shards, (group_params, grads) in groups.items():
+        # The norms are converted to float64 together: one kernel, not one for each parameter.
         norms = torch.stack(torch._foreach_norm(grads)).double()
         total += norms.square().sum() * (shards / world_size)
-        every.append(GradNorms(members, norms))
-    return total, every
+        grad_norms.append(GradNorms(group_params, norms))
+    return total, grad_norms
 
 
 def first_nonfinite_grad(model: nn.Module, norms: list[GradNorms]) -> str | None:
-    """The name of the last parameter with a non-finite gradient: backward reaches the last one first."""
-    bad: set[int] = set()
+    """Returns the name of the first parameter for which backward computed a non-finite gradient.
+
+    Backward runs from the last layer to the first, so this is the last one in the order of the parameters.
+    """
+    nonfinite: set[int] = set()
     for group in norms:
         values = group.norms.tolist()
         pairs = zip(group.params, values, strict=True)
-        bad |= {id(param) for param, norm in pairs if not math.isfinite(norm)}
-    names = [name for name, param in model.named_parameters() if id(param) in bad]
+        nonfinite |= {id(param) for param, norm in pairs if not math.isfinite(norm)}
+    names = [name for name, param in model.named_parameters() if id(param) in nonfinite]
     return names[-1] if names else None
 
 
 class Places(NamedTuple):
-    """Where each of some parameters is in a list of `total` ones."""
+    """The position of each parameter of a pipeline stage in the list of those of all stages, which has `total`."""
 
     places: list[int]
     total: int
 
 
 class ParameterUsage:
-    """Which parameters got a gradient on any rank.
+    """Finds the parameters that got no gradient on any rank.
 
-    A parameter that no rank used must have no gradient: weight decay would change it by its zeros. Ranks that used a
-    parameter know that it is used, so only ranks that did not have to read the counts from the device.
+    Their gradients must be None, not zeros: with zeros the optimizer would still apply weight decay. A rank that used
+    all of its parameters knows the result; only other ranks copy the counts from the device.
     """
 
     def __init__(self, params: list[nn.Parameter], places: Places | None = None) -> None:
-        """`places`: of the parameters of a pipeline stage among those of all stages."""
+        """`places`: with pipeline parallel, the positions of `params` among the parameters of all stages."""
         self.params = params
         self.places = places or Places(list(range(len(params))), len(params))
 
     def of_rank(self, used: Set[Tensor], device: torch.device) -> Tensor:
-        """1 for each parameter that this rank used, 0 for the others; to be all-reduced."""
+        """Returns 1 for each parameter that this rank used and 0 for the others. The caller all-reduces them."""
         flags = [0.0] * self.places.total
         for param, place in zip(self.params, self.places.places, strict=True):
             flags[place] = float(param in used)
@@ -158,20 +169,20 @@ class ParameterUsage:
         """Remove the gradients of parameters that no rank used. `counts`: the sum of all ranks' flags."""
         if all(param in used for param in self.params):
             return
-        of_all = counts.tolist()  # a host sync
+        ranks_using = counts.tolist()  # a host sync
         for param, place in zip(self.params, self.places.places, strict=True):
-            if of_all[place] == 0:
+            if ranks_using[place] == 0:
                 param.grad = None
 
     def check_ranks_agree(
         self, used: Set[Tensor], model: nn.Module, world: World, ranks: range
     ) -> None:
-        """Raise on all `ranks` if some of them did not use a parameter: FSDP2 before torch 2.13 cannot reduce it."""
+        """Raise on all `ranks` if only some of them used a parameter: FSDP2 before torch 2.13 cannot reduce that."""
         names = [name for name, param in model.named_parameters() if param in used]
         by_rank = world.all_gather(names)[ranks.start : ranks.stop]
-        if odd := set().union(*by_rank) - set.intersection(*map(set, by_rank)):
+        if differing := set().union(*by_rank) - set.intersection(*map(set, by_rank)):
             raise UserError(
-                f"{min(odd)} was used on some of the {world.size} ranks only, which FSDP2 of torch "
+                f"{min(differing)} was used on some of the {world.size} ranks only, which FSDP2 of torch "
                 f"{torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
             )
 
@@ -182,7 +193,7 @@ ZERO_WEIGHT = 2
 NONFINITE_GRAD = 4
 LOSS_SPIKE = 8
 NONFINITE_WEIGHT = 16
-REASONS = {  # the first cause first
+REASONS = {  # ordered by cause: `decode_status` reports the first reason that applies
     NONFINITE_WEIGHT: "the loss weight is not finite",
     ZERO_WEIGHT: "the batch has weight 0 (nothing to train on)",
     NONFINITE_LOSS: "the loss is not finite",
@@ -192,15 +203,15 @@ REASONS = {  # the first cause first
 
 
 class _PendingCode(NamedTuple):
-    # [code, loss scale, loss, is micro-batch 0 finite, ...] on the host: one copy brings all
+    # [code, loss scale, loss, is micro-batch 0 finite, ...] on the host. One tensor, so that one copy is enough.
     values: Tensor
     copy_done: torch.cuda.Event | None  # recorded after the copy; None if it was synchronous
 
 
 class StatusReader:
-    """Copies the code of a step to the host asynchronously; the caller reads it just before the next update.
+    """Copies the result code of a step to the host asynchronously. The caller reads it just before the next update.
 
-    By then a whole forward and backward is queued, so the GPU stays busy while the host waits.
+    By then the forward and backward of the next step are queued, so the GPU stays busy while the host waits.
     """
 
     def __init__(
@@ -211,7 +222,7 @@ class StatusReader:
     ) -> None:
         self.has_loss_scale = has_loss_scale
         self.on_update = on_update  # advances the learning-rate schedule
-        # Returns the first parameter with a non-finite gradient, from norms of the step that is read.
+        # Returns the name of a parameter with a non-finite gradient in the step whose code is read.
         self.find_bad_grad = find_bad_grad
         self._pending: _PendingCode | None = None
         self._statuses: list[StepStatus] = []
@@ -228,7 +239,7 @@ class StatusReader:
         self._pending = _PendingCode(host, torch.cuda.current_stream().record_event())
 
     def read(self) -> None:
-        """Wait for the last step, if its code was not read yet, and keep its status for `take`."""
+        """Wait for the code of the last step, unless it was read already, and keep its status for `take`."""
         if self._pending is None:
             return
         pending = self._pending
@@ -240,30 +251,32 @@ class StatusReader:
         status = decode_status(code, values[1] if self.has_loss_scale else None)
         if status.reason is None:
             self.on_update()
-        elif code == NONFINITE_GRAD and not status.overflow:  # the loss was finite
+        elif code == NONFINITE_GRAD and not status.overflow:  # no other bit: the loss was finite
             name = self.find_bad_grad()
             if name is not None:
                 status = StepStatus(f"{status.reason}, that of {name}")
+        # With a weight of zero there is no mean loss.
         loss = None if code & ZERO_WEIGHT else values[2]
-        bad = tuple(i for i, is_finite in enumerate(values[3:]) if not is_finite)
-        self._statuses.append(replace(status, loss=loss, micro_batches=bad))
+        nonfinite = tuple(i for i, is_finite in enumerate(values[3:]) if not is_finite)
+        self._statuses.append(replace(status, loss=loss, micro_batches=nonfinite))
 
     def take(self) -> list[StepStatus]:
-        """The statuses read since the last call."""
+        """Returns the statuses read since the last call."""
         statuses = self._statuses
         self._statuses = []
         return statuses
 
 
 def decode_status(code: int, loss_scale: float | None) -> StepStatus:
-    """The status for a code, its first cause first: a zero weight makes the loss NaN, that makes gradients NaN.
+    """Returns the status for a code, with the reason that caused the others.
 
-    `loss_scale` is the fp16 loss scale, or None.
+    For example, a weight of zero makes the loss NaN, which makes the gradients NaN. `loss_scale` is the fp16 loss
+    scale of the step, or None.
     """
     cause = next((bit for bit in REASONS if code & bit), None)
     if cause is None:
         return StepStatus(None)
-    # At the lowest loss scale no smaller one can help: then it is an error of its own.
+    # At the lowest loss scale a smaller one cannot help, so that is reported as a non-finite gradient.
     if cause == NONFINITE_GRAD and loss_scale is not None and loss_scale > LossScale.LOWEST:
         reason = f"fp16 gradients overflowed at loss scale {loss_scale:g}"
         return StepStatus(reason, overflow=True)

@@ -1,15 +1,13 @@
-"""The model types on the Megatron backend: the FSDP engine, with Megatron's layers inside of the decoder.
+"""The model engines of the Megatron backend: the FSDP engines, with decoder layers that Megatron computes.
 
-Megatron's sequence parallel: between matrices, tensor-parallel ranks hold their share of the tokens only.
+`use_megatron_layers` replaces the `forward` of each decoder layer by a call of Megatron's TransformerLayer. The layer
+keeps its Hugging Face parameters and its place in the model. Under transformers' own attention it runs transformers'
+code: the checks at the start of a run (`preflight`) compare the two.
 
-Differentiable collectives along dimension 0, on any device and without Megatron's global buffer. Tokens that do not
-divide evenly are padded with rows of zeros at the first layer and cut off after the last one; attention never sees them
-and no gradient reaches them.
-
-`use_megatron_layers`: the decoder layers of a model instance compute with Megatron's TransformerLayer.
-
-Each layer keeps its parameters and its place in the model; only its `forward` is another one. Under transformers' own
-attention (the reference of the preflight) a layer runs transformers' code, so every start compares the two.
+With tensor parallel, layers use Megatron's sequence parallel: outside of attention and MLP each rank holds its share of
+the tokens only. The collectives for it are defined here: they are differentiable, along dimension 0, and need neither a
+GPU nor Megatron's global buffer. Where the number of tokens is not divisible by the ranks, rows of zeros are appended
+before the first layer and cut off after the last one; attention never sees them and no gradient reaches them.
 """
 
 from __future__ import annotations
@@ -58,18 +56,18 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def split_tokens(x: Tensor, group: Group) -> Tensor:
-    """This rank's share of tokens that all ranks have; short ones are padded with zeros."""
+    """Returns this rank's share of tokens that all ranks have. Zeros are appended to make all shares equally long."""
     missing = -len(x) % group.size()
     return Split.apply(F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)), group)
 
 
 def join_tokens(x: Tensor, tokens: int, group: Group) -> Tensor:
-    """All tokens, on every rank, for a computation that is the same on every rank."""
+    """Gathers the shares of all ranks and removes the padding. Ranks must compute the same from the result."""
     return Join.apply(x, group)[:tokens]
 
 
 class SummedGrads(Function):
-    """The identity on some weights; backward sums their gradients over a group, in one all-reduce in float32."""
+    """Returns the weights as they are. Backward sums their gradients over a group, in one float32 all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +84,7 @@ class SummedGrads(Function):
 
 
 class _GatheredGrad(Function):
-    """The gradient of a rank's share is that of all shares."""
+    """Backward of functions that give each rank its share: it gathers the gradients of all shares."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -101,7 +99,7 @@ class Split(_GatheredGrad):
 
 
 class Join(Function):
-    """The gradient is the same on every rank, so a rank takes its share of it."""
+    """All-gather. Backward takes this rank's share without a sum, since the gradient is equal on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -121,7 +119,10 @@ class ReduceScatter(_GatheredGrad):
 
 
 class GatheredLinear(Function):
-    """A linear layer on the tokens of all ranks. Only this rank's share is saved; backward gathers again."""
+    """A linear layer on the tokens of all ranks.
+
+    Only this rank's share of the input is saved for backward, which gathers the others again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -144,26 +145,30 @@ class GatheredLinear(Function):
 
 
 def use_megatron_layers(model: PackedModel, layout: Layout) -> list[LayerForward]:
-    """Replace the forward of each decoder layer; returns the new ones.
+    """Replaces the forward of each decoder layer and returns the new forwards.
 
-    Tensor-parallel ranks cut tokens among themselves in between: Megatron's sequence parallel.
+    With tensor parallel, the first layer splits the tokens over the ranks and the last one joins them.
     """
     modules = import_megatron()
     decoder: Any = model.decoder()
     layers = list(decoder.layers)
     group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
-    first: Any = layers[0].self_attn
-    with warnings.catch_warnings():  # of defaults that are not used here
+    first_attention: Any = layers[0].self_attn
+    with warnings.catch_warnings():  # Megatron warns about defaults that are not used here
         warnings.simplefilter("ignore")
-        megatron_config = modules.transformer_config(model.hf.config, first, layout.tensor)
-        cores = [
+        megatron_config = modules.transformer_config(
+            model.hf.config, first_attention, layout.tensor
+        )
+        megatron_layers = [
             modules.build_layer(megatron_config, i + 1, group, hasattr(layer.mlp, "experts"))
             for i, layer in enumerate(layers)
         ]
     for index, layer in enumerate(layers):
-        table = WeightTable(layer, first.head_dim, group)
-        table.check(cores[index])
-        layer.forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
+        table = WeightTable(layer, first_attention.head_dim, group)
+        table.check(megatron_layers[index])
+        layer.forward = LayerForward(
+            layer, megatron_layers[index], table, modules.make_viewless_tensor
+        )
         layer.forward.sequence_group = group
     forwards = [layer.forward for layer in layers]
     mark_ends(forwards)
@@ -171,7 +176,7 @@ def use_megatron_layers(model: PackedModel, layout: Layout) -> list[LayerForward
 
 
 def mark_ends(forwards: list[LayerForward]) -> None:
-    """Note the layers that get and return all tokens: the first and the last one of a model or pipeline stage."""
+    """Let the first layer of a model, or pipeline stage, split the tokens over ranks, and the last one join them."""
     for index, forward in enumerate(forwards):
         forward.splits = index == 0 and forward.sequence_group is not None
         forward.joins = index == len(forwards) - 1 and forward.sequence_group is not None
@@ -186,9 +191,9 @@ def require_megatron() -> None:
 
 
 def import_megatron() -> Any:
-    """`modules.py`, which imports megatron; slow, so nothing imports it earlier."""
+    """Imports `modules.py`, and with it megatron: here, since megatron is optional and slow to import."""
     require_megatron()
-    with warnings.catch_warnings():  # of packages that are not used here
+    with warnings.catch_warnings():  # Megatron warns about packages that are not used here
         warnings.simplefilter("ignore")
         from mvp_engine.model_engine.megatron import modules
     return modules
@@ -197,17 +202,18 @@ def import_megatron() -> Any:
 class LayerForward:
     """The forward of one decoder layer, with transformers' signature: (1, T, D) in and out.
 
-    With Megatron's sequence parallel a layer in between gets and returns this rank's share of the tokens.
+    With sequence parallel, layers other than the first get this rank's share of the tokens, and layers other than the
+    last return it.
     """
 
-    sequence_group: Any = None  # the tensor-parallel ranks that tokens are cut over
-    splits = False
-    joins = False
+    sequence_group: Any = None  # the tensor-parallel ranks, if there are several
+    splits = False  # whether it gets all tokens and splits them over the ranks
+    joins = False  # whether it gathers all tokens to return them
 
     def __init__(self, layer: Any, core: Any, table: WeightTable, without_view: Any) -> None:
-        self.without_view = without_view
-        self.layer = layer
-        self.core = core
+        self.without_view = without_view  # Megatron's make_viewless_tensor
+        self.layer = layer  # of transformers: it has the parameters
+        self.core = core  # Megatron's layer: it has no weights, each call gets them
         self.table = table
         self.transformers_forward = layer.forward
 
@@ -224,11 +230,12 @@ class LayerForward:
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> Tensor:
-        kwargs.pop("past_key_values", None)  # always None: a packed batch has a KV cache of its own
+        kwargs.pop("past_key_values", None)  # always None: packed batches use another KV cache
         if self.core.training != self.layer.training:
             self.core.train(self.layer.training)
         cos_Td = position_embeddings[0][0]
         sin_Td = position_embeddings[1][0]
+        # Megatron's layer has no arguments for these: its modules get them as attributes, for this call.
         attend = _Attend(self.layer.self_attn, attention_mask, cos_Td, sin_Td, kwargs)
         self.core.self_attention.core_attention.attend = attend
         x_T1D = hidden_states.transpose(0, 1)
@@ -243,14 +250,14 @@ class LayerForward:
         out_1TD = out_T1D.transpose(0, 1)
         if torch.compiler.is_compiling():
             return out_1TD
-        # FSDP2 hooks the output, and warns of a view.
+        # FSDP2 registers a hook on the output, and warns if it is a view. True: keep the autograd graph.
         return self.without_view(out_1TD, out_1TD.requires_grad, True)
 
 
 class _RunExperts:
-    """Router and experts of the Hugging Face layer, whose ranks may share experts (parallel.expert).
+    """Runs the router and the experts of the Hugging Face layer, which may be spread over ranks (parallel.expert).
 
-    Tensor-parallel ranks run them on the same tokens, so with sequence parallel all tokens are gathered.
+    Tensor-parallel ranks all run them on all tokens, so with sequence parallel the tokens are gathered first.
     """
 
     def __init__(self, mlp: nn.Module, sequence_group: Any, tokens: int) -> None:
@@ -261,13 +268,13 @@ class _RunExperts:
     def __call__(self, x_T1D: Tensor) -> Tensor:
         if self.sequence_group is None:
             return self.mlp(x_T1D.transpose(0, 1)).transpose(0, 1)
-        whole_T1D = join_tokens(x_T1D, self.tokens, self.sequence_group)
-        out_T1D = self.mlp(whole_T1D.transpose(0, 1)).transpose(0, 1)
+        all_T1D = join_tokens(x_T1D, self.tokens, self.sequence_group)
+        out_T1D = self.mlp(all_T1D.transpose(0, 1)).transpose(0, 1)
         return split_tokens(out_T1D, self.sequence_group)
 
 
 class _Attend:
-    """Packed attention of one forward of one layer; rows of padding after the last token come out as zeros."""
+    """Runs packed attention for one call of one layer. Rows of padding after the last token become zeros."""
 
     def __init__(
         self, module: nn.Module, mask: Any, cos_Td: Tensor, sin_Td: Tensor, options: dict[str, Any]
@@ -297,24 +304,25 @@ class _Attend:
 
     def _rotate(self, x_HTd: Tensor) -> Tensor:
         first, second = x_HTd.chunk(2, -1)
-        from_other = torch.cat([-second, first], -1)
-        return x_HTd * self.cos_Td + from_other * self.sin_Td
+        rotated_half = torch.cat([-second, first], -1)
+        return x_HTd * self.cos_Td + rotated_half * self.sin_Td
 
 
 # The weight table: which Hugging Face parameters of a decoder layer make up which weight of Megatron's layer.
 #
 # Legend: G key/value heads of this rank, n query heads of each, d head size, D hidden size.
 #
-# Megatron stores queries, keys and values in one matrix, by key/value head: (n queries, key, value) of the first head,
-# then of the second. Gate and up projections follow each other; a tensor-parallel rank has its rows of the gate, then
-# its rows of the other. Joining is differentiable, so gradients arrive at the Hugging Face parameters. It copies each
-# weight once in a forward. Experts and their router have no row: they stay modules of the Hugging Face layer.
+# Megatron stores queries, keys and values in one matrix, ordered by key/value head: (n queries, key, value) of the
+# first head, then of the second. It stores the gate projection above the up projection; a tensor-parallel rank has its
+# rows of the gate, then its rows of the up projection. Weights are joined in each forward, which copies them once.
+# Joining is differentiable, so the gradients reach the Hugging Face parameters. Experts and their router have no row in
+# the table: they stay modules of the Hugging Face layer.
 
 JoinWeights = Callable[..., Tensor]
 
 
 def by_kv_head(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
-    """(G n d, D), (G d, D), (G d, D) -> (G (n + 2) d, D); biases without D."""
+    """(G n d, D), (G d, D), (G d, D) -> (G (n + 2) d, D); biases have no dimension D."""
     heads = len(key) // head_dim
     parts = [part.unflatten(0, (heads, -1)) for part in (query, key, value)]
     return torch.cat(parts, 1).flatten(0, 1)
@@ -329,14 +337,13 @@ def same(weight: Tensor, head_dim: int) -> Tensor:
 
 
 class Row(NamedTuple):
-    """One weight of Megatron's layer."""
+    """One weight of Megatron's layer, and the Hugging Face parameters that it is joined from."""
 
     megatron: str
     join: JoinWeights
     hf: tuple[str, ...]
-    partial: bool = (
-        False  # tensor-parallel ranks have parts of the gradient, of their heads or tokens
-    )
+    # True: a tensor-parallel rank computes the gradient of its heads or tokens only, so ranks sum them.
+    partial: bool = False
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -358,7 +365,7 @@ ROWS = (
 
 
 class _Place(NamedTuple):
-    """Where a parameter is registered. During a forward FSDP2 puts the gathered one there."""
+    """The module and name of a parameter, to be read in each forward: FSDP2 puts the gathered one there."""
 
     module: nn.Module
     name: str
@@ -370,40 +377,41 @@ class _Entry(NamedTuple):
 
 
 class WeightTable:
-    """The rows of the table that one decoder layer has."""
+    """The rows of `ROWS` whose parameters one decoder layer has."""
 
     def __init__(self, layer: nn.Module, head_dim: int, group: dist.ProcessGroup | None) -> None:
-        """`group`: the tensor-parallel ranks, if there are several."""
+        """`group`: the tensor-parallel ranks, or None without tensor parallel."""
         self.head_dim = head_dim
         self.group = group
         self.entries: list[_Entry] = []
-        known = {name for name, _ in layer.named_parameters()}
+        without_row = {name for name, _ in layer.named_parameters()}
         for row in ROWS:
-            if known.issuperset(row.hf):
+            if without_row.issuperset(row.hf):
                 places = tuple(_place(layer, name) for name in row.hf)
                 self.entries.append(_Entry(row, places))
-                known -= set(row.hf)
-        self.left = sorted(known)
+                without_row -= set(row.hf)
+        self.left = sorted(without_row)  # parameters that are in no row
         rows = [row for row, _ in self.entries if group is not None and row.partial]
-        self.partial = [row.megatron for row in rows]  # whose gradients are summed
+        # Megatron's names of the weights whose gradients are summed over ranks.
+        self.partial = [row.megatron for row in rows]
 
     def check(self, megatron_layer: nn.Module) -> None:
-        """The table fills all weights of Megatron's layer, and leaves out nothing but experts."""
+        """Asserts that the rows fill all weights of Megatron's layer, and leave out experts and routers only."""
         assert all(name.startswith("mlp.") for name in self.left), self.left
         assert not self.left or not hasattr(megatron_layer.mlp, "linear_fc1"), self.left
         weights = {row.megatron for row, _ in self.entries}
         assert weights == {name for name, _ in megatron_layer.named_parameters()}
 
     def join(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Megatron's weights of this rank, by Megatron's names, cast to `dtype` if given."""
+        """Returns this rank's weights for Megatron's layer, by Megatron's names, cast to `dtype` if given."""
         parts: dict[str, list[Tensor]] = {}
         for row, places in self.entries:
             params = [getattr(place.module, place.name) for place in places]
             local = [local_tensor(param) for param in params]
             parts[row.megatron] = local if dtype is None else [part.to(dtype) for part in local]
         if self.partial:
-            whole = SummedGrads.apply(self.group, *(parts[name][0] for name in self.partial))
-            parts |= {name: [weight] for name, weight in zip(self.partial, whole, strict=True)}
+            weights = SummedGrads.apply(self.group, *(parts[name][0] for name in self.partial))
+            parts |= {name: [weight] for name, weight in zip(self.partial, weights, strict=True)}
         return {
             row.megatron: row.join(*parts[row.megatron], head_dim=self.head_dim)
             for row, _ in self.entries
@@ -411,8 +419,8 @@ class WeightTable:
 
 
 def _place(layer: nn.Module, name: str) -> _Place:
-    module, _, own = name.rpartition(".")
-    return _Place(layer.get_submodule(module), own)
+    module_name, _, param_name = name.rpartition(".")
+    return _Place(layer.get_submodule(module_name), param_name)
 
 
 class MegatronAdapter(HFAdapter):
@@ -423,12 +431,12 @@ class MegatronAdapter(HFAdapter):
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
         super().cut_stage(link, skeleton)
-        held = set(self.model.modules())
-        mark_ends([forward for forward in self._layers if forward.layer in held])
+        stage_modules = set(self.model.modules())
+        mark_ends([forward for forward in self._layers if forward.layer in stage_modules])
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         super().preflight(layout, exact)
-        if self.model.padded_rows:  # which run transformers' own layers
+        if self.model.padded_rows:  # padded rows run transformers' own layers
             raise UserError(
                 f"model.backend=megatron runs packed sequences only: {self.model.padded_rows}. "
                 "Set model.backend=fsdp"
@@ -453,7 +461,7 @@ class MegatronValueModelEngine(_MegatronEngine, ValueModelEngine):
     """A value model: one number per token."""
 
 
-# Which models the Megatron backend supports, and what it refuses, with the fix.
+# The models and settings that the Megatron backend supports. Errors for others name the setting to change.
 
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 BIASED = ("q_proj.bias", "k_proj.bias", "v_proj.bias")  # parameters that may have a bias
@@ -468,8 +476,8 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
         raise _refuse(f"{config.model_type} is none of {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
         raise _refuse(f"{config.model_type} with hidden_act={config.hidden_act} is not supported")
-    layers: Any = model.decoder()
-    for name, _ in layers.layers.named_parameters():
+    decoder: Any = model.decoder()
+    for name, _ in decoder.layers.named_parameters():
         if name.endswith(".bias") and not name.endswith(BIASED):
             raise _refuse(f"{name.removesuffix('.bias')} has a bias")
     if getattr(config, "router_jitter_noise", 0.0):
@@ -486,7 +494,7 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
 
 
 def _is_set(setting: Any) -> bool:
-    """Whether a setting, which may be given by part, is on anywhere."""
+    """Whether a setting is on: for the whole model, or in a mapping for any part of it."""
     return any(setting.values()) if isinstance(setting, Mapping) else bool(setting)
 
 
