@@ -207,7 +207,7 @@ def export_link(export: str | None) -> Path | None:
     link = Path(export).expanduser()
     if link.exists() and not link.is_symlink():
         raise UserError(
-            f"export_link={link} exists and is no link of an earlier run: set export to another path"
+            f"export_link={link} exists and is no link of an earlier run: set export_link to another path"
         )
     parent = next(folder for folder in link.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
