@@ -133,6 +133,7 @@ def test_check_on_two_ranks_compares_the_rows_of_both(ranks2, tmp_path):
         assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
 
 
+@pytest.mark.slow
 def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path, capsys):
     page = (ROOT / "docs" / "whole_step_loss.md").read_text()
     for name, language in (("engine.py", "python"), ("train.yaml", "yaml")):

@@ -26,6 +26,7 @@ ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
+@pytest.mark.slow
 def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch, capsys):
     # A rank of 1,024 has no memory for weights here.
     monkeypatch.setattr(base_engine, "materialize_weights", None)

@@ -212,6 +212,7 @@ def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(on_ranks, tmp_p
     assert same(AutoModelForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
+@pytest.mark.slow
 def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(on_ranks, tmp_path):
     folder_of("qwen3", tmp_path / "in")
     reason = "OSError: [Errno 28] No space left on device"

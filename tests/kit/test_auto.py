@@ -191,6 +191,7 @@ def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(config, tmp
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     config, tmp_path, capsys
 ):

@@ -89,6 +89,7 @@ def test_loader_plain_text_without_chat_template_trains(tmp_path):
     assert kit.summary("train").startswith("train: 30 rows an epoch (text: 30)")
 
 
+@pytest.mark.slow
 def test_loader_images_equal_the_processor_outputs_and_train(tmp_path):
     rows = with_images(tmp_path)
     batches = list(vlm_kit(write(tmp_path / "images.jsonl", rows)).loader("train", num_workers=1))
@@ -217,6 +218,7 @@ def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path):
     assert "Bad rows: none" in made(file, qwen3_vl()).summary("train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path, workers, logged):
     warnings = logged()

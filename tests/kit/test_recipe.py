@@ -35,6 +35,7 @@ def records(folder):
     return json_lines(file)
 
 
+@pytest.mark.slow
 def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
     assert main(["train", *words]) == 0

@@ -40,6 +40,7 @@ def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit, mon
         list(kit.loader("train", num_workers=2))
 
 
+@pytest.mark.slow
 def test_watchdog_worker_killed_in_the_middle_of_a_message_raises(kit, monkeypatch):
     """The other worker holds the pipe open, so that the reader alone would wait for ever."""
 

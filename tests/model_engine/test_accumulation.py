@@ -101,6 +101,7 @@ def gathers(layout):
     return gradients(engine.model), weights(engine.model), counts
 
 
+@pytest.mark.slow
 def test_without_resharding_parameters_are_gathered_once_a_step_and_nothing_else_changes(
     on_ranks,
 ):

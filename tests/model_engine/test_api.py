@@ -134,6 +134,7 @@ def with_norms(layout):
     return gradients(NORMS, layout)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_ranks):
     """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
     expected = gradients(NORMS, ALONE)

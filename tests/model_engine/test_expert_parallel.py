@@ -98,6 +98,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, families", LAYOUTS, ids=str)
 def test_expert_parallel_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     data_size = sizes.get("replicate", 1) * sizes.get("shard", 1)

@@ -98,6 +98,7 @@ KNOWN = [*QUICK_CASES, ("mamba2", "compiled")]
 LONG = [pytest.param(*case, marks=CAMPAIGN) for case in CASES if case not in KNOWN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, how", [*QUICK_CASES, *SLOW, *LONG])
 def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name, how):
     torch._dynamo.reset()

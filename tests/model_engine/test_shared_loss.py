@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import pytest
 from tiny_engines import ALONE, assert_close, counting, engine_of, gradients
 
 from mvp_engine.hf.model import language_model
@@ -25,6 +26,7 @@ def stepped(layout, names):
     return detached, gradients(engine.model, layout.data_size), quick.call_count
 
 
+@pytest.mark.slow
 def test_ulysses_ranks_compute_head_gradients_in_forward(on_ranks):
     for names, calls in ((["loss"], 3), (["loss", "losses"], 3), (["loss", "entropy"], 0)):
         outs, grads, _ = stepped(ALONE, names)

@@ -29,6 +29,7 @@ def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path, rank
                 assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_digits_flow_resume_continues_bit_equal(tmp_path):
     """Noise and times of the steps after the resume are those of a training without a stop."""
     words = ["optim.schedule=constant", "checkpoint.interval=2", "run_id=one"]

@@ -24,6 +24,7 @@ def problems():
     return module.problems
 
 
+@pytest.mark.slow
 def test_check_of_the_action_kit_passes(problems):
     assert problems() == []
 

@@ -46,6 +46,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["hangs", *(pytest.param(kind, marks=CAMPAIGN) for kind in ("raises", "nan", "dies"))],
@@ -91,6 +92,7 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
     assert "rows.jsonl:9" in (folder / "overlong_rows.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_path, capfd):
     config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
     trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)
@@ -119,6 +121,7 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path):
     assert steps.count((2, "train")) == 4
 
 
+@pytest.mark.slow
 def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path, capfd):
     config = write_recipe(tmp_path, LENGTH)
     (tmp_path / "engine.py").write_text(
@@ -145,6 +148,7 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path,
         assert record["grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reward, warning",
     [
@@ -173,6 +177,7 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5
 
 
+@pytest.mark.slow
 def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch):
     """See also tests/engine/test_hang.py."""
     update = Learner.update
