@@ -408,10 +408,12 @@ def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_no
         workers = early._first[1]._workers  # type: ignore[index]
         assert [batch.input_ids.tolist() for batch in early] == expected
         assert early._first is None
+    workers[0].join(10)
     assert not workers[0].is_alive()
     moved = kit.loader("train", **options)
     with moved.started():  # for another place than that of a checkpoint
         workers = moved._first[1]._workers  # type: ignore[index]
         moved.load_state_dict({**moved.state_dict(), "samples": 2})
         assert [batch.input_ids.tolist() for batch in moved] == expected[2:]
+    workers[0].join(10)
     assert not workers[0].is_alive()
