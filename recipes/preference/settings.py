@@ -24,7 +24,7 @@ class PreferenceLoss(Section):
     """The config section of the preference losses."""
 
     loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "dpo"
-    """The loss: DPO (dpo, ipo, hinge, robust), SimPO, ORPO on pairs; KTO on rows with a label."""
+    """The loss: dpo, ipo, hinge, robust (DPO with label noise), simpo or orpo on pairs; kto on rows with a label."""
     beta: Positive = 0.1
     """Scale of the implicit reward. Of orpo: the weight of the odds-ratio term. SimPO uses 2 to 10."""
     label_smoothing: Fraction = Field(default=0.0, lt=0.5)

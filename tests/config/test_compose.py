@@ -54,7 +54,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(tmp_path, mo
     assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
 
 
-def test_misspelt_key_beside_keys_without_a_value_is_reported_first():
+def test_misspelt_key_next_to_keys_without_a_value_is_reported_first():
     lines = error("sft/lora", "model.pth=folder", "optim.lr=fast").splitlines()
     assert (
         lines[0]

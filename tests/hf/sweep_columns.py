@@ -1,4 +1,4 @@
-"""The columns of the model matrix besides `packed`: LoRA, export, and two ranks with Ulysses or tensor parallel.
+"""The columns of the model matrix other than `packed`: LoRA, export, and two ranks with Ulysses or tensor parallel.
 
 Each check returns True, or the reason why the model type does not support it. `on_two_ranks` needs a
 `RankPool` of two.

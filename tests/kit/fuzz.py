@@ -83,7 +83,7 @@ BAD_MEDIA = {
         ("audio", {"array": [[0.0, 0.1]] * 9, "sampling_rate": 16000}),
     ],
 }
-# Mistakes in rows that only later stages see, besides those that `read_row` refuses.
+# Mistakes in rows that only later stages see, in addition to those that `read_row` refuses.
 BAD_SHAPES = {
     "media_count": [
         chat([{"type": "image"}]),

@@ -18,7 +18,7 @@ X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 class Net(nn.Module):
-    """Two blocks, a layer norm with a buffer beside it, and a new head."""
+    """Two blocks, a layer norm next to a buffer, and a new head."""
 
     fresh = ("head.*",)
 

@@ -26,11 +26,11 @@ class Stack(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 6)
-        self.beside = nn.Linear(4, 6)  # of the same group as the first, and not used by all
+        self.second = nn.Linear(4, 6)  # of the same group as the first, and not used by all
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
 
-    def forward(self, x, used, beside):
-        out = self.first(x) + self.beside(x) if beside else self.first(x)
+    def forward(self, x, used, with_second):
+        out = self.first(x) + self.second(x) if with_second else self.first(x)
         for index in used:
             out = out + self.blocks[index](out).tanh()
         return out
