@@ -82,10 +82,10 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
     seconds = facts["seconds"]
     share = seconds["reward"] / max(sum(seconds.values()), 1e-9)
     is_long = share > LONG_REWARDS and seconds["reward"] > LONG_REWARD_SECONDS
-    if is_long and config.reward.model is None:
+    if is_long and config.reward.model is None and engine.episodes.chat is None:
         warnings.append(
-            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers}), which may "
-            "be more than the cores where a reward waits for something else"
+            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers or 2}), which "
+            "may be more than the cores where a reward waits for something else"
         )
     finished = [value for value in facts["finished"] if value is not None]
     if finished and mean(finished) < FEW_FINISHED:
@@ -97,7 +97,9 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
 
 
 def _own_answer_reward(engine: RLEngine) -> float | None:
-    """The mean reward of the answers that rows have themselves; None without any."""
+    """The mean reward of the answers that rows have themselves; None without any, and for episodes of several turns."""
+    if engine.episodes.chat is not None:
+        return None
     dataset: Any = engine.feed.loader.dataset  # type: ignore[attr-defined]
     prompts: list[Prompt] = []
     samples: list[Sample] = []
@@ -113,7 +115,7 @@ def _own_answer_reward(engine: RLEngine) -> float | None:
         tokens += engine.data.eos_token_ids[-1:]
         samples.append(Sample(len(prompts), tokens, [0.0] * len(tokens), 0, "stop"))
         prompts.append(prompt)
-    rewards = engine.rewards(prompts, samples) if prompts else []
+    rewards = engine.episodes.rewards(prompts, samples) if prompts else []
     values = [reward.value for reward in rewards if reward.value is not None]
     return mean(values) if values else None
 

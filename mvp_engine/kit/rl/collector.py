@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.feed import Feed
+from mvp_engine.kit.rl.episodes import Reward
 from mvp_engine.kit.rl.model_groups import ModelGroups
 from mvp_engine.kit.rl.policy import PolicyLoss, ValueLoss, advantage_fields, kl_penalty
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample, with_fields
 from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
 from mvp_engine.worker.worker import UpdateNumbers
@@ -85,7 +85,7 @@ class Experience:
         """Everything but the prompts, which are read from the data again."""
         return {
             "keys": [prompt.key for prompt in self.prompts],
-            "samples": [dict(vars(sample)) for sample in self.samples],
+            "samples": [sample.state_dict() for sample in self.samples],
             "rewards": [dict(vars(reward)) for reward in self.rewards],
             "batches": self.batches,
             "epoch": self.epoch,
@@ -99,7 +99,7 @@ class Experience:
         by_key = {prompt.key: prompt for prompt in read}
         return cls(
             [by_key[key] for key in state["keys"]],
-            [Sample(**sample) for sample in state["samples"]],
+            [Sample.from_state(sample) for sample in state["samples"]],
             [Reward(**reward) for reward in state["rewards"]],
             state["batches"],
             state["epoch"],

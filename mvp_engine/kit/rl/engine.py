@@ -11,7 +11,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -29,14 +29,16 @@ from mvp_engine.engine import StepContext
 from mvp_engine.engine.hooks import CheckStage
 from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
+from mvp_engine.hf.model.config_source import tool_schema
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.kit.rl.chat import Answer, Chat, ChatSettings
 from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
+from mvp_engine.kit.rl.episodes import Episodes, Reward, reward_metrics
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
-from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
 from mvp_engine.kit.rl.rollout import (
     PackedRollout,
     Rollout,
@@ -111,6 +113,9 @@ class RLEngine(MLLMEngine):
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
+    tools: Sequence[
+        Callable[..., Any]
+    ] = ()  # functions that answers may call; their docstrings are in the prompts
     _no_signal = 0  # steps in a row
 
     def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +140,18 @@ class RLEngine(MLLMEngine):
         An engine that does not define it has the scores of `reward.model` alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define reward(row, answer)")
+
+    def episode(self, row: dict[str, Any], chat: Chat) -> float | dict[str, float]:
+        """One conversation of the policy and its reward: by default one answer, after those that call `tools`.
+
+        It runs in a process of its own, which has what this engine had before its models were built.
+        """
+        return self.reward(row, chat.run_tools(self.tools))
+
+    @classmethod
+    def has_turns(cls) -> bool:
+        """Whether an episode is more than one answer."""
+        return cls.episode is not RLEngine.episode or bool(cls.tools)
 
     @property
     def parallel(self) -> Parallel:
@@ -176,7 +193,9 @@ class RLEngine(MLLMEngine):
     @classmethod
     def data_kit(cls, config: RLConfig) -> MLLMDataKit:  # type: ignore[override]
         data = prompt_settings(config.data, config.generation.max_new_tokens)
-        return super().data_kit(config.model_copy(update={"data": data}))
+        kit = super().data_kit(config.model_copy(update={"data": data}))
+        kit.row_encoder.tools = tuple(map(tool_schema, cls.tools))
+        return kit
 
     @property
     def global_batch_size(self) -> int:
@@ -220,23 +239,37 @@ class RLEngine(MLLMEngine):
             groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
 
-    def _open_rewards(self) -> None:
-        """Before the models: the processes of rewards are forked from this one."""
+    def _open_episodes(self) -> None:
+        """Before the models: the processes of episodes are forked from this one."""
         settings = self.config.reward
-        compute = None if type(self).reward is RLEngine.reward else self.reward
+        chat = None
+        play: Any = self.reward
+        if self.has_turns():
+            play = self.episode
+            chat = ChatSettings(
+                self.data.row_encoder,
+                max_new_tokens=self.config.generation.max_new_tokens,
+                max_tokens=self.config.budget,
+                max_turns=self.config.generation.max_turns,
+                stop=self.data.eos_token_ids,
+            )
+            chat.check(has_tools=bool(self.tools))
+        elif type(self).reward is RLEngine.reward:
+            play = None
         if settings.model is not None:
             check_reward_model(settings.model, self.tokenizer)
-        elif compute is None:
+        elif play is None:
             raise UserError(
-                f"{type(self).__name__} has no reward: define reward(self, row, answer), or set reward.model"
+                f"{type(self).__name__} has no reward: define reward(self, row, answer) or episode(self, row, chat), "
+                "or set reward.model"
             )
-        rewards = Rewards(compute, self.tokenizer, settings, self.config.seed)
-        self.rewards = self._closing.enter_context(closing(rewards))
+        episodes = Episodes(play, self.tokenizer, settings, self.config.seed, chat)
+        self.episodes = self._closing.enter_context(closing(episodes))
         self.rollout_log = RolloutLog(self.run.dir, self.tokenizer)
 
     def _connect_reward_model(self) -> None:
         if self.model_engine.reward is not None:
-            self.rewards.model = RewardModel(self.model_engine.reward, self.config.budget)
+            self.episodes.model = RewardModel(self.model_engine.reward, self.config.budget)
 
     def eval_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -273,7 +306,7 @@ class RLEngine(MLLMEngine):
             self.open_data()
 
     def before_train(self) -> None:
-        self._open_rewards()
+        self._open_episodes()
         super().before_train()
         self._connect_reward_model()
         self.meter = RLMeter(self.world, self.run.dir, self.step)
@@ -345,13 +378,17 @@ class RLEngine(MLLMEngine):
         if not chosen:
             return Updates([], [])
         samples = [experience.samples[i] for i in chosen]
-        rewards = [experience.rewards[i].value for i in chosen]
+        rewards = []  # of each sequence: that of its episode
+        for i in chosen:
+            trained = [one for one in experience.samples[i].sequences() if one.tokens]
+            rewards += [experience.rewards[i].value] * len(trained)
         on_policy = all(sample.version == self.step for sample in samples)
         batch = rollout_batch(experience.prompts, samples)
         rewards_S = torch.tensor(rewards, dtype=torch.float64)
         batch = self.learner.prepare(batch, rewards_S, on_policy, ctx.step)
         if "old_log_probs" in batch.token_fields:
-            gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
+            old_T = batch.token_fields["old_log_probs"]
+            gap = measure_gap(batch, old_T, experience.prompts, samples)
             # The policy has moved since older weights sampled: no limit says what is too far.
             gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
@@ -392,10 +429,21 @@ class RLEngine(MLLMEngine):
             seed=derived_seed(self.config.seed, "rollout"),
             stop=tuple(self.data.eos_token_ids),
         )
-        with self._phase("generate"):
-            samples = self.rollout.generate(prompts, sampling)
+        generated = 0.0
+
+        def complete(prompts: list[Prompt], number: int) -> list[Sample]:
+            nonlocal generated
+            with self._phase("generate"):
+                started = time.perf_counter()
+                found = self.rollout.generate(
+                    prompts, dataclasses.replace(sampling, samples=number)
+                )
+                generated += time.perf_counter() - started
+            return found
+
         with self._phase("reward"):
-            rewards = self.rewards(prompts, samples)
+            samples, rewards = self.episodes.play(prompts, sampling.samples, complete)
+        self.meter.seconds["reward"] -= generated  # the phase of generation is inside
         made = Experience(prompts, samples, rewards)
         made.metrics = reward_metrics(rewards) | _sample_metrics(samples)
         if ALGORITHMS[self.config.rl.algorithm].has_groups:
@@ -405,7 +453,7 @@ class RLEngine(MLLMEngine):
     # ---- Evaluation -----------------------------------------------------------------------------------------------
 
     def before_evaluate(self) -> None:
-        self._open_rewards()
+        self._open_episodes()
         super().before_evaluate()
         self._connect_reward_model()
 
@@ -414,8 +462,7 @@ class RLEngine(MLLMEngine):
         prompts = list(chain.from_iterable(self._eval_batches()))
         if not prompts:
             raise UserError("there are no held-out prompts: give a source split: eval")
-        samples = self._complete(prompts)
-        rewards = self.rewards(prompts, samples)
+        samples, rewards = self.episodes.play(prompts, self.config.eval.samples, self._complete)
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
         _log_all(ctx, pass_metrics(samples, rewards, self.config.eval.pass_threshold))
@@ -426,14 +473,14 @@ class RLEngine(MLLMEngine):
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means
 
-    def _complete(self, prompts: list[Prompt]) -> list[Sample]:
+    def _complete(self, prompts: list[Prompt], number: int) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
         settings = self.config.eval
         decoding = Decoding(
             max_new_tokens=self.config.generation.max_new_tokens,
             stop=self.data.eos_token_ids,
             temperature=settings.temperature,
-            samples=settings.samples,
+            samples=number,
             seed=derived_seed(self.config.seed, "evaluation"),
             budget=self.config.budget,
         )

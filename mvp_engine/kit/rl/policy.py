@@ -144,10 +144,19 @@ def spread(values_S: Tensor, batch: PackedBatch) -> Tensor:
 def token_rewards(
     rewards_S: Tensor, batch: PackedBatch, kl_T: Tensor | None = None, kl: float = 0.0
 ) -> Tensor:
-    """(T,): each sequence's reward at its last action, minus `kl` times the penalty `kl_T` at each action."""
+    """(T,): each sequence's reward at its last action, minus `kl` times the penalty `kl_T` at each action.
+
+    Of several turns, what the token field `turn_rewards` says is at the turns, and the rest at the last action. A
+    sequence gets what comes after its beginning: not the rewards of turns in the episode's sequences before it.
+    """
     actions = Actions.of(batch)
     rewards_A = torch.zeros(len(actions.tokens), dtype=torch.float64)
-    rewards_A[actions.last] = rewards_S.double()[actions.counts > 0]
+    rest_S = rewards_S.double()
+    if "turn_rewards" in batch.token_fields:
+        turn_rewards_T = batch.token_fields["turn_rewards"]
+        rewards_A += turn_rewards_T.double()[actions.tokens]
+        rest_S = rest_S - batch.sequence_fields["rewarded"] - _sums(turn_rewards_T, batch)
+    rewards_A[actions.last] += rest_S[actions.counts > 0]
     if kl_T is not None:
         rewards_A -= kl * kl_T.double()[actions.tokens]
     return actions.on_tokens(rewards_A, batch)
@@ -210,9 +219,18 @@ def advantage_fields(
         if kl_T is not None:
             rewards_S = rewards_S.double() - kl * _sums(kl_T, batch)
         leave_one_out = algorithm.advantages == "leave_one_out"
+        episode_S = torch.arange(batch.num_sequences)
+        if (
+            "episode" in batch.sequence_fields
+        ):  # the sequences of an episode count once in its group
+            episodes, episode_S = batch.sequence_fields["episode"].unique(return_inverse=True)
+            sizes_E = episode_S.bincount()
+            groups_S = torch.zeros_like(episodes).index_add(0, episode_S, groups_S) // sizes_E
+            sums_E = torch.zeros(len(episodes), dtype=torch.float64)
+            rewards_S = sums_E.index_add(0, episode_S, rewards_S.double()) / sizes_E
         advantages_S = group_advantages(
             rewards_S, groups_S, std=algorithm.std, leave_one_out=leave_one_out
-        )
+        )[episode_S]
         return {"advantages": spread(advantages_S, batch)}
     rewards_T = token_rewards(rewards_S, batch, kl_T, kl)
     if algorithm.advantages == "reinforce_pp":

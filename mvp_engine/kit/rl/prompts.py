@@ -133,7 +133,7 @@ class PromptDataset(Dataset[Any]):
             sample=int(self.first[which]) + row,
             text=conversation_text(parsed.messages) if parsed.text is None else parsed.text,
             other_columns=tuple(name for name in parsed.unused if name in raw),
-            messages=tuple(map(_without_values, parsed.messages)),
+            messages=tuple(map(without_values, parsed.messages)),
             tools=parsed.tools,
         )
 
@@ -242,7 +242,7 @@ def prompt_loader(
     )
 
 
-def _without_values(message: Message) -> Message:
+def without_values(message: Message) -> Message:
     parts = [part if part.kind == "text" else replace(part, value=None) for part in message.parts]
     return replace(message, parts=tuple(parts))
 

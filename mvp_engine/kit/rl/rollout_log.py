@@ -15,8 +15,8 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.examples import media_files
+from mvp_engine.kit.rl.episodes import Reward
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.log.format import number
 from mvp_engine.report.facts import RunFacts

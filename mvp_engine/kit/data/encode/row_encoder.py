@@ -227,6 +227,10 @@ class RopePositions:
         with torch.device("meta"):
             return LanguageModel.from_config(copy.deepcopy(self.config)).base()
 
+    def prepare(self) -> None:
+        """Build the model now."""
+        assert self._model is not None
+
     @property
     def _num_axes(self) -> int:
         """Three: time, height and width; HunYuan-VL has the index of the token as well."""
@@ -311,7 +315,9 @@ class RowEncoder:
         self.positions = positions
         self.fields = dict(fields or {})
         self.row_part = row_part
-        self.tools: tuple[dict[str, Any], ...] = ()  # declarations for rows without tools of their own
+        self.tools: tuple[
+            dict[str, Any], ...
+        ] = ()  # declarations for rows without tools of their own
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -334,6 +340,11 @@ class RowEncoder:
                 "the chat template writes no special token after an answer: "
                 "the model does not learn to stop"
             )
+
+    def prepare(self) -> None:
+        """Build what processes that are forked from this one would each build again."""
+        if isinstance(self.positions, RopePositions):
+            self.positions.prepare()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -175,7 +175,9 @@ class ChatTemplate:
     def _after_turn(self, rendered: MarkedText, index: int, new: Sequence[Message]) -> Rendered:
         turns = rendered.spans.turns(index)
         if len(turns) != 1 or not rendered.spans.turns(index + 1):
-            raise BadRow("template", f"the chat template has no turn for a message of the role {new[0].role}")
+            raise BadRow(
+                "template", f"the chat template has no turn for a message of the role {new[0].role}"
+            )
         finder = LossSpans(self.renderer, self.special, self.stop_token, rendered)
         start, end = finder.with_stop_token(turns[0])
         # Sampling stops at the first of several special tokens at the end of a turn (Cohere).
