@@ -209,15 +209,12 @@ class Chat:
         with self._shared.lock:
             return Chat(self._shared, prompt)
 
-    def run_tools(self, tools: Sequence[Callable[..., Any]]) -> Answer:
-        """Answers until one calls no tool, each call answered by its function; returns the last answer."""
+    def call(self, answer: Answer, tools: Sequence[Callable[..., Any]]) -> Answer:
+        """Answer each call of a tool with what its function returns; returns the policy's next answer."""
         functions = {function.__name__: function for function in tools}
-        answer = self.answer()
-        while answer.calls:
-            for call in answer.calls:
-                self.tool(call_tool(functions, call), name=call.name, id=call.id)
-            answer = self.answer()
-        return answer
+        for call in answer.calls:
+            self.tool(call_tool(functions, call), name=call.name, id=call.id)
+        return self.answer()
 
     @property
     def random(self) -> random.Random:

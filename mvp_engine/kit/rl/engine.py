@@ -146,7 +146,10 @@ class RLEngine(MLLMEngine):
 
         It runs in a process of its own, which has what this engine had before its models were built.
         """
-        return self.reward(row, chat.run_tools(self.tools))
+        answer = chat.answer()
+        while self.tools and answer.calls:
+            answer = chat.call(answer, self.tools)
+        return self.reward(row, answer)
 
     @classmethod
     def has_turns(cls) -> bool:
