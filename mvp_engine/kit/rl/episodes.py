@@ -686,7 +686,10 @@ class _Process:
 
 
 def _end(zygote: Any, control: Connection) -> None:
-    control.close()
+    if not control.closed:
+        with contextlib.suppress(OSError):
+            control.send(("end", 0))
+        control.close()
     zygote.join(10.0)
     if zygote.is_alive():
         kill_descendants(zygote.pid)
@@ -728,6 +731,8 @@ def _zygote(
                 command, pid = control.recv()
                 if command == "fork":
                     _fork_worker(work, workers, control, (reader, writer))
+                elif command == "end":
+                    break
                 elif pid in workers:
                     _kill_worker(pid)
             except (EOFError, OSError):

@@ -7,7 +7,7 @@ actor's own weights. Servers are in modules of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -81,8 +81,9 @@ class Sample:
 
 
 def _plain(batch: PackedBatch) -> dict[str, Any]:
+    found = {one.name: getattr(batch, one.name) for one in fields(batch) if one.init}
     media = {name: dict(vars(items)) for name, items in batch.media.items()}
-    return {**vars(batch), "media": media}
+    return {**found, "media": media}
 
 
 @dataclass(frozen=True)
