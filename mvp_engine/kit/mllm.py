@@ -169,24 +169,15 @@ class MLLMEngine(Engine):
 
     def after_train(self) -> None:
         super().after_train()
-        row_checks.log_end_report(self)
-        export = None
-        if self.config.export_link is not None:
-            self.load_best()
-            export = self.export()
-        examples.write_page_of(self, self.eval_metrics, export, in_training=True)
+        examples.end_training(self, self.generation.gathered())
 
     def export(self) -> Path:
         """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
-        model_kit.export_link(self.config.export_link)
-        if not self._training and not hasattr(self, "model_engine"):
-            self.before_evaluate()
         return model_kit.export_folder(self)
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and write a page with curves, prompts, their media, and answers."""
-        model_kit.export_link(self.config.export_link)
-        examples.write_page_of(self, self.evaluate(), self.export())
+        examples.write_report_of(self, lambda: self.generation.gathered())
 
     def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:
         """Write `report.html`; `figures` and `export` are those of the last evaluation and export, or None."""

@@ -26,7 +26,7 @@ from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.settings import ALGORITHMS, Group, RLConfig
+from mvp_engine.kit.rl.settings import Group, RLConfig
 from mvp_engine.model_engine import Settings, StepStatus
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.worker import UpdateNumbers, WorkerSpec
@@ -46,9 +46,12 @@ class ModelGroups:
         total_steps: int | None,
         side_files: Path,
         device: torch.device,
+        start_models: Callable[[ModelGroups], None] | None = None,
     ) -> None:
-        """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each."""
+        """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each. `start_models`: the roles."""
         self.config = config
+        self.start_models = start_models or start_all
+        self.is_training = False
         self.settings = Settings.from_config(config, precision)
         self.total_steps = total_steps
         self.side_files = side_files
@@ -67,38 +70,46 @@ class ModelGroups:
 
     def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
         """Start the processes and their models; without an optimizer only those of an evaluation."""
-        config = self.config
-        groups = config.groups
-        has_critic = ALGORITHMS[config.rl.algorithm].has_critic
-        warmup = config.rl.critic_warmup if has_critic else 0
+        self.is_training = optimizer is not None
         with self._started:  # ends what was started if a later group fails
-            if optimizer is None:
-                self.actor = self._start("actor", groups.actor, self._spec(optim=None))
-            else:
-                self.actor = self._start("actor", groups.actor, self._trained_spec(warmup))
-                self._start_others()
-            if config.reward.model is not None:
-                changes = {"type": "value_model", "path": config.reward.model, "config": {}}
-                model = config.model.model_copy(update=changes)
-                spec = self._spec(model=model, optim=None, lora=None)
-                self.reward = self._start("reward", groups.reward, spec)
+            self.start_models(self)
             self._started = self._started.pop_all()
 
-    def _start_others(self) -> None:
-        config = self.config
-        groups = config.groups
-        if ALGORITHMS[config.rl.algorithm].has_critic:
-            lr = config.rl.critic_lr or config.optim.lr
+    def start_actor(self) -> None:
+        """The policy, with adapters if there is the section `lora`. By default it generates, too."""
+        has_critic = self.config.rl.preset.has_critic
+        warmup = self.config.rl.critic_warmup if has_critic else 0
+        spec = self._trained_spec(warmup) if self.is_training else self._spec(optim=None)
+        self.actor = self._start("actor", self.config.groups.actor, spec)
+
+    def start_critic(self, lr: float | None = None) -> None:
+        """The value model of a training: the policy at the start with a new head. `lr`: by default the actor's."""
+        if self.is_training:
+            config = self.config
             model = config.model.model_copy(update={"type": "value_model"})
-            optim = config.optim.model_copy(update={"lr": lr})
+            optim = config.optim.model_copy(update={"lr": lr or config.optim.lr})
             spec = self._trained_spec(0, model=model, optim=optim)
-            self.critic = self._start("critic", groups.critic, spec)
-        frozen = self._spec(optim=None, lora=None)
-        if config.rl.kl_coef and (groups.reference is not None or config.lora is None):
+            self.critic = self._start("critic", config.groups.critic, spec)
+
+    def start_reference(self) -> None:
+        """The frozen policy at the start of a training. With LoRA it is by default the actor without its adapters."""
+        groups = self.config.groups
+        if self.is_training and (groups.reference is not None or self.config.lora is None):
             group = groups.reference or Group(parallel=groups.actor.parallel)
-            self.reference = self._start("reference", group, frozen)
-        if groups.rollout is not None:
-            self.sampler = self._start("rollout", groups.rollout, frozen)
+            self.reference = self._start("reference", group, self._spec(optim=None, lora=None))
+
+    def start_sampler(self) -> None:
+        """A copy of the policy in the group `rollout`, which generates in place of the actor in a training."""
+        group = self.config.groups.rollout
+        if self.is_training and group is not None:
+            self.sampler = self._start("rollout", group, self._spec(optim=None, lora=None))
+
+    def start_reward_model(self, path: str) -> None:
+        """A value model whose score at the last token is a reward."""
+        changes = {"type": "value_model", "path": path, "config": {}}
+        model = self.config.model.model_copy(update=changes)
+        spec = self._spec(model=model, optim=None, lora=None)
+        self.reward = self._start("reward", self.config.groups.reward, spec)
 
     def _spec(self, **changes: Any) -> WorkerSpec:
         return WorkerSpec.from_config(
@@ -136,6 +147,23 @@ class ModelGroups:
 
     def close(self) -> None:
         self._started.close()
+
+    # ---- What the models say of a batch, per token and on the CPU --------------------------------------------------
+
+    def log_probs(self, batch: PackedBatch) -> Tensor:
+        """Of the labels, by the actor, at the temperature of the sampling."""
+        return self._log_probs(self.actor, batch)
+
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor:
+        if self.reference is None:
+            return self._log_probs(self.actor, batch, adapters=False)
+        return self._log_probs(self.reference, batch)
+
+    def _log_probs(self, group: WorkerGroup, batch: PackedBatch, adapters: bool = True) -> Tensor:
+        temperature = self.config.generation.temperature
+        options: Any = {"budget": self.config.budget, "adapters": adapters}
+        found = group.infer(batch, ["log_probs"], temperature=temperature, **options)
+        return found["log_probs"].float()
 
     # ---- What an Engine calls -------------------------------------------------------------------------------------
 
@@ -198,6 +226,20 @@ class ModelGroups:
 
     def export_hf(self, folder: Path) -> None:
         self.actor.export_hf(folder)
+
+
+def start_all(models: ModelGroups) -> None:
+    """The roles that the config names."""
+    config = models.config
+    models.start_actor()
+    if config.rl.preset.has_critic:
+        models.start_critic(config.rl.critic_lr)
+    if config.rl.kl_coef:
+        models.start_reference()
+    if config.groups.rollout is not None:
+        models.start_sampler()
+    if config.reward.model is not None:
+        models.start_reward_model(config.reward.model)
 
 
 # RewardModel: completions scored by a value model in a worker group.

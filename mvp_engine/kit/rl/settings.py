@@ -110,6 +110,22 @@ class RL(Section):
     """Steps at the start in which the critic alone is trained."""
 
     @property
+    def preset(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """By how much the probability ratio may fall and rise."""
+        low, high = self.clip or self.preset.loss.get("clip", (0.2, 0.2))
+        return low, high
+
+    @property
+    def loss_norm(self) -> Literal["token", "sequence", "constant"]:
+        """What the policy loss is divided by."""
+        norm: Literal["token", "sequence", "constant"] = self.norm or self.preset.loss["norm"]
+        return norm
+
+    @property
     def max_importance(self) -> float | None:
         """The largest importance weight of a token; None: there are no such weights."""
         if self.importance_cap is None and self.async_steps:
@@ -275,13 +291,11 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _algorithm_fits(self) -> RLConfig:
         rl = self.rl
-        needs_groups = ("grpo", "dr_grpo", "rloo", "gspo", "cispo")
-        if rl.algorithm in needs_groups and rl.num_generations == 1:
+        if rl.preset.has_groups and rl.num_generations == 1:
             raise ValueError(
                 f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.num_generations to 2 or more"
             )
-        in_rewards = ("rloo", "reinforce_pp", "ppo")
-        if rl.kl_coef and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
+        if rl.kl_coef and rl.kl_estimator == "k1" and not rl.preset.kl_in_reward:
             raise ValueError(
                 f"rl.kl_estimator=k1: {rl.algorithm} has the KL divergence in its loss, where the gradient of k1 is 0 "
                 "in expectation. Set k2 or k3"
