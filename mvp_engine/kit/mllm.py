@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import examples, generation, row_checks
 from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.auto import smaller_after_out_of_memory, with_choice
@@ -30,7 +29,6 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
-    eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     answers: Sequence[Answer] = ()  # of this rank, in the last evaluation
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -48,10 +46,7 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
-        config.check_engine()
-        model_config = read_config(config.model.path, config.model.config)
-        processor, workers = cls.make_processor(config), config.data.num_workers
-        return MLLMDataKit(config.data, processor, model_config=model_config, num_workers=workers)
+        return MLLMDataKit.of(config, cls.make_processor)
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -138,10 +133,6 @@ class MLLMEngine(Engine):
     @cached_property
     def generation(self) -> EvalGenerationKit:
         return EvalGenerationKit(self)
-
-    def evaluate(self) -> dict[str, float | None]:
-        self.eval_metrics = super().evaluate()
-        return self.eval_metrics
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)

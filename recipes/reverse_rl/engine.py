@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import rl as kit
-from mvp_engine.kit.rl import Answer, Experience, ModelGroups, Prompt, RLEngine, Updates
+from mvp_engine.kit.rl import Answer, Experience, ModelGroups, Prompt, RLEngine, Updates, policy, prompt_loader
 
 from .data import prepare
 from .settings import ReverseConfig
@@ -31,9 +30,8 @@ class ReverseEngine(RLEngine):
         if self.config.rl.algorithm == "ppo":
             models.start_critic(lr=self.config.rl.critic_lr)
         if self.config.rl.kl_coef:
-            models.start_reference()  # the policy at the start
-        if self.config.groups.rollout is not None:
-            models.start_sampler()  # without it the actor generates, or a server
+            models.start_copy("reference")  # frozen; with LoRA it is the actor without its adapters
+        models.start_copy("rollout")  # generates, if there is `groups.rollout`; else the actor does, or a server
         if self.config.reward.model is not None:
             models.start_reward_model(self.config.reward.model)
 
@@ -47,7 +45,7 @@ class ReverseEngine(RLEngine):
 
     def prepare_dataloader(self, split: str) -> Any:
         count, folder = self.config.rl.prompts_per_step, self.run.dir
-        return kit.prompt_loader(self.data, split, prompts=count, seed=self.config.seed, folder=folder)
+        return prompt_loader(self.data, split, prompts=count, seed=self.config.seed, folder=folder)
 
     # ---- One step: prompts, rollout, reward, advantage, update -----------------------------------
 
@@ -72,7 +70,7 @@ class ReverseEngine(RLEngine):
         batch = self.prepare_batch(ctx, experience)
         batch.token_fields |= self.advantages(batch)
         policy_loss = partial(self.policy_loss, self.config, self.ratio_to(experience))
-        return self.update(ctx, batch, policy_loss, kit.ValueLoss(clip=self.config.rl.value_clip))
+        return self.update(ctx, batch, policy_loss, policy.ValueLoss(clip=self.config.rl.value_clip))
 
     def advantages(self, batch: PackedBatch) -> dict[str, Tensor]:
         """(T,): how much better than expected a token is, or its whole completion; of ppo also the critic's targets."""
@@ -81,21 +79,21 @@ class ReverseEngine(RLEngine):
         kl_T = torch.zeros(batch.num_tokens)  # these three subtract the KL divergence from the rewards
         if rl.kl_coef and rl.algorithm in ("rloo", "reinforce_pp", "ppo"):
             reference_T = fields["reference_log_probs"]
-            kl_T = kit.kl_penalty(kit.old_log_probs(batch), reference_T, rl.kl_estimator or "k1")
+            kl_T = policy.kl_penalty(policy.old_log_probs(batch), reference_T, rl.kl_estimator or "k1")
         match rl.algorithm:
             case "rloo":  # minus the mean of the prompt's other completions
-                rewards_S = rewards_S - rl.kl_coef * kit.sums_of_actions(kl_T, batch)
-                advantages_S = kit.group_advantages(rewards_S, groups_S, std=False, leave_one_out=True)
+                rewards_S = rewards_S - rl.kl_coef * policy.sums_of_actions(kl_T, batch)
+                advantages_S = policy.group_advantages(rewards_S, groups_S, std=False, leave_one_out=True)
             case "reinforce_pp":  # the return of each token, whitened over the step
-                rewards_T = kit.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                return {"advantages": kit.reinforce_pp(rewards_T, batch, rl.gamma)}
+                rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
+                return {"advantages": policy.reinforce_pp(rewards_T, batch, rl.gamma)}
             case "ppo":  # generalized advantage estimation with the critic's values
-                rewards_T = kit.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                advantages_T, returns_T = kit.gae(fields["old_values"], rewards_T, batch, rl.gamma, rl.gae_lambda)
-                return {"advantages": kit.whiten(advantages_T, batch), "returns": returns_T}
+                rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
+                advantages_T, returns_T = policy.gae(fields["old_values"], rewards_T, batch, rl.gamma, rl.gae_lambda)
+                return {"advantages": policy.whiten(advantages_T, batch), "returns": returns_T}
             case name:  # minus the mean of the prompt's completions; but for dr_grpo, over their standard deviation
-                advantages_S = kit.group_advantages(rewards_S, groups_S, std=name != "dr_grpo")
-        return {"advantages": kit.spread(advantages_S, batch)}
+                advantages_S = policy.group_advantages(rewards_S, groups_S, std=name != "dr_grpo")
+        return {"advantages": policy.spread(advantages_S, batch)}
 
     @staticmethod
     def policy_loss(config: Any, ratio_to: str, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
@@ -105,29 +103,31 @@ class ReverseEngine(RLEngine):
         log_probs_T, entropy_T, advantages_T = outputs["log_probs"], outputs["label_entropy"], fields["advantages"]
         # Of the policy before the step. Without the field this is the only update, and the policy is still the same.
         old_T = fields.get(f"{ratio_to}_log_probs", log_probs_T.detach())
-        ratio_T = kit.probability_ratios(log_probs_T, old_T, batch, of_sequence=rl.algorithm == "gspo")
+        ratio_T = policy.probability_ratios(log_probs_T, old_T, batch, of_sequence=rl.algorithm == "gspo")
         low, high = rl.clip_range
         clipped_T = ratio_T.clamp(1 - low, 1 + high)
         if rl.algorithm == "cispo":  # the clipped ratio is a weight without gradient
             loss_T, is_clipped_T = -clipped_T.detach() * advantages_T * log_probs_T, clipped_T != ratio_T
         else:
             loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
-            loss_T = kit.dual_clipped(loss_T, advantages_T, rl.dual_clip)
+            loss_T = policy.dual_clipped(loss_T, advantages_T, rl.dual_clip)
             is_clipped_T = loss_T != -advantages_T * ratio_T
         if rl.max_importance is not None and ratio_to == "old":  # of a sampler that is not the actor
-            loss_T = loss_T * kit.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
+            loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
         if rl.kl_coef:
             is_in_loss = rl.algorithm not in ("rloo", "reinforce_pp", "ppo")
             estimator = rl.kl_estimator if is_in_loss and rl.kl_estimator else "k3"
-            kl_T = kit.kl_penalty(log_probs_T, fields["reference_log_probs"], estimator)
+            kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], estimator)
             loss_T = loss_T + is_in_loss * rl.kl_coef * kl_T
-            kit.log_tokens(log, batch, kl=kl_T)
+            policy.log_tokens(log, batch, kl=kl_T)
         if rl.entropy:
             loss_T = loss_T - rl.entropy * entropy_T
-        approx_kl_T = kit.kl_penalty(old_T, log_probs_T.detach(), "k3")
-        kit.log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, approx_kl=approx_kl_T, entropy=entropy_T)
-        kit.log_gap(log, batch, log_probs_T)
-        return kit.normed(loss_T, batch, rl.loss_norm, config.generation.max_new_tokens)
+        approx_kl_T = policy.kl_penalty(old_T, log_probs_T.detach(), "k3")
+        policy.log_tokens(
+            log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, approx_kl=approx_kl_T, entropy=entropy_T
+        )
+        policy.log_gap(log, batch, log_probs_T)
+        return policy.normed(loss_T, batch, rl.loss_norm, config.generation.max_new_tokens)
 
     # ---- Evaluation: held-out prompts ------------------------------------------------------------
 

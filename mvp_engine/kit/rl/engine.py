@@ -30,14 +30,13 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.hooks import CheckStage
 from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.examples import end_training, page_figures, write_report_of
 from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Updates
-from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model, start_all
+from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.policy import (
     PolicyLoss,
     ValueLoss,
@@ -119,7 +118,6 @@ class RLEngine(Engine):
     batch_unit = "prompt"
     batch_size_keys = ("rl.prompts_per_step",)
     trains_in_process = False
-    eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
@@ -190,8 +188,16 @@ class RLEngine(Engine):
         return model_kit.MLLMModelKit(self.config.lora).of_engine(self)
 
     def start_models(self, models: ModelGroups) -> None:
-        """Start the worker group of each role."""
-        start_all(models)
+        """Start the worker group of each role. An evaluation has the actor and the reward model alone."""
+        config = models.config
+        models.start_actor()
+        if config.rl.preset.has_critic:
+            models.start_critic(config.rl.critic_lr)
+        if config.rl.kl_coef:
+            models.start_copy("reference")
+        models.start_copy("rollout")
+        if config.reward.model is not None:
+            models.start_reward_model(config.reward.model)
 
     @classmethod
     def make_processor(cls, config: RLConfig) -> Any:
@@ -201,11 +207,9 @@ class RLEngine(Engine):
     @classmethod
     def data_kit(cls, config: RLConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
-        config.check_engine()
         data = prompt_settings(config.data, config.generation.max_new_tokens)
-        model_config = read_config(config.model.path, config.model.config)
-        processor, workers = cls.make_processor(config), config.data.num_workers
-        return MLLMDataKit(data, processor, model_config=model_config, num_workers=workers)
+        config = config.model_copy(update={"data": data})
+        return MLLMDataKit.of(config, cls.make_processor)
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -221,36 +225,25 @@ class RLEngine(Engine):
         return self.config.rl.prompts_per_step
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
-        return prompt_loader(
-            self.data,
-            split,
-            prompts=self.config.rl.prompts_per_step,
-            seed=self.config.seed,
-            folder=self.run.dir,
-        )
+        prompts, seed = self.config.rl.prompts_per_step, self.config.seed
+        return prompt_loader(self.data, split, prompts=prompts, seed=seed, folder=self.run.dir)
 
     def prepare_rollout(self) -> Rollout:
         """The sampler that `generation.backend` names."""
         settings = self.config.generation
         if settings.backend == "packed":
-            group = self.model_engine.sampler or self.model_engine.actor
+            group = self.model_engine.rollout or self.model_engine.actor
             return PackedRollout(group, budget=self.config.budget)
-        model: Any = self.model
-        return server_rollout(
-            settings,
-            folder=self.run.dir,
-            wait_seconds=self.config.parallel.timeout,
-            banned=model.placeholders,
-        )
+        banned: Any = self.model.placeholders
+        wait = self.config.parallel.timeout
+        return server_rollout(settings, folder=self.run.dir, wait_seconds=wait, banned=banned)
 
     def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
         self.model = self.prepare_model()
         freeze(self.model, self.config.model.freeze)
-        side_files = self.run.dir / "processor"
-        device = self.model_device
-        groups = ModelGroups(
-            self.config, self.precision, self.total_steps, side_files, device, self.start_models
-        )
+        files, device, start = self.run.dir / "processor", self.model_device, self.start_models
+        steps = self.total_steps
+        groups = ModelGroups(self.config, self.precision, steps, files, device, start)
         if self._training:
             groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
@@ -353,7 +346,9 @@ class RLEngine(Engine):
             with self.phase("update"):
                 if experience.trainable():
                     updates = self.train_step(ctx, experience)
-            self._check_unmeasured_gap(ctx, experience, updates)
+            is_measured = any("old_log_probs" in batch.token_fields for batch in ctx.micro_batches)
+            if experience.is_of(self.step) and not is_measured:
+                check_mean_gap(updates.metrics().get("gap"), self.config.generation.max_gap)
             peaks = [one.peak_memory for one in updates.actor + updates.critic]
             self.meter.peak_memory = max([self.meter.peak_memory, *peaks])
             self.model_engine.add_status(updates.actor, updates.critic)
@@ -442,13 +437,10 @@ class RLEngine(Engine):
         A single update is made by the policy that sampled: it has the old log-probs itself.
         """
         rl = self.config.rl
-        if not on_policy:
+        if not on_policy or rl.max_importance is not None:
             return rl.max_importance is not None
-        single = rl.updates == 1 and rl.max_importance is None
-        in_reward = bool(rl.kl_coef) and rl.preset.kl_in_reward
-        return (
-            step == 1 or step % self.config.generation.gap_interval == 0 or in_reward or not single
-        )
+        is_due = step == 1 or step % self.config.generation.gap_interval == 0
+        return is_due or rl.updates > 1 or bool(rl.kl_coef and rl.preset.kl_in_reward)
 
     def ratio_to(self, experience: Experience) -> Literal["old", "sampler"]:
         """Whose probabilities the ratio of the loss divides by.
@@ -484,14 +476,6 @@ class RLEngine(Engine):
                 numbers.metrics.pop("gap", None)
         return updates
 
-    def _check_unmeasured_gap(
-        self, ctx: StepContext, experience: Experience, updates: Updates
-    ) -> None:
-        """The gap of a step whose update has the old log-probs itself."""
-        is_measured = any("old_log_probs" in batch.token_fields for batch in ctx.micro_batches)
-        if experience.is_of(self.step) and not is_measured:
-            check_mean_gap(updates.metrics().get("gap"), self.config.generation.max_gap)
-
     def train_pre_step(self, ctx: StepContext) -> None:
         """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""
 
@@ -504,7 +488,7 @@ class RLEngine(Engine):
         if self.config.generation.backend != "packed":
             between_gpus = self.config.generation.sync in ("ipc", "nccl")
             weights = actor.weights(on_device=between_gpus)
-        elif self.model_engine.sampler is not None:
+        elif self.model_engine.rollout is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
         with self.phase("sync"):
             self.rollout.sync(weights, self.step)
@@ -513,12 +497,10 @@ class RLEngine(Engine):
     def sampling(self) -> Sampling:
         """How completions of a training are sampled."""
         settings = self.config.generation
+        seed = derived_seed(self.config.seed, "rollout")
+        stop, samples = tuple(self.data.eos_token_ids), self.config.rl.num_generations
         return Sampling(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            samples=self.config.rl.num_generations,
-            seed=derived_seed(self.config.seed, "rollout"),
-            stop=tuple(self.data.eos_token_ids),
+            settings.max_new_tokens, stop, settings.temperature, samples=samples, seed=seed
         )
 
     def _collect(self, prompts: list[Prompt]) -> Experience:
@@ -535,10 +517,6 @@ class RLEngine(Engine):
         self._open_rewards()
         super().before_evaluate()
         self._connect_reward_model()
-
-    def evaluate(self) -> dict[str, float | None]:
-        self.eval_metrics = super().evaluate()
-        return self.eval_metrics
 
     def _evaluate(self) -> dict[str, float | None]:
         prompts = list(chain.from_iterable(self._eval_batches()))

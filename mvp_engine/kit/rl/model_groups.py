@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class ModelGroups:
     actor: WorkerGroup
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
-    sampler: WorkerGroup | None = None  # a group of its own that generates
+    rollout: WorkerGroup | None = None  # a group of its own that generates
     reward: WorkerGroup | None = None  # the reward model
 
     def __init__(
@@ -46,11 +46,11 @@ class ModelGroups:
         total_steps: int | None,
         side_files: Path,
         device: torch.device,
-        start_models: Callable[[ModelGroups], None] | None = None,
+        start_models: Callable[[ModelGroups], None],
     ) -> None:
         """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each. `start_models`: the roles."""
         self.config = config
-        self.start_models = start_models or start_all
+        self.start_models = start_models
         self.is_training = False
         self.settings = Settings.from_config(config, precision)
         self.total_steps = total_steps
@@ -91,18 +91,16 @@ class ModelGroups:
             spec = self._trained_spec(0, model=model, optim=optim)
             self.critic = self._start("critic", config.groups.critic, spec)
 
-    def start_reference(self) -> None:
-        """The frozen policy at the start of a training. With LoRA it is by default the actor without its adapters."""
-        groups = self.config.groups
-        if self.is_training and (groups.reference is not None or self.config.lora is None):
-            group = groups.reference or Group(parallel=groups.actor.parallel)
-            self.reference = self._start("reference", group, self._spec(optim=None, lora=None))
+    def start_copy(self, role: Literal["reference", "rollout"]) -> None:
+        """A frozen copy of the policy at the start, for a training: the reference, or the sampler of `groups.rollout`.
 
-    def start_sampler(self) -> None:
-        """A copy of the policy in the group `rollout`, which generates in place of the actor in a training."""
-        group = self.config.groups.rollout
+        With LoRA the reference is the actor without its adapters, unless there is `groups.reference`.
+        """
+        group = getattr(self.config.groups, role)
+        if role == "reference" and group is None and self.config.lora is None:
+            group = Group(parallel=self.config.groups.actor.parallel)
         if self.is_training and group is not None:
-            self.sampler = self._start("rollout", group, self._spec(optim=None, lora=None))
+            setattr(self, role, self._start(role, group, self._spec(optim=None, lora=None)))
 
     def start_reward_model(self, path: str) -> None:
         """A value model whose score at the last token is a reward."""
@@ -160,10 +158,13 @@ class ModelGroups:
         return self._log_probs(self.reference, batch)
 
     def _log_probs(self, group: WorkerGroup, batch: PackedBatch, adapters: bool = True) -> Tensor:
-        temperature = self.config.generation.temperature
-        options: Any = {"budget": self.config.budget, "adapters": adapters}
-        found = group.infer(batch, ["log_probs"], temperature=temperature, **options)
-        return found["log_probs"].float()
+        return group.infer(
+            batch,
+            ["log_probs"],
+            budget=self.config.budget,
+            temperature=self.config.generation.temperature,
+            adapters=adapters,
+        )["log_probs"].float()
 
     # ---- What an Engine calls -------------------------------------------------------------------------------------
 
@@ -226,20 +227,6 @@ class ModelGroups:
 
     def export_hf(self, folder: Path) -> None:
         self.actor.export_hf(folder)
-
-
-def start_all(models: ModelGroups) -> None:
-    """The roles that the config names."""
-    config = models.config
-    models.start_actor()
-    if config.rl.preset.has_critic:
-        models.start_critic(config.rl.critic_lr)
-    if config.rl.kl_coef:
-        models.start_reference()
-    if config.groups.rollout is not None:
-        models.start_sampler()
-    if config.reward.model is not None:
-        models.start_reward_model(config.reward.model)
 
 
 # RewardModel: completions scored by a value model in a worker group.
