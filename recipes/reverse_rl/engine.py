@@ -22,13 +22,13 @@ class ReverseEngine(RLEngine):
     config_class = ReverseConfig
     config: ReverseConfig
 
-    # ---- Models, with their optimizers and schedules (`optim`, by default AdamW) -----------------
+    # ---- Models; the optimizer and schedule of those that are trained are in `optim`, by default AdamW
 
     def start_models(self, models: ModelGroups) -> None:
-        """Who is trained, and who only computes: each is a worker group, on the actor's processes or its own."""
-        models.start_actor()  # the policy
+        """Each role is a worker group, on the processes of the actor or on its own. An evaluation has no optimizer."""
+        models.start_actor()  # the policy, which is trained
         if self.config.rl.algorithm == "ppo":
-            models.start_critic(lr=self.config.rl.critic_lr)
+            models.start_critic(lr=self.config.rl.critic_lr)  # its value model
         if self.config.rl.kl_coef:
             models.start_copy("reference")  # frozen; with LoRA it is the actor without its adapters
         models.start_copy("rollout")  # generates, if there is `groups.rollout`; else the actor does, or a server
@@ -101,18 +101,19 @@ class ReverseEngine(RLEngine):
         rl, fields = config.rl, batch.token_fields
         outputs = model(batch, ["log_probs", "label_entropy"], temperature=config.generation.temperature)
         log_probs_T, entropy_T, advantages_T = outputs["log_probs"], outputs["label_entropy"], fields["advantages"]
-        # Of the policy before the step. Without the field this is the only update, and the policy is still the same.
+        # Of the policy before the step. Without the field it is the same one: this is the only update of the step.
         old_T = fields.get(f"{ratio_to}_log_probs", log_probs_T.detach())
         ratio_T = policy.probability_ratios(log_probs_T, old_T, batch, of_sequence=rl.algorithm == "gspo")
         low, high = rl.clip_range
         clipped_T = ratio_T.clamp(1 - low, 1 + high)
         if rl.algorithm == "cispo":  # the clipped ratio is a weight without gradient
-            loss_T, is_clipped_T = -clipped_T.detach() * advantages_T * log_probs_T, clipped_T != ratio_T
+            loss_T = -clipped_T.detach() * advantages_T * log_probs_T
+            is_clipped_T = clipped_T != ratio_T
         else:
             loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
             loss_T = policy.dual_clipped(loss_T, advantages_T, rl.dual_clip)
             is_clipped_T = loss_T != -advantages_T * ratio_T
-        if rl.max_importance is not None and ratio_to == "old":  # of a sampler that is not the actor
+        if rl.max_importance is not None and ratio_to == "old":  # for a sampler that is not the actor
             loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
         if rl.kl_coef:
             is_in_loss = rl.algorithm not in ("rloo", "reinforce_pp", "ppo")
@@ -122,11 +123,8 @@ class ReverseEngine(RLEngine):
             policy.log_tokens(log, batch, kl=kl_T)
         if rl.entropy:
             loss_T = loss_T - rl.entropy * entropy_T
-        approx_kl_T = policy.kl_penalty(old_T, log_probs_T.detach(), "k3")
-        policy.log_tokens(
-            log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, approx_kl=approx_kl_T, entropy=entropy_T
-        )
-        policy.log_gap(log, batch, log_probs_T)
+        policy.log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
+        policy.log_distances(log, batch, log_probs_T, old_T)
         return policy.normed(loss_T, batch, rl.loss_norm, config.generation.max_new_tokens)
 
     # ---- Evaluation: held-out prompts ------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, w
     assert {"loss", "exact_held"} <= results[0][-1].keys()
 
 
-RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive"
+RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive reverse_rl digits_rl"
 
 
 @pytest.mark.parametrize("name", RECIPES.split())

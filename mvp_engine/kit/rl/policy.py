@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -293,8 +293,10 @@ def log_tokens(log: Log, batch: PackedBatch, **values: Tensor) -> None:
         log(name, torch.where(has_loss_T, values_T.detach(), 0.0).sum(), has_loss_T.sum())
 
 
-def log_gap(log: Log, batch: PackedBatch, log_probs_T: Tensor) -> None:
-    """Log `gap`: how far the log-probs of the trainer, before the step, are from those of the sampler."""
+def log_distances(log: Log, batch: PackedBatch, log_probs_T: Tensor, old_T: Tensor) -> None:
+    """Log `approx_kl`, of the policy from the old one, and `gap`, of the trainer before the step from the sampler."""
+    log_probs_T = log_probs_T.detach()
+    log_tokens(log, batch, approx_kl=kl_penalty(old_T, log_probs_T, "k3"))
     if "sampler_log_probs" in batch.token_fields:
         trainer_T = batch.token_fields.get("old_log_probs", log_probs_T)
         log_tokens(log, batch, gap=(trainer_T - batch.token_fields["sampler_log_probs"]).abs())
@@ -324,36 +326,25 @@ class PolicyLoss:
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        low, high = self.clip
-        self._check(
-            "clip", 0 <= low <= 1 and high >= 0, "(low, high) with 0 <= low <= 1, high >= 0"
-        )
-        above = self.dual_clip is None or self.dual_clip > 1 + high
-        self._check("dual_clip", above, f"above the clip range's end {1 + high}, or None")
-        self._check("dual_clip", self.dual_clip is None or not self.cispo, "None with cispo")
-        self._check("ratio", self.ratio in ("token", "sequence"), "token or sequence")
-        self._check("kl_estimator", self.kl_estimator in ("k1", "k2", "k3"), "k1, k2 or k3")
-        self._check(
-            "norm", self.norm in ("token", "sequence", "constant"), "token, sequence or constant"
-        )
+        (low, high), dual, cap = self.clip, self.dual_clip, self.importance_cap
+        above = f"above the clip range's end {1 + high}, or None"
         has_length = self.length is not None and self.length > 0
-        self._check(
-            "length",
-            has_length == (self.norm == "constant"),
-            "set, above 0, with norm=constant alone",
-        )
-        self._check("temperature", self.temperature > 0, "above 0")
-        is_cap = self.importance_cap is None or self.importance_cap > 0
-        self._check("importance_cap", is_cap, "above 0, or None")
-        self._check("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler")
-        both = self.ratio_to == "sampler" and self.importance_cap is not None
-        self._check(
-            "importance_cap", not both, "None with ratio_to=sampler, which corrects already"
-        )
-
-    def _check(self, name: str, is_valid: bool, wanted: str) -> None:
-        if not is_valid:
-            raise UserError(f"PolicyLoss: {name}={getattr(self, name)} must be {wanted}")
+        of_old = "None with ratio_to=sampler, which corrects already"
+        for name, is_valid, wanted in (
+            ("clip", 0 <= low <= 1 and high >= 0, "(low, high) with 0 <= low <= 1, high >= 0"),
+            ("dual_clip", dual is None or dual > 1 + high, above),
+            ("dual_clip", dual is None or not self.cispo, "None with cispo"),
+            ("ratio", self.ratio in ("token", "sequence"), "token or sequence"),
+            ("kl_estimator", self.kl_estimator in ("k1", "k2", "k3"), "k1, k2 or k3"),
+            ("norm", self.norm in get_args(Norm), "token, sequence or constant"),
+            ("length", has_length == (self.norm == "constant"), "set, with norm=constant alone"),
+            ("temperature", self.temperature > 0, "above 0"),
+            ("importance_cap", cap is None or cap > 0, "above 0, or None"),
+            ("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler"),
+            ("importance_cap", cap is None or self.ratio_to == "old", of_old),
+        ):
+            if not is_valid:
+                raise UserError(f"PolicyLoss: {name}={getattr(self, name)} must be {wanted}")
 
     @classmethod
     def of(cls, config: RLConfig, ratio_to: Literal["old", "sampler"] = "old") -> PolicyLoss:
@@ -383,25 +374,20 @@ class PolicyLoss:
         old_T = fields.get("old_log_probs", log_probs_T.detach())
         if self.ratio_to == "sampler":
             old_T = self._field(batch, "sampler_log_probs")
-        ratio_T = probability_ratios(
-            log_probs_T, old_T, batch, of_sequence=self.ratio == "sequence"
-        )
+        of_sequence = self.ratio == "sequence"
+        ratio_T = probability_ratios(log_probs_T, old_T, batch, of_sequence=of_sequence)
         advantages_T = fields["advantages"]
         clipped_T = ratio_T.clamp(1 - self.clip[0], 1 + self.clip[1])
         plain_T = -advantages_T * ratio_T
         if self.cispo:
-            loss_T, is_clipped_T = (
-                -clipped_T.detach() * advantages_T * log_probs_T,
-                clipped_T != ratio_T,
-            )
+            loss_T = -clipped_T.detach() * advantages_T * log_probs_T
+            is_clipped_T = clipped_T != ratio_T
         else:
             loss_T = torch.maximum(plain_T, -advantages_T * clipped_T)
             loss_T = dual_clipped(loss_T, advantages_T, self.dual_clip)
             is_clipped_T = loss_T != plain_T
-        approx_kl_T = kl_penalty(old_T, log_probs_T.detach(), "k3")
-        log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T)
-        log_tokens(log, batch, approx_kl=approx_kl_T, entropy=entropy_T)
-        log_gap(log, batch, log_probs_T)
+        log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
+        log_distances(log, batch, log_probs_T, old_T)
         if self.importance_cap is not None:
             sampler_T = self._field(batch, "sampler_log_probs")
             loss_T = loss_T * importance_weights(old_T, sampler_T, self.importance_cap)
