@@ -7,12 +7,12 @@ folder, log, guard, signals, checkpoints and resume are those of every Engine; t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -34,16 +34,10 @@ from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.examples import end_training, page_figures, write_report_of
+from mvp_engine.kit.rl import policy
 from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Updates
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
-from mvp_engine.kit.rl.policy import (
-    PolicyLoss,
-    ValueLoss,
-    advantage_fields,
-    kl_penalty,
-    old_log_probs,
-)
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
 from mvp_engine.kit.rl.rollout import (
@@ -88,9 +82,7 @@ class RLMeter(Meter):
     def peak(self) -> int:
         return self.peak_memory or super().peak()
 
-    def read(
-        self, totals: dict[str, float], waited: float, remaining_steps: int | None
-    ) -> dict[str, float]:
+    def read(self, totals: Any, waited: float, remaining_steps: int | None) -> dict[str, float]:
         steps = max(1, self.steps)
         spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
         self.seconds = {}
@@ -100,15 +92,8 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
-CARD_KEYS = [
-    "rl.algorithm",
-    "rl.prompts_per_step",
-    "rl.num_generations",
-    "rl.updates",
-    "rl.clip",
-    "rl.kl_coef",
-]
-CARD_KEYS += ["generation.max_new_tokens", "generation.temperature"]
+CARD_KEYS = ["rl.algorithm", "rl.prompts_per_step", "rl.num_generations", "rl.updates", "rl.clip"]
+CARD_KEYS += ["rl.kl_coef", "generation.max_new_tokens", "generation.temperature"]
 
 
 class RLEngine(Engine):
@@ -136,7 +121,7 @@ class RLEngine(Engine):
         updates = count(config.rl.updates, "optimizer step")
         self.batch_division = f"with {completions} each, in {updates}"
         if config.workers.where != "local":
-            world = dataclasses.replace(world, device=torch.device("cpu"))
+            world = replace(world, device=torch.device("cpu"))
         super().__init__(config, world, *args, **kwargs)
 
     def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
@@ -304,7 +289,7 @@ class RLEngine(Engine):
 
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
-        PolicyLoss.of(self.config)  # refuses options that contradict each other
+        policy.PolicyLoss.of(self.config)  # refuses options that contradict each other
         self._open_rewards()
         super().before_train()
         self._connect_reward_model()
@@ -335,10 +320,7 @@ class RLEngine(Engine):
             self.guard.watch(ctx.step, experience.place)
             self.meter.step(len(experience.samples))
             self.metrics.begin_step()
-            prompts = experience.prompts
-            self.rollout_log.write(
-                ctx.step, "train", prompts, experience.samples, experience.rewards
-            )
+            self.rollout_log.write(ctx.step, "train", experience)
             _log_all(ctx, experience.metrics)
             self._watch_signal(experience)
             self.meter.mark("update")
@@ -390,19 +372,15 @@ class RLEngine(Engine):
         """Advantages of the completions, and the updates of the models."""
         batch = self.prepare_batch(ctx, experience)
         rl, fields = self.config.rl, batch.token_fields
-        kl_T = None
+        options: Any = {"kl": rl.kl_coef, "gamma": rl.gamma, "lam": rl.gae_lambda}
         if rl.kl_coef and rl.preset.kl_in_reward:
-            kl_T = kl_penalty(
-                old_log_probs(batch), fields["reference_log_probs"], rl.kl_estimator or "k1"
-            )
+            old_T, reference_T = policy.old_log_probs(batch), fields["reference_log_probs"]
+            options["kl_T"] = policy.kl_penalty(old_T, reference_T, rl.kl_estimator or "k1")
         rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
-        options: Any = {"kl_T": kl_T, "kl": rl.kl_coef, "gamma": rl.gamma, "lam": rl.gae_lambda}
-        values_T = fields.get("old_values")
-        fields |= advantage_fields(
-            rl.preset, batch, rewards_S, groups_S, values_T=values_T, **options
-        )
-        loss = PolicyLoss.of(self.config, self.ratio_to(experience))
-        return self.update(ctx, batch, loss, ValueLoss(clip=rl.value_clip))
+        options["values_T"] = fields.get("old_values")
+        fields |= policy.advantage_fields(rl.preset, batch, rewards_S, groups_S, **options)
+        loss = policy.PolicyLoss.of(self.config, self.ratio_to(experience))
+        return self.update(ctx, batch, loss, policy.ValueLoss(clip=rl.value_clip))
 
     def prepare_batch(self, ctx: StepContext, experience: Experience) -> PackedBatch:
         """A packed sequence for each completion with a reward, and what the models say of its tokens, before updates.
@@ -453,7 +431,7 @@ class RLEngine(Engine):
     def update(
         self, ctx: StepContext, batch: PackedBatch, policy_loss: Loss, value_loss: Loss
     ) -> Updates:
-        """`rl.updates` optimizer steps of the critic, if there is one, and of the actor; after `train_pre_step`.
+        """`rl.updates` optimizer steps of critic and actor, after `train_pre_step`, whose only micro-batch is the batch.
 
         A loss runs in the processes of its model: a function at the top of a module or a static method, perhaps with a
         `functools.partial`, or a frozen dataclass.
@@ -475,9 +453,6 @@ class RLEngine(Engine):
             for numbers in updates.actor[1:]:  # the first one alone has the policy before the step
                 numbers.metrics.pop("gap", None)
         return updates
-
-    def train_pre_step(self, ctx: StepContext) -> None:
-        """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
 
@@ -506,7 +481,7 @@ class RLEngine(Engine):
     def _collect(self, prompts: list[Prompt]) -> Experience:
         """What `sample` returns, with the metrics of its rewards and completions."""
         made = self.sample(prompts)
-        made.metrics |= reward_metrics(made.rewards) | _sample_metrics(made.samples)
+        made.metrics |= _metrics(made)
         if self.config.rl.preset.has_groups:
             made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
         return made
@@ -524,12 +499,12 @@ class RLEngine(Engine):
             raise UserError("there are no held-out prompts: give a source split: eval")
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         made = self.eval_sample(prompts)
-        _log_all(ctx, made.metrics | reward_metrics(made.rewards) | _sample_metrics(made.samples))
+        _log_all(ctx, made.metrics | _metrics(made))
         threshold = self.config.eval.pass_threshold
         _log_all(ctx, pass_metrics(made.samples, made.rewards, threshold))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
-            self.rollout_log.write(self.step, "eval", made.prompts, made.samples, made.rewards)
+            self.rollout_log.write(self.step, "eval", made)
         means, _ = ctx.metrics.reduce()
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means
@@ -541,22 +516,14 @@ class RLEngine(Engine):
 
     def complete(self, prompts: list[Prompt]) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
-        settings = self.config.eval
-        decoding = Decoding(
-            max_new_tokens=self.config.generation.max_new_tokens,
-            stop=self.data.eos_token_ids,
-            temperature=settings.temperature,
-            samples=settings.samples,
-            seed=derived_seed(self.config.seed, "evaluation"),
-            budget=self.config.budget,
-        )
+        settings, length = self.config.eval, self.config.generation.max_new_tokens
+        seed, budget = derived_seed(self.config.seed, "evaluation"), self.config.budget
+        decoding = Decoding(length, self.data.eos_token_ids, settings.temperature)
+        decoding = replace(decoding, samples=settings.samples, seed=seed, budget=budget)
         packed = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
         completions = self.model_engine.actor.generate(packed, decoding, keys)
         return [Sample.of(completion, self.step) for completion in completions]
-
-    def eval_end(self, ctx: StepContext) -> None:
-        """After an evaluation: log more metrics here."""
 
     def after_train(self) -> None:
         super().after_train()
@@ -570,9 +537,7 @@ class RLEngine(Engine):
         """Evaluate a checkpoint, export it, and write a page with curves and rollouts."""
         write_report_of(self, tuple)
 
-    def write_page(
-        self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
-    ) -> None:
+    def write_page(self, figures: Any, answers: Any, export: Path | None) -> None:
         """Write `report.html` into the run folder: curves of rewards and of the policy, rollouts."""
         if figures is not None and not figures.get("reward_errors"):
             figures = {name: value for name, value in figures.items() if name != "reward_errors"}
@@ -594,12 +559,12 @@ def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> No
         ctx.log(name, value, weight)
 
 
-def _sample_metrics(samples: list[Sample]) -> dict[str, tuple[float, float]]:
-    """The mean number of tokens, and the share of samples that ended with a stop token, as (sum, weight)."""
-    return {
-        "length": (sum(len(sample.tokens) for sample in samples), len(samples)),
-        "finished": (sum(sample.reason == "stop" for sample in samples), len(samples)),
-    }
+def _metrics(made: Experience) -> dict[str, tuple[float, float]]:
+    """Of rewards; the mean number of tokens, and the share of samples that ended with a stop token."""
+    tokens = sum(len(sample.tokens) for sample in made.samples)
+    finished = sum(sample.reason == "stop" for sample in made.samples)
+    total = len(made.samples)
+    return reward_metrics(made.rewards) | {"length": (tokens, total), "finished": (finished, total)}
 
 
 def _step_numbers(updates: Updates) -> StepNumbers:

@@ -244,10 +244,8 @@ class RewardModel:
         """A score for each sample: of the tokens that were drawn, which are not tokenized again."""
         if not samples:
             return []
-        sequences = []
-        for sample in samples:
-            sequences.append(with_completion(prompts[sample.prompt].batch, None, sample.tokens))
-        batch = PackedBatch.concat(sequences)
+        pairs = [(prompts[sample.prompt].batch, sample.tokens) for sample in samples]
+        batch = PackedBatch.concat([with_completion(one, None, tokens) for one, tokens in pairs])
         values_T = self.group.infer(batch, ["values"], budget=self.budget)["values"]
         scores: list[float] = last_token_scores(values_T, batch).tolist()
         return scores

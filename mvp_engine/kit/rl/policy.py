@@ -64,12 +64,7 @@ def old_log_probs(batch: PackedBatch) -> Tensor:
 
 
 def group_advantages(
-    rewards_S: Tensor,
-    groups_S: Tensor,
-    *,
-    std: bool = True,
-    leave_one_out: bool = False,
-    epsilon: float = EPSILON,
+    rewards_S: Tensor, groups_S: Tensor, *, std: bool = True, leave_one_out: bool = False
 ) -> Tensor:
     """Each sample's reward minus the mean of its group: the samples with the same number in `groups_S`.
 
@@ -88,7 +83,7 @@ def group_advantages(
         advantages_S = advantages_S * size_S / others_S
     if std:
         squares_S = zeros.index_add(0, group_S, difference_S.square())[group_S]
-        advantages_S = advantages_S / ((squares_S / others_S).sqrt() + epsilon)
+        advantages_S = advantages_S / ((squares_S / others_S).sqrt() + EPSILON)
     # Equal rewards differ from their mean by rounding, which `std` would scale up to 1.
     return torch.where(has_signal(rewards, groups_S), advantages_S, 0.0).float()
 
@@ -166,16 +161,13 @@ def sums_of_actions(values_T: Tensor, batch: PackedBatch) -> Tensor:
     return zeros.index_add(0, sequence_A, values_T.double()[actions.tokens])
 
 
-def whiten(values_T: Tensor, batch: PackedBatch, *, shift_mean: bool = True) -> Tensor:
+def whiten(values_T: Tensor, batch: PackedBatch) -> Tensor:
     """Values with a mean of 0 and a variance of 1 over all actions of the batch."""
     actions = Actions.of(batch)
     values_A = values_T.double()[actions.tokens]
     mean = values_A.mean()
     variance = (values_A - mean).square().sum() / max(1, len(values_A) - 1)
-    whitened_A = (values_A - mean) / (variance + 1e-8).sqrt()
-    if not shift_mean:
-        whitened_A = whitened_A + mean
-    return actions.on_tokens(whitened_A, batch)
+    return actions.on_tokens((values_A - mean) / (variance + 1e-8).sqrt(), batch)
 
 
 def reinforce_pp(rewards_T: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
@@ -373,7 +365,7 @@ class PolicyLoss:
         # The policy before the step; with ratio_to=sampler, that of this optimizer step.
         old_T = fields.get("old_log_probs", log_probs_T.detach())
         if self.ratio_to == "sampler":
-            old_T = self._field(batch, "sampler_log_probs")
+            old_T = self._field(batch, "sampler_log_probs", "ratio_to")
         of_sequence = self.ratio == "sequence"
         ratio_T = probability_ratios(log_probs_T, old_T, batch, of_sequence=of_sequence)
         advantages_T = fields["advantages"]
@@ -389,10 +381,10 @@ class PolicyLoss:
         log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
         log_distances(log, batch, log_probs_T, old_T)
         if self.importance_cap is not None:
-            sampler_T = self._field(batch, "sampler_log_probs")
+            sampler_T = self._field(batch, "sampler_log_probs", "importance_cap")
             loss_T = loss_T * importance_weights(old_T, sampler_T, self.importance_cap)
         if self.kl or "reference_log_probs" in fields:
-            reference_T = self._field(batch, "reference_log_probs")
+            reference_T = self._field(batch, "reference_log_probs", "kl")
             kl_T = kl_penalty(log_probs_T, reference_T, self.kl_estimator)
             log_tokens(log, batch, kl=kl_T)
             loss_T = loss_T + self.kl * kl_T
@@ -400,17 +392,10 @@ class PolicyLoss:
             loss_T = loss_T - self.entropy * entropy_T
         return normed(loss_T, batch, self.norm, self.length)
 
-    # ---- Inside -------------------------------------------------------------------------------------------
-
-    def _field(self, batch: PackedBatch, name: str) -> Tensor:
+    def _field(self, batch: PackedBatch, name: str, option: str) -> Tensor:
         if name not in batch.token_fields:
-            option = "kl" if name == "reference_log_probs" else "importance_cap"
-            if self.ratio_to == "sampler" and option != "kl":
-                option = "ratio_to"
-            value = getattr(self, option)
-            raise UserError(
-                f"PolicyLoss: {option}={value} needs the token field {name} in the batch"
-            )
+            needed = f"{option}={getattr(self, option)} needs the token field {name} in the batch"
+            raise UserError(f"PolicyLoss: {needed}")
         return batch.token_fields[name]
 
 

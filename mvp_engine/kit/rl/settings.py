@@ -29,9 +29,7 @@ class Algorithm:
     # reinforce_pp: returns, whitened over the step. gae: with the values of a critic.
     advantages: Literal["group", "leave_one_out", "reinforce_pp", "gae"]
     std: bool = False  # divide by the standard deviation of a group's rewards
-    kl_in_reward: bool = (
-        False  # where a KL penalty belongs: inside of the rewards, or a term of the loss
-    )
+    kl_in_reward: bool = False  # a KL penalty belongs inside of the rewards, not into the loss
     loss: dict[str, Any] = field(default_factory=dict)  # options of PolicyLoss, as published
 
     @property
@@ -43,6 +41,8 @@ class Algorithm:
         return self.advantages in ("group", "leave_one_out")
 
 
+GSPO = {"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)}
+CISPO = {"norm": "token", "cispo": True, "clip": (1.0, 4.0)}  # no lower bound, and ratios up to 5
 ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -51,16 +51,8 @@ ALGORITHMS = {
         Algorithm("rloo", "leave_one_out", kl_in_reward=True, loss={"norm": "constant"}),
         Algorithm("reinforce_pp", "reinforce_pp", kl_in_reward=True, loss={"norm": "token"}),
         Algorithm("ppo", "gae", kl_in_reward=True, loss={"norm": "token"}),
-        Algorithm(
-            "gspo",
-            "group",
-            std=True,
-            loss={"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
-        ),
-        # No lower bound, and ratios up to 5.
-        Algorithm(
-            "cispo", "group", std=True, loss={"norm": "token", "cispo": True, "clip": (1.0, 4.0)}
-        ),
+        Algorithm("gspo", "group", std=True, loss=GSPO),
+        Algorithm("cispo", "group", std=True, loss=CISPO),
     )
 }
 
