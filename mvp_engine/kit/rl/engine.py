@@ -431,7 +431,7 @@ class RLEngine(Engine):
     def update(
         self, ctx: StepContext, batch: PackedBatch, policy_loss: Loss, value_loss: Loss
     ) -> Updates:
-        """`rl.updates` optimizer steps of critic and actor, after `train_pre_step`, whose only micro-batch is the batch.
+        """`rl.updates` optimizer steps of critic and actor, after `train_pre_step`, where the batch is the micro-batch.
 
         A loss runs in the processes of its model: a function at the top of a module or a static method, perhaps with a
         `functools.partial`, or a frozen dataclass.
