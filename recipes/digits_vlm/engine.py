@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import Answer, MLLMEngine, MLLMModelKit
-from mvp_engine.kit.row_checks import refuse_preference_rows
+from mvp_engine.kit import Answer, MLLMEngine, MLLMModelKit, check_rows
+from mvp_engine.kit.row_checks import log_fill, refuse_preference_rows
 
 from .data import conclusion, prepare
 from .settings import DigitsConfig
@@ -48,6 +48,13 @@ class DigitsEngine(MLLMEngine):
         return self.optim.build_scheduler(optimizer, self.total_steps)
 
     # ---- One step --------------------------------------------------------------------------------
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        """Before the forwards, while the micro-batches are on the host: checks, FLOPs for the MFU, and metrics."""
+        model: Any = self.model
+        check_rows(self, ctx, model.check)
+        self.mfu.count(ctx)
+        log_fill(ctx, self.config.data.tokens_per_pack)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The cross-entropy summed over the tokens of answers, and their number, logged by source."""

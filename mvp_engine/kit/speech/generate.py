@@ -575,6 +575,6 @@ def save_answers(
     for answer, sound in zip(answers, sounds, strict=True):
         file = folder / f"{answer.source}_{answer.sample}.wav"
         sound.save(file)
-        of_sound = {"speaker": sound.speaker, "speech_ended": sound.ended}
-        spoken.append(replace(answer, speech=str(file), **of_sound))
+        answer = replace(answer, speech=str(file), speaker=sound.speaker)
+        spoken.append(replace(answer, speech_ended=sound.ended))
     return spoken
