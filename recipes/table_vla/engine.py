@@ -115,7 +115,10 @@ class TableEngine(MLLMEngine):
     def make_env(self, num_envs: int) -> Any:
         """The environment, with gymnasium's vector API."""
         if self.config.table is None:
-            raise UserError("simulation: only the demonstrations of `table` have this environment. Set simulation=null")
+            raise UserError(
+                "simulation: only the demonstrations of `table` have this environment. Set simulation=null, or write "
+                "make_env(num_envs) for your robot in a copy of this recipe"
+            )
         return Table(num_envs)
 
     def act(self, seen: Sequence[actions.Observation], seed: int, keys: Sequence[tuple[int, int]]) -> np.ndarray:
