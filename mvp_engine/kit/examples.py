@@ -76,18 +76,21 @@ def write_report_of(engine: Any, answers: Callable[[], Sequence[Answer]]) -> Non
         engine.write_page(figures, of_all_ranks, export)
 
 
-def write_answers_page(
-    engine: Any, figures: Mapping[str, float | None] | None, answers: Sequence[Answer]
+def write_examples_page(
+    engine: Any,
+    figures: Mapping[str, float | None] | None,
+    examples: Sequence[Example],
+    subtitle: str,
 ) -> None:
-    """The `report.html` of an MLLMEngine: its curves, the metrics of an evaluation, and answers with their media."""
+    """The `report.html` of an MLLMEngine: its curves, the metrics of an evaluation, and examples of it."""
     file = engine.run.dir / "report.html"
     write_report(
         file,
         engine.run,
         title=engine.title,
-        subtitle=f"{engine.run.id}, step {engine.step}, on held-out rows",
+        subtitle=f"{engine.run.id}, step {engine.step}{subtitle}",
         figures=None if figures is None else engine.page_figures(figures),
-        examples=examples_of(engine.data, "eval", answers),
+        examples=examples,
         config=engine.config.to_yaml(),
     )
     engine.logger.info("report: %s", file)

@@ -172,7 +172,8 @@ class MLLMEngine(Engine):
 
     def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:
         """Write `report.html`; `figures` and `export` are those of the last evaluation and export, or None."""
-        examples.write_answers_page(self, figures, answers)
+        found = examples.examples_of(self.data, "eval", answers)
+        examples.write_examples_page(self, figures, found, ", on held-out rows")
 
     def page_figures(self, figures: Mapping[str, float | None]) -> dict[str, str]:
         """Metrics as text for the report page, shares in percent, and the size of the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def refuse_preference_rows(batch: PackedBatch) -> None:
 
 
 def log_fill(
-    ctx: StepContext, pack_tokens: int, num_positions: Callable[[PackedBatch], int]
+    ctx: StepContext,
+    pack_tokens: int,
+    num_positions: Callable[[PackedBatch], int] = attrgetter("num_tokens"),
 ) -> None:
     """Log which share of the packs is no free space; of a stream also count the rows, which a plan knows otherwise."""
     num_tokens = sum(map(num_positions, ctx.micro_batches))

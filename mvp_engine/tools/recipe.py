@@ -25,9 +25,10 @@ from typing import Any
 import yaml
 
 from mvp_engine.config.compose import read_draft
-from mvp_engine.config.engine_class import PACKAGE, SHIPPED, shipped_folder
+from mvp_engine.config.engine_class import PACKAGE, SHIPPED
 from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.files import atomic_path, atomic_symlink, remove
+from mvp_engine.imports import shipped_folder
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
