@@ -34,9 +34,11 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.weights.hub import dataset_files
 from mvp_engine.imports import import_file
 from mvp_engine.kit.actions.write import LeRobotWriter
+from mvp_engine.kit.plan.planner import Question
 from mvp_engine.kit.rl import Answer
 from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import list_runs
+from mvp_engine.tools.plan import plan
 
 pytestmark = pytest.mark.slow
 RECIPES = ROOT / "recipes"
@@ -406,12 +408,13 @@ def test_llava_pretrain_as_downloaded_trains_like_the_parquet_files(hub, tmp_pat
     rows = []
     for i in range(3):
         image = picture(i)
-        (tmp_path / image["path"]).parent.mkdir()
-        (tmp_path / image["path"]).write_bytes(image["bytes"])
+        file = tmp_path / "images" / image["path"]
+        file.parent.mkdir(parents=True)
+        file.write_bytes(image["bytes"])
         rows.append(llava_row(i, ["<image>\nDescribe it.", f"Plain {i}."], image["path"]))
     (tmp_path / "blip_laion_cc_sbu_558k.json").write_text(json.dumps(rows))
     words = f"{PACKS} data.sources.captions.path={tmp_path}/blip_laion_cc_sbu_558k.json"
-    words += " data.sources.captions.hold_out=null"
+    words += f" data.sources.captions.root={tmp_path}/images data.sources.captions.hold_out=null"
     assert mvp(f"data inspect {config_file(LLAVA_ALIGN)} --json {words}") == 0
     facts = printed_json(capsys)
     assert facts["sources"][0]["good"] == 3
@@ -502,3 +505,28 @@ def test_math_reward_counts_the_number_and_the_last_line():
     for text, (right, last_line) in texts.items():
         answer = Answer(text, [1], "stop", [-1.0], version=0)
         assert engine_class.reward(engine, row, answer) == {"right": right, "format": last_line}
+
+
+FIGURES = re.findall(
+    r"^\| `(\w+/\w+)` \| (\d)(?: `(.+?)`)? \| (\d+) \| ([\d.]+) GiB \| ([\d.]+) s \| ([\d.]+) k \|",
+    (ROOT / "docs/public_data.md").read_text(),
+    re.MULTILINE,
+)
+SHAPES = yaml.safe_load((ROOT / "benchmarks/hardware/shapes.yaml").read_text())
+
+
+def test_public_data_page_has_the_figures_of_the_plan(tmp_path, monkeypatch):
+    assert {figure[0] for figure in FIGURES} == set(CONFIGS)
+    monkeypatch.chdir(tmp_path)
+    for name, gpus, more, tokens, gib, seconds, speed in FIGURES:
+        found = re.search(
+            r"# Fits on 80 GB: mvp plan CONFIG .*(model\.path=(\S+))", config_file(name).read_text()
+        )
+        hf.AutoConfig.for_model(**SHAPES[found[2]]).save_pretrained(tmp_path / found[2])
+        words = [found[1], *more.split()]
+        options = {"gpu": "H100", "gpus": int(gpus), "tokens": int(tokens)}
+        facts = plan(Question(str(config_file(name)), words, **options))
+        figures = facts["peak_gib"], facts["step_s"], facts["tokens_per_s"] / 1000
+        expected = [float(gib), float(seconds), float(speed)]
+        assert list(figures) == pytest.approx(expected, rel=0.02, abs=0.006), (name, gpus)
+        assert facts["fits"]
