@@ -30,5 +30,6 @@ class MathEngine(RLEngine):
         processor = super().make_processor(config)
         if config.instruction is not None:
             system = json.dumps({"role": "system", "content": config.instruction})
-            processor.chat_template = f"{{%- set messages = [{system}] + messages %}}{processor.chat_template}"
+            first = f"([{system}] if messages[0].role != 'system' else [])"
+            processor.chat_template = f"{{%- set messages = {first} + messages %}}{processor.chat_template}"
         return processor

@@ -371,6 +371,8 @@ def test_gsm8k_rewards_the_number_and_the_model_sees_the_question_alone(run):
     exported = hf.AutoTokenizer.from_pretrained(export)
     question = [{"role": "user", "content": "2+2?"}]
     assert "Reason step by step." in exported.apply_chat_template(question, tokenize=False)
+    own = [{"role": "system", "content": "Be brief."}, *question]
+    assert "Reason step by step." not in exported.apply_chat_template(own, tokenize=False)
 
 
 def test_librispeech_learns_the_transcript_and_logs_word_errors(run):
