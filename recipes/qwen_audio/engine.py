@@ -88,13 +88,13 @@ class AudioEngine(MLLMEngine):
         self.generation.answer(ctx)
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> list[bool]:
-        """Log the word accuracy: one minus the word error rate (insertions, deletions and substitutions)."""
+        """Log the word error rate: insertions, deletions and substitutions per word of the transcripts."""
         num_words = 0
         errors = list[int]()
         for answer in answers:
             expected = words_of(answer.expected)
             num_words += len(expected)
             errors.append(word_errors(words_of(answer.written), expected))
-        ctx.log(f"word_accuracy_{name}", num_words - sum(errors), num_words)
+        ctx.log(f"wer_{name}", sum(errors), num_words)
         super().score(ctx, name, answers)
         return [error == 0 for error in errors]

@@ -121,9 +121,10 @@ def resolve_source(source: DataSource) -> DataSource:
     dataset_info.json, if its path names one."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     if any(path.startswith(HUB) for path in paths):
-        return source.model_copy(
-            update={"path": _local_files(paths, source.split), "name": source.label}
-        )
+        files = _local_files(paths, source.split)
+        # A folder of a kit is one path, as a local one is.
+        path = files[0] if len(files) == 1 and Path(files[0]).is_dir() else files
+        return source.model_copy(update={"path": path, "name": source.label})
     info = read_dataset_info(source.path)
     if info is None:
         return _with_layout(source)
