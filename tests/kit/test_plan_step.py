@@ -403,8 +403,6 @@ def test_plan_command_prints_text_and_json(recipe, capsys):  # noqa: F811
     assert mvp(f"plan {config} --gpu abacus") == 2
     assert mvp(f"plan {config} --gpus 3 parallel.shard=2") == 2
     assert "needs a multiple of 2" in capsys.readouterr().err
-    assert mvp(f"plan {config} --gpus 4 parallel.replicate=2") == 2
-    assert "needs 2; parallel.replicate=-1" in capsys.readouterr().err
     sizes = []
     for gpus in ("2", "3"):
         assert mvp(f"plan {config} --gpus {gpus} data.global_batch_size=4 --json") == 0

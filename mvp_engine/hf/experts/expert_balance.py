@@ -66,8 +66,8 @@ class ExpertBalance(BlockContext):
             for router, _ in self.routers:
                 if not isinstance(getattr(router, _BIAS, None), Tensor):
                     raise UserError(
-                        f"experts.balance=bias: the routers of {model_type} choose by their scores alone, without a "
-                        f"bias ({_BIAS}) that could balance them. Set experts.balance=loss"
+                        f"experts.bias_update_rate: the routers of {model_type} choose by their scores alone, without a "
+                        f"bias ({_BIAS}) that could balance them. Set experts.aux_loss_coef=0.01 instead"
                     )
         for layer, (router, _) in enumerate(self.routers):
             router.register_forward_hook(functools.partial(self._after_router, layer))
@@ -109,7 +109,7 @@ class ExpertBalance(BlockContext):
         if not is_triple or output[0].shape[-1] != self.sizes[layer]:
             raise UserError(
                 f"experts: {type(router).__name__} does not return logits, scores and indices, so its experts cannot "
-                "be balanced. Set experts.balance=none and experts.router_z_loss_coef=0"
+                "be balanced. Leave out the section experts"
             )
         return output
 
@@ -182,13 +182,12 @@ def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]
         if len(routers) != 1:
             raise UserError(
                 f"experts: no router next to {name} of {model_type}, so its experts cannot be balanced. "
-                "Set experts.balance=none and experts.router_z_loss_coef=0"
+                "Leave out the section experts"
             )
         found.append((routers[0], local_experts.num_experts(experts)))
     if not found:
         raise UserError(
-            f"experts: {model_type} has no experts to balance. Set experts.balance=none and "
-            "experts.router_z_loss_coef=0"
+            f"experts: {model_type} has no experts to balance. Leave out the section experts"
         )
     return found
 

@@ -254,13 +254,10 @@ class Learner:
         options: dict[str, Any] = dict(self.algorithm.loss)
         if rl.clip is not None:
             options["clip"] = tuple(rl.clip)
-        if rl.norm is not None:
-            options["norm"] = rl.norm
         if options.get("norm") == "constant":
             options["length"] = float(self.config.generation.max_new_tokens)
         if rl.kl_coef and not self.algorithm.kl_in_reward:
             options["kl"] = rl.kl_coef
-            options["kl_estimator"] = rl.kl_estimator or "k3"
         return PolicyLoss(
             **options,
             dual_clip=rl.dual_clip,
@@ -296,9 +293,8 @@ class Learner:
             fields["reference_log_probs"] = self._reference_log_probs(batch)
         kl_T = None
         if rl.kl_coef and self.algorithm.kl_in_reward:
-            estimator = rl.kl_estimator or "k1"
             old_T = fields.get("old_log_probs", batch.token_fields["sampler_log_probs"])
-            kl_T = kl_penalty(old_T, fields["reference_log_probs"], estimator)
+            kl_T = kl_penalty(old_T, fields["reference_log_probs"], "k1")
         values_T = None
         if self.groups.critic is not None:
             found = self.groups.critic.infer(batch, ["values"], budget=self.config.budget)
@@ -311,7 +307,6 @@ class Learner:
             values_T=values_T,
             kl_T=kl_T,
             kl=rl.kl_coef,
-            gamma=rl.gamma,
             lam=rl.gae_lambda,
         )
         return with_fields(batch, fields)

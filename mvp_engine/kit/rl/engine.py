@@ -90,6 +90,7 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
+RESTARTS = 2  # of the processes of a training, after one of them died
 CARD_KEYS = [
     "rl.algorithm",
     "rl.prompts_per_step",
@@ -245,16 +246,15 @@ class RLEngine(MLLMEngine):
 
     def train(self) -> None:
         """Train; after the death of a worker with new processes, from the newest checkpoint."""
-        restarts = self.config.workers.restarts
-        for restart in range(restarts + 1):
+        for restart in range(RESTARTS + 1):
             try:
                 super().train()
                 return
             except WorkerDied as error:
-                if restart == restarts:
+                if restart == RESTARTS:
                     raise
                 self.logger.error("%s", error)
-                self._reset(f"restart {restart + 1} of {restarts}")
+                self._reset(f"restart {restart + 1} of {RESTARTS}")
 
     def _reset(self, what: str) -> None:
         """Close everything and return to the state of a launch that resumes this run."""
@@ -334,7 +334,7 @@ class RLEngine(MLLMEngine):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """A part of a step, which is timed; `guard.hang_seconds` counts from its begin."""
+        """A part of a step, which is timed; the report of a hang counts from its begin."""
         self.hang.beat(self.step + 1, f"{name} of step")
         with self.meter.timed(name):
             yield
@@ -418,7 +418,7 @@ class RLEngine(MLLMEngine):
         rewards = self.rewards(prompts, samples)
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
-        _log_all(ctx, pass_metrics(samples, rewards, self.config.eval.pass_threshold))
+        _log_all(ctx, pass_metrics(samples, rewards))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
             self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
@@ -432,7 +432,7 @@ class RLEngine(MLLMEngine):
         decoding = Decoding(
             max_new_tokens=self.config.generation.max_new_tokens,
             stop=self.data.eos_token_ids,
-            temperature=settings.temperature,
+            temperature=self.config.generation.temperature if settings.samples > 1 else 0.0,
             samples=settings.samples,
             seed=derived_seed(self.config.seed, "evaluation"),
             budget=self.config.budget,
@@ -496,7 +496,7 @@ def pass_at_k(total: int, right: int, k: int) -> float:
 
 
 def pass_metrics(
-    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float = 1.0
 ) -> dict[str, tuple[float, float]]:
     """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
 
