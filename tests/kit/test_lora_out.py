@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CAMPAIGN, losses, mvp, user_error
+from conftest import losses, mvp, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,

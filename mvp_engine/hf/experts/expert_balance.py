@@ -66,8 +66,8 @@ class ExpertBalance(BlockContext):
             for router, _ in self.routers:
                 if not isinstance(getattr(router, _BIAS, None), Tensor):
                     raise UserError(
-                        f"experts.bias_update_rate: the routers of {model_type} choose by their scores alone, without a "
-                        f"bias ({_BIAS}) that could balance them. Set experts.aux_loss_coef=0.01 instead"
+                        f"experts.bias_update_rate: the routers of {model_type} choose by their scores alone, without "
+                        f"a bias ({_BIAS}) that could balance them. Set experts.aux_loss_coef=0.01 instead"
                     )
         for layer, (router, _) in enumerate(self.routers):
             router.register_forward_hook(functools.partial(self._after_router, layer))

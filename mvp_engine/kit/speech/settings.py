@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from mvp_engine.config.schema import Count, NonNegative, Positive, Section
+from mvp_engine.config.schema import Count, NonNegative, Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, MLLMEval
