@@ -5,7 +5,7 @@ from typing import Any
 
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.speech import SpeechEngine, SpokenAnswer
+from mvp_engine.kit.speech import SpeechEngine
 from mvp_engine.kit.speech.demo import word_errors
 
 from .data import prepare
@@ -29,7 +29,7 @@ class OmniEngine(SpeechEngine):
     def judge(self) -> Judge:
         return Judge()
 
-    def score(self, ctx: StepContext, name: str, answers: list[SpokenAnswer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[Any]) -> None:
         """Log the exact answers in text; of synthetic speech, also the share of words that the judge hears right."""
         super().score(ctx, name, answers)
         spoken = [answer for answer in answers if answer.speech]

@@ -135,15 +135,13 @@ class ExpertBalance(BlockContext):
         self.last_weight = torch.where(keep, self.last_weight, weight)
         self._coefficients()
         mean_L = counts_LE.sum(1) / self._sizes_L
-        if self.settings.balance == "bias":
+        rate = self.settings.bias_update_rate
+        if rate is not None:
             for layer, (router, size) in enumerate(self.routers):
                 bias: Any = getattr(router, _BIAS)
                 if bias.is_meta:  # another pipeline stage holds it
                     continue
-                step_E = (
-                    self.settings.bias_update_rate
-                    * (mean_L[layer] - counts_LE[layer, :size]).sign()
-                )
+                step_E = rate * (mean_L[layer] - counts_LE[layer, :size]).sign()
                 bias += torch.where(keep, 0.0, step_E).to(bias.dtype)
         load_L = counts_LE.amax(1) / mean_L
         return {"expert_load": load_L.mean(), "expert_load_max": load_L.max()}
@@ -158,7 +156,7 @@ class ExpertBalance(BlockContext):
         seen_L = total_L > 0
         ratio_L = torch.where(seen_L, self.last_weight * self._top_k_L / total_L, 1.0)
         factor_L = torch.where(seen_L, self._sizes_L * ratio_L / total_L, 0.0)
-        weight = self.settings.aux_loss_coef if self.settings.balance == "loss" else 0.0
+        weight = self.settings.aux_loss_coef or 0.0
         self.coefficients_LE = (weight * factor_L[:, None] * self.last_LE).float()
         self.z_L = (self.settings.router_z_loss_coef * ratio_L).float()
 
