@@ -42,6 +42,7 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()
+TABLE = read_json(ROOT / "benchmarks" / "results" / "plan.json")["rows"]  # of docs/plan.md
 
 
 def on_meta(shape):
@@ -108,6 +109,9 @@ def test_plan_is_within_ten_percent_of_measurements(file, mix, shape, packs, sid
     for side, estimates in found.items():
         measured = next(row for row in result["rows"] if (row["side"], row["mix"]) == (side, mix))
         assert estimates[0]["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.1), side
+        row = result["rows"].index(measured)
+        [of_docs] = [one for one in TABLE if (one["file"], one["row"]) == (file, row)]
+        assert estimates[0]["peak_gib"] == pytest.approx(of_docs["predicted_gib"], abs=0.1), side
         mean = sum(one["step_s"] for one in estimates) / len(estimates)
         assert 1e3 * mean == pytest.approx(measured["step_ms"], rel=0.1), side
 
