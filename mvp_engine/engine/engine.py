@@ -80,7 +80,7 @@ class Engine(EngineHooks):
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
         self.evals_since_best = 0
         self.metrics = self._metric_store()
-        self.hang = HangWatch(config.guard.hang_seconds, world)
+        self.hang = HangWatch(config.parallel.hang_seconds, world)
         self.saved_at = -1  # the step of the last checkpoint
         self.evaluated_at = -1  # the step of the last evaluation
         self.eval_metrics: dict[str, float | None] | None = None

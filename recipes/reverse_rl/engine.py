@@ -79,17 +79,17 @@ class ReverseEngine(RLEngine):
         kl_T = torch.zeros(batch.num_tokens)  # these three subtract the KL divergence from the rewards
         if rl.kl_coef and rl.algorithm in ("rloo", "reinforce_pp", "ppo"):
             reference_T = fields["reference_log_probs"]
-            kl_T = policy.kl_penalty(policy.old_log_probs(batch), reference_T, rl.kl_estimator or "k1")
+            kl_T = policy.kl_penalty(policy.old_log_probs(batch), reference_T, "k1")
         match rl.algorithm:
             case "rloo":  # minus the mean of the prompt's other completions
                 rewards_S = rewards_S - rl.kl_coef * policy.sums_of_actions(kl_T, batch)
                 advantages_S = policy.group_advantages(rewards_S, groups_S, std=False, leave_one_out=True)
             case "reinforce_pp":  # the return of each token, whitened over the step
                 rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                return {"advantages": policy.reinforce_pp(rewards_T, batch, rl.gamma)}
+                return {"advantages": policy.reinforce_pp(rewards_T, batch)}
             case "ppo":  # generalized advantage estimation with the critic's values
                 rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                advantages_T, returns_T = policy.gae(fields["old_values"], rewards_T, batch, rl.gamma, rl.gae_lambda)
+                advantages_T, returns_T = policy.gae(fields["old_values"], rewards_T, batch, lam=rl.gae_lambda)
                 return {"advantages": policy.whiten(advantages_T, batch), "returns": returns_T}
             case name:  # minus the mean of the prompt's completions; but for dr_grpo, over their standard deviation
                 advantages_S = policy.group_advantages(rewards_S, groups_S, std=name != "dr_grpo")
@@ -117,8 +117,7 @@ class ReverseEngine(RLEngine):
             loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
         if rl.kl_coef:
             is_in_loss = rl.algorithm not in ("rloo", "reinforce_pp", "ppo")
-            estimator = rl.kl_estimator if is_in_loss and rl.kl_estimator else "k3"
-            kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], estimator)
+            kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], "k3")
             loss_T = loss_T + is_in_loss * rl.kl_coef * kl_T
             policy.log_tokens(log, batch, kl=kl_T)
         if rl.entropy:
@@ -130,6 +129,6 @@ class ReverseEngine(RLEngine):
     # ---- Evaluation: held-out prompts ------------------------------------------------------------
 
     def eval_sample(self, prompts: list[Prompt]) -> Experience:
-        """Completions by the actor, greedy with `eval.temperature=0`; logged are the mean reward and pass@k."""
+        """Completions by the actor, greedy with `eval.samples=1`; logged are the mean reward and pass@k."""
         samples = self.complete(prompts)
         return Experience(prompts, samples, self.rewards(prompts, samples))

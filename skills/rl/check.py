@@ -111,7 +111,7 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
     right = wrong = 0.0
     # In processes, also where a training has none: a reward that hangs is named with its row.
     settings = engine.config.reward
-    settings = settings.model_copy(update={"workers": max(1, settings.workers), "on_error": "raise"})
+    settings = settings.model_copy(update={"workers": max(1, settings.workers), "max_errors": 0.0})
     with closing(Rewards(engine.reward, engine.tokenizer, settings)) as rewards:
         for i, prompt in enumerate(prompts):
             others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}

@@ -195,9 +195,7 @@ def test_rl_under_torchrun_is_refused_with_the_fix():
         ("rl.num_generations=1", "rl.num_generations to 2 or more"),
         ("generation.backend=vllm", "generation.urls"),
         ("eval.generation.max_new_tokens=3", "eval.samples"),
-        ("eval.samples=2", "eval.temperature"),
         ("generation.max_new_tokens=5000", "data.pack_tokens"),
-        ("rl.kl_coef=0.1 rl.kl_estimator=k1", "Set k2 or k3"),
         (
             "workers.where=spawn groups.actor.ranks=3 groups.actor.parallel.shard=2",
             "groups.actor.parallel (shard=2) does not multiply to groups.actor.ranks=3: set groups.actor.ranks=2",

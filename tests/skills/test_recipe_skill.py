@@ -16,7 +16,7 @@ SMALL = [
 SMALL = [f"model.config.{key}" for key in SMALL]
 SMALL += (
     "data.num_workers=0 digits.drawings=1 digits.count=40 data.global_batch_size=1 "
-    "eval.generation.every_n_samples=4"
+    "eval.generation.max_samples=4"
 ).split()
 BROKEN = """
 import torch

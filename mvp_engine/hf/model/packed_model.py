@@ -327,7 +327,7 @@ class PackedModel(nn.Module):
         if self.expert_balance is not None:
             raise UserError(
                 f"experts: {model_type} runs on padded rows ({self.padded_rows}), whose padding would count as tokens "
-                "of experts. Set experts.balance=none and experts.router_z_loss_coef=0"
+                "of experts. Leave out the section experts"
             )
         if kv_cache is not None:
             raise UserError(

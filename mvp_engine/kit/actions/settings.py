@@ -5,25 +5,14 @@ It imports no torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
 from mvp_engine.errors import UserError
-from mvp_engine.kit.flow import FlowTimes
+from mvp_engine.kit.flow import Times
 from mvp_engine.kit.settings import MLLMConfig
-
-
-def _read_times(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-Times = Annotated[
-    FlowTimes | None,
-    BeforeValidator(_read_times),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-]
 
 
 class ActionData(Section):
@@ -44,7 +33,7 @@ class ActionData(Section):
     """A normalization.json, or a LeRobot stats.json, with the statistics; null: computed from the training frames."""
     draws: Count = 1
     """Draws of noise and time for each observation, which share its prefix."""
-    times: Times = None
+    times: Times | None = None
     """The distribution of flow-matching times: beta, uniform, logit_normal, or a mapping such as
     {kind: beta, alpha: 1.5, beta: 1.0, scale: 0.999, offset: 0.001}; null: that of the model's config."""
     text_weight: NonNegative = 0.0

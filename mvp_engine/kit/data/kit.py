@@ -41,6 +41,7 @@ OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 HELD_OUT_FILE = "held_out.jsonl"
 # A share in `max_bad_rows` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
+STREAM_WINDOW = 64  # packs that are filled together from a stream
 
 
 class MLLMDataKit(MeasuredSources):
@@ -181,7 +182,7 @@ class MLLMDataKit(MeasuredSources):
             StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
             budget=self.settings.tokens_per_pack,
-            window=self.settings.stream_window,
+            window=STREAM_WINDOW,
             lanes=lanes,
             rank=rank,
             world_size=world_size,

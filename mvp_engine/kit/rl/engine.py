@@ -92,6 +92,7 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
+RESTARTS = 2  # of the processes of a training, after one of them died
 CARD_KEYS = ["rl.algorithm", "rl.prompts_per_step", "rl.num_generations", "rl.updates", "rl.clip"]
 CARD_KEYS += ["rl.kl_coef", "generation.max_new_tokens", "generation.temperature"]
 
@@ -258,16 +259,15 @@ class RLEngine(Engine):
 
     def train(self) -> None:
         """Train; after the death of a worker with new processes, from the newest checkpoint."""
-        restarts = self.config.workers.restarts
-        for restart in range(restarts + 1):
+        for restart in range(RESTARTS + 1):
             try:
                 super().train()
                 return
             except WorkerDied as error:
-                if restart == restarts:
+                if restart == RESTARTS:
                     raise
                 self.logger.error("%s", error)
-                self._reset(f"restart {restart + 1} of {restarts}")
+                self._reset(f"restart {restart + 1} of {RESTARTS}")
 
     def _reset(self, what: str) -> None:
         """Close everything and return to the state of a launch that resumes this run."""
@@ -353,7 +353,7 @@ class RLEngine(Engine):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step, whose time is `perf.NAME_s`; `guard.hang_seconds` counts from its begin."""
+        """A part of a step, whose time is `perf.NAME_s`; the report of a hang counts from its begin."""
         self.hang.beat(self.step + 1, f"{name} of step")
         with self.meter.timed(name):
             yield
@@ -372,10 +372,10 @@ class RLEngine(Engine):
         """Advantages of the completions, and the updates of the models."""
         batch = self.prepare_batch(ctx, experience)
         rl, fields = self.config.rl, batch.token_fields
-        options: Any = {"kl": rl.kl_coef, "gamma": rl.gamma, "lam": rl.gae_lambda}
+        options: Any = {"kl": rl.kl_coef, "lam": rl.gae_lambda}
         if rl.kl_coef and rl.preset.kl_in_reward:
             old_T, reference_T = policy.old_log_probs(batch), fields["reference_log_probs"]
-            options["kl_T"] = policy.kl_penalty(old_T, reference_T, rl.kl_estimator or "k1")
+            options["kl_T"] = policy.kl_penalty(old_T, reference_T, "k1")
         rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
         options["values_T"] = fields.get("old_values")
         fields |= policy.advantage_fields(rl.preset, batch, rewards_S, groups_S, **options)
@@ -500,8 +500,7 @@ class RLEngine(Engine):
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         made = self.eval_sample(prompts)
         _log_all(ctx, made.metrics | _metrics(made))
-        threshold = self.config.eval.pass_threshold
-        _log_all(ctx, pass_metrics(made.samples, made.rewards, threshold))
+        _log_all(ctx, pass_metrics(made.samples, made.rewards))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
             self.rollout_log.write(self.step, "eval", made)
@@ -517,8 +516,9 @@ class RLEngine(Engine):
     def complete(self, prompts: list[Prompt]) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
         settings, length = self.config.eval, self.config.generation.max_new_tokens
+        temperature = self.config.generation.temperature if settings.samples > 1 else 0.0
         seed, budget = derived_seed(self.config.seed, "evaluation"), self.config.budget
-        decoding = Decoding(length, self.data.eos_token_ids, settings.temperature)
+        decoding = Decoding(length, self.data.eos_token_ids, temperature)
         decoding = replace(decoding, samples=settings.samples, seed=seed, budget=budget)
         packed = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
@@ -586,7 +586,7 @@ def pass_at_k(total: int, right: int, k: int) -> float:
 
 
 def pass_metrics(
-    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float = 1.0
 ) -> dict[str, tuple[float, float]]:
     """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
 

@@ -346,7 +346,7 @@ class PolicyLoss:
         if rl.loss_norm == "constant":
             options["length"] = float(config.generation.max_new_tokens)
         if rl.kl_coef and not rl.preset.kl_in_reward:
-            options |= {"kl": rl.kl_coef, "kl_estimator": rl.kl_estimator or "k3"}
+            options["kl"] = rl.kl_coef
         return cls(
             **options,
             dual_clip=rl.dual_clip,

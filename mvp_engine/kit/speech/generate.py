@@ -507,7 +507,7 @@ def speak(
             max_frames=settings.max_frames,
             do_sample=settings.temperature > 0,
             temperature=settings.temperature or 1.0,
-            repetition_penalty=settings.repetition_penalty,
+            repetition_penalty=1.05 if settings.temperature else 1.0,
         )
     sounds = []
     for spoken, name in zip(found, names, strict=True):

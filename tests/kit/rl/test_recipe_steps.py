@@ -25,9 +25,9 @@ RECIPES = {"reverse_rl": "ReverseEngine", "digits_rl": "DigitsEngine"}
 OPTIONS = [
     "",
     "rl.kl_coef=0.1 rl.entropy=0.01",
-    "rl.kl_coef=0.1 rl.kl_estimator=k2 rl.clip=[0.1,0.3]",
+    "rl.kl_coef=0.1 rl.clip=[0.1,0.3]",
 ]
-OPTIONS += ["rl.importance_cap=1.5 rl.dual_clip=6", "rl.norm=constant"]
+OPTIONS += ["rl.importance_cap=1.5 rl.dual_clip=6"]
 
 
 def engine_class(name):
