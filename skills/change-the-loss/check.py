@@ -78,10 +78,8 @@ def problems(loss: Any, formula: Formula = plain) -> list[str]:
     with reads:
         value, gradient = run([batch])
     found = [f"{line} reads the value of a tensor: a host sync on a GPU" for line in dict.fromkeys(reads.lines)]
-    # Where nearly all tokens have a label, the head also runs on those without, whose log-prob is 0.
-    _, of_dense = run([PackedBatch.from_sequences([torch.randint(40, (30,))])])
-    if not (gradient.isfinite().all() and of_dense.isfinite().all()):
-        return [*found, "the gradient is not finite; a token without a label has a log-prob of 0, so p = 1"]
+    if not gradient.isfinite().all():
+        return [*found, "the gradient is not finite"]
     for budget in (11, 13):
         other, its_gradient = run(batch.split(budget).parts)
         if abs(other - value) > 1e-5 or not _is_close(gradient, its_gradient):
