@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a pretrained model, of text or with images, video and audio, learns the answers of your rows.
 
 This file is the whole experiment: model, data, optimizer, one step, evaluation. Each method calls a kit, which does
-the work. `mvp recipe mine --from sft` copies it for you to change. Legend: T tokens.
+the work. `mvp recipe mine --from sft` gives a copy, and docs/changes.md has diffs for it. Legend: T tokens.
 """
 
 from typing import Any

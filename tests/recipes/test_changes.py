@@ -12,8 +12,9 @@ from tiny_vlm import TEXT, write
 PAGE = ROOT / "docs" / "changes.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n.*?```diff\n(.*?)```", PAGE.read_text(), re.M | re.S))
 MOST_LINES = 25
-WORDS = """data.pack_tokens=64 data.max_length=64 data.global_batch_tokens=null data.global_batch_size=2 data.num_workers=0
-    model.activation_checkpointing=none optim.lr=0.01 eval.generation=null eval.steps=2 checkpoint.interval=2
+WORDS = """data.pack_tokens=64 data.max_length=64 data.global_batch_tokens=null data.global_batch_size=2
+    data.num_workers=0 model.activation_checkpointing=none optim.lr=0.01 eval.generation=null
+    eval.steps=2 checkpoint.interval=2
     checkpoint.keep_n=null log.interval=1 log.backends=[jsonl,file] export_link=null train.epochs=null""".split()
 
 
@@ -31,7 +32,9 @@ def apply_diff(folder, text):
             old = [line[1:] or "\n" for line in lines if line[0] in " \n-"]
             new = [line[1:] or "\n" for line in lines if line[0] in " \n+"]
             assert (len(old), len(new)) == (int(num_old or 1), int(num_new or 1))
-            assert is_new or content.count("".join(old)) == 1, f"{new_name} has no, or two, of:\n{body}"
+            assert is_new or content.count("".join(old)) == 1, (
+                f"{new_name} has no, or two, of:\n{body}"
+            )
             content = "".join(new) if is_new else content.replace("".join(old), "".join(new))
         file.write_text(content)
 
@@ -81,7 +84,9 @@ def changed(workspace, model):
         if ranks == 1:
             assert mvp("", *words) == 0
         else:
-            code, output = run_process("-m", "mvp_engine.cli", *words, "--nproc", str(ranks), cwd=workspace)
+            code, output = run_process(
+                "-m", "mvp_engine.cli", *words, "--nproc", str(ranks), cwd=workspace
+            )
             assert code == 0, output
         return list_runs(out)[-1]
 
@@ -97,7 +102,9 @@ def saved(run, step):
     from mvp_engine.checkpoint.format import Reader
 
     reader = Reader(run.checkpoints / f"step_{step:08d}")
-    return {name: reader.read(name) for name in reader.entries if "." in name and name[:4] != "rank"}
+    return {
+        name: reader.read(name) for name in reader.entries if "." in name and name[:4] != "rank"
+    }
 
 
 def check_resume(changed, run, section, *words, step=2, **options):
@@ -133,7 +140,10 @@ def test_changes_stale_diff_is_refused(tmp_path):
 
 NUMBERED = [{**row, "weight": 0.5 * n, "score": 0.5 * n} for n, row in enumerate(ROWS)]
 ALL_ROWS = "train.max_steps=3 optim.schedule=constant optim.warmup=0 optim.lr=0.001 eval.steps=null".split()
-ALL_ROWS += ["checkpoint.best_metric=null", "data.global_batch_size=20"]  # packs; an epoch is a step
+ALL_ROWS += [
+    "checkpoint.best_metric=null",
+    "data.global_batch_size=20",
+]  # packs; an epoch is a step
 
 
 def same_numbers(run, other):
@@ -197,7 +207,9 @@ def test_changes_focal_and_dft_weight_a_token_by_its_probability(changed, unifor
     """All tokens have p = 1 / V; a gradient through the weight of DFT would change the gradient norm."""
     section = "Focal and DFT loss"
     of = {
-        name: records(changed(section, f"token_loss={name}", "train.max_steps=1", folder=uniform))[0]
+        name: records(changed(section, f"token_loss={name}", "train.max_steps=1", folder=uniform))[
+            0
+        ]
         for name in ("cross_entropy", "dft", "focal")
     }
     p, plain = 1 / TEXT["vocab_size"], of["cross_entropy"]
@@ -216,14 +228,23 @@ def moved(run, step, model):
 
     before = load_file(model / "model.safetensors")
     after = saved(run, step)
-    return {name: float((after[f"model.hf.{name}"] - value).abs().max()) for name, value in before.items()}
+    return {
+        name: float((after[f"model.hf.{name}"] - value).abs().max())
+        for name, value in before.items()
+    }
 
 
 def test_changes_lion_moves_each_layer_by_its_learning_rate(changed, model):
     section = "An optimizer and learning rates by layer"
     words = ["optim.schedule=constant", "optim.warmup=0", "checkpoint.interval=1"]
     run = changed(section, *words)
-    rates = {"embed_tokens": 0.8**3, "layers.0.": 0.8**2, "layers.1.": 0.8, "lm_head": 1, "model.norm": 1}
+    rates = {
+        "embed_tokens": 0.8**3,
+        "layers.0.": 0.8**2,
+        "layers.1.": 0.8,
+        "lm_head": 1,
+        "model.norm": 1,
+    }
     for name, change in moved(run, 1, model).items():
         [rate] = [rate for part, rate in rates.items() if part in name]
         assert change == pytest.approx(0.01 * rate, rel=1e-3), name  # Lion's first update is a sign
@@ -239,7 +260,9 @@ def test_changes_freeze_trains_the_upper_layers_alone(changed, model):
     assert all("layers.1." in name or "model.norm" in name for name in states)
 
 
-def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_model(changed, workspace):
+def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_model(
+    changed, workspace
+):
     import transformers as hf
     from safetensors.torch import load_file
 
@@ -251,10 +274,15 @@ def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_mode
     first = records(run)[0]
     assert first["loss"] == pytest.approx(records(plain)[0]["loss"] + 0.1 * first["score_error"])
     head = load_file(workspace / "export" / "heads.safetensors")
-    assert {name: len(value) for name, value in head.items()} == {"score.weight": 1, "score.bias": 1}
+    assert {name: len(value) for name, value in head.items()} == {
+        "score.weight": 1,
+        "score.bias": 1,
+    }
     assert (head["score.bias"] == saved(run, 4)["model.score.bias"]).all()
     assert not (saved(run, 2)["model.score.weight"] == saved(run, 4)["model.score.weight"]).all()
-    _, info = hf.AutoModelForCausalLM.from_pretrained(workspace / "export", output_loading_info=True)
+    _, info = hf.AutoModelForCausalLM.from_pretrained(
+        workspace / "export", output_loading_info=True
+    )
     assert not any(info.values())
     check_resume(changed, run, section, *words, rows=rows)
 
@@ -262,7 +290,9 @@ def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_mode
 def test_changes_curriculum_reads_one_more_source_in_each_epoch(changed, workspace):
     section = "A curriculum over sources"
     words = sources(workspace, easy=ROWS[:4], hard=ROWS[4:])
-    words += "train.max_steps=null train.epochs=2 data.global_batch_size=1 checkpoint.interval=1".split()
+    words += (
+        "train.max_steps=null train.epochs=2 data.global_batch_size=1 checkpoint.interval=1".split()
+    )
     run = changed(section, *words)
     by_epoch = {0: [], 1: []}
     for record in records(run):
@@ -276,7 +306,12 @@ def test_changes_curriculum_reads_one_more_source_in_each_epoch(changed, workspa
 
 def test_changes_ema_teacher_is_the_average_of_the_weights(changed):
     section = "An EMA teacher"
-    words = ["optim.schedule=constant", "optim.warmup=0", "eval.steps=null", "checkpoint.best_metric=null"]
+    words = [
+        "optim.schedule=constant",
+        "optim.warmup=0",
+        "eval.steps=null",
+        "checkpoint.best_metric=null",
+    ]
     run = changed(section, *words)
     kl = [record["teacher_kl"] for record in records(run)]
     assert kl[0] == pytest.approx(0, abs=1e-6)  # nothing is averaged before the first step
@@ -301,7 +336,9 @@ def test_changes_two_optimizers_have_their_own_states_and_schedules(changed):
     section = "Two optimizers"
     run = changed(section)
     states = {name for name in saved(run, 2) if name.startswith("optim.")}
-    momentum = {name.removesuffix(".momentum_buffer") for name in states if name.endswith("momentum_buffer")}
+    momentum = {
+        name.removesuffix(".momentum_buffer") for name in states if name.endswith("momentum_buffer")
+    }
     adam = {name.removesuffix(".exp_avg") for name in states if name.endswith("exp_avg")}
     assert "optim.hf.model.layers.1.mlp.up_proj.weight" in momentum
     assert {"optim.hf.lm_head.weight", "optim.hf.model.layers.1.input_layernorm.weight"} <= adam

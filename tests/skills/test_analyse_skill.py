@@ -12,9 +12,11 @@ from mvp_engine.imports import import_file
 from mvp_engine.runs import Run, list_runs
 
 CHECK = import_file(ROOT / "skills" / "analyse-a-run" / "check.py")
-WORDS = """data.pack_tokens=64 data.max_length=64 data.global_batch_tokens=null data.global_batch_size=2 data.num_workers=0
-    model.activation_checkpointing=none optim.lr=0.01 eval.generation=null eval.steps=6 checkpoint.interval=30 log.interval=1
-    log.backends=[jsonl,file] export_link=null train.epochs=null train.max_steps=30 optim.schedule=constant""".split()
+WORDS = """data.pack_tokens=64 data.max_length=64 data.global_batch_tokens=null data.global_batch_size=2
+    data.num_workers=0 model.activation_checkpointing=none optim.lr=0.01 eval.generation=null
+    eval.steps=6 checkpoint.interval=30
+    log.interval=1 log.backends=[jsonl,file] export_link=null train.epochs=null
+    train.max_steps=30 optim.schedule=constant""".split()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,9 @@ def healthy(tmp_path_factory):
     rows = [{"prompt": f"Hi {n}?", "completion": "Hello" + "!" * (n % 4)} for n in range(24)]
     write(folder / "rows.jsonl", rows)
     held = [f"data.sources.rows.path={folder}/rows.jsonl", "data.sources.rows.hold_out=0.2"]
-    command = f"train sft/full model.path={folder}/model output_dir={folder}/runs data.cache={folder}"
+    command = (
+        f"train sft/full model.path={folder}/model output_dir={folder}/runs data.cache={folder}"
+    )
     assert mvp(command, *WORDS, *held) == 0
     [run] = list_runs(folder / "runs")
 
@@ -148,4 +152,7 @@ def test_check_of_rows_left_out_counts_them_by_reason(healthy, tmp_path):
     code, said = run_process(
         "skills/analyse-a-run/check.py", str(run.dir), str(tmp_path / "answer.json")
     )
-    assert (code, said.strip()) == (1, "rows_left_out: the records show it, and the answer lacks it")
+    assert (code, said.strip()) == (
+        1,
+        "rows_left_out: the records show it, and the answer lacks it",
+    )

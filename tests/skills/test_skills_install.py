@@ -39,7 +39,8 @@ def test_skills_install_keeps_changed_skills_without_force(tmp_path, capsys):
     (tmp_path / ".claude/skills/change-the-loss/SKILL.md").write_text("mine")
     assert main(install) == EXIT_USER_ERROR
     assert (
-        "other skills of these names, or older versions: change-the-loss. --force" in capsys.readouterr().err
+        "other skills of these names, or older versions: change-the-loss. --force"
+        in capsys.readouterr().err
     )
     assert [entry.name for entry in tmp_path.iterdir()] == [".claude"]
     assert main([*install, "--force"]) == 0
