@@ -103,16 +103,14 @@ class MLLMEngine(Engine):
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
         super().before_train()
-        self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
+        self.mfu = MFUKit(self.model)
 
     def do_train(self) -> None:
         with smaller_after_out_of_memory(self):
             super().do_train()
 
     def train_pre_step(self, ctx: StepContext) -> None:
-        model: Any = self.model
-        # On the host: on a GPU it would be a host sync.
-        row_checks.check_rows(self, ctx, model.check)
+        row_checks.check_rows(self, ctx)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
         row_checks.log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 

@@ -350,7 +350,7 @@ class PackedModel(nn.Module):
         unknown = [name for name in names if name not in self.provides]
         if unknown:
             hint = (
-                ". Logits of a whole batch are never in memory: see skills/loss"
+                ". Logits of a whole batch are never in memory: see skills/change-the-loss"
                 if "logits" in unknown
                 else ""
             )
