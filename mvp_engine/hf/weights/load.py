@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,6 +125,48 @@ class FolderGroup:
 
     entries: list[str]
     params: dict[str, FolderParameter]
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows that the embeddings of a folder lack, or have never trained: those of added tokens.
+
+    The row of an added token is the mean of the rows of other tokens. Rows that belong to no token, and pad the
+    vocabulary, are the mean of all.
+    """
+
+    num_known: int  # tokens of the folder's vocabulary: its rows after them belong to no token
+    sources: Mapping[int, Sequence[int]]  # of each added token: whose rows are averaged; none: all known
+
+    def extend(self, source: FolderParameter, rows: int) -> FolderParameter:
+        """The input or output embedding of the folder with `rows` rows."""
+        shape = torch.Size((rows, *source.shape[1:]))
+        return FolderParameter(shape, partial(self._read, source, rows))
+
+    def _read(self, source: FolderParameter, rows: int, index: Index) -> Tensor:
+        wanted = range(rows)[index[0]] if index else range(rows)
+        others = tuple(index[1:])
+        known = source.read((slice(wanted.start, min(wanted.stop, source.shape[0])), *others))
+        added = [id for id in self.sources if id in wanted]
+        padded = range(max(wanted.start, source.shape[0]), wanted.stop)
+        if not added and not padded:
+            return known
+        mean = self._mean(source, range(min(self.num_known, source.shape[0])), others)
+        values = torch.cat([known, mean.expand(len(wanted) - len(known), *mean.shape).to(known)])
+        for id in added:
+            ids = self.sources[id]
+            values[id - wanted.start] = self._mean(source, ids, others) if ids else mean
+        return values
+
+    def _mean(self, source: FolderParameter, ids: Sequence[int], others: Index) -> Tensor:
+        if not isinstance(ids, range):
+            rows = [source.read((slice(id, id + 1), *others)).float() for id in ids]
+            return torch.cat(rows).mean(0)
+        total = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(ids), 8192):  # in slices: a vocabulary may have gigabytes
+            rows = slice(start, min(start + 8192, len(ids)))
+            total = total + source.read((rows, *others)).sum(0, dtype=torch.float64)
+        return (total / len(ids)).float()
 
 
 class Entries(Protocol):
