@@ -80,6 +80,8 @@ class MLLMEngine(Engine):
             super().start_data()
 
     def open_data(self) -> None:
+        if self.data.new_rows is not None:
+            model_kit.check_new_rows(self)
         if self.config.eval.steps:
             self._eval_loader = self._loader("eval")  # its errors come now, not after hours
         super().open_data()
