@@ -80,8 +80,6 @@ class MLLMEngine(Engine):
             super().start_data()
 
     def open_data(self) -> None:
-        if self.data.new_rows is not None:
-            model_kit.check_new_rows(self)
         if self.config.eval.steps:
             self._eval_loader = self._loader("eval")  # its errors come now, not after hours
         super().open_data()
@@ -110,6 +108,8 @@ class MLLMEngine(Engine):
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
         super().before_train()
+        if self.data.new_rows is not None:
+            model_kit.check_new_rows(self)
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
     def do_train(self) -> None:

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import mvp, user_error
 from families import config_of, parallel
 from folders import alone, entries
 from lora_models import adam, log_probs, steps, weights
 from test_api import constant
+from tiny_vlm import write
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -19,6 +20,7 @@ from mvp_engine.kit import DataSource, Lora, MLLMData, MLLMDataKit, MLLMModelKit
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.tiny_processors import train_tokenizer
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
+from mvp_engine.runs import list_runs
 from mvp_engine.tools.merge import build_model
 
 LORA = Lora(rank=4)
@@ -76,7 +78,8 @@ def test_new_rows_start_as_means_and_pad_the_vocabulary():
     whole = rows.read(())
     assert whole.shape == rows.shape == (64, 4)
     assert torch.equal(whole[:9], table[:9])
-    assert torch.allclose(whole[9], table[:8].mean(0)) and torch.allclose(whole[63], whole[9])
+    assert torch.allclose(whole[9], table[:8].mean(0))
+    assert torch.allclose(whole[63], whole[9])
     assert torch.allclose(whole[10], table[2:4].mean(0))
     for start, stop in ((0, 4), (7, 11), (10, 64), (63, 64), (5, 5)):
         assert torch.equal(rows.read((slice(start, stop), slice(1, 3))), whole[start:stop, 1:3])
@@ -206,3 +209,41 @@ def test_new_tokens_that_cannot_be_added_are_user_errors(bases):
         new_rows(bases / "tied", ["<a", "x<a"])
     with pytest.raises(ValueError, match="each token once"):
         new_rows(bases / "tied", ["<a>", "<a>"])
+
+
+CONFIG = """
+model: {type: language_model, path: model}
+data:
+  pack_tokens: 256
+  sources: {rows: {path: rows.jsonl}}
+  new_tokens: {<yes>: "yes", <no>: ""}
+  global_batch_size: 1
+  num_workers: 0
+train: {max_steps: 4}
+optim: {lr: 0.02}
+lora: {rank: 2}
+checkpoint: {interval: 2}
+log: {interval: 1, backends: [jsonl]}
+"""
+
+
+@pytest.mark.slow
+def test_commands_on_a_training_with_new_tokens_know_them(vlm_folder, capsys):
+    rows = [{"prompt": f"Is it {i}?", "completion": ["<yes>", "<no>"][i % 2]} for i in range(6)]
+    write(vlm_folder / "rows.jsonl", rows)
+    (vlm_folder / "train.yaml").write_text(CONFIG)
+    assert mvp("check train.yaml engine=sft output_dir=out") == 0
+    assert mvp("train train.yaml engine=sft output_dir=out train.max_steps=2") == 0
+    assert mvp("train train.yaml engine=sft output_dir=out resume=auto") == 0
+    (vlm_folder / "other.yaml").write_text(CONFIG.replace("<no>", "<other>"))
+    capsys.readouterr()
+    assert mvp("train other.yaml engine=sft output_dir=out resume=auto train.max_steps=5") == 2
+    assert "was trained with data.new_tokens=['<yes>', '<no>']" in capsys.readouterr().err
+    assert mvp("data inspect train.yaml engine=sft --json") == 0
+    assert "<yes>" in capsys.readouterr().out
+    run = list_runs(vlm_folder / "out")[-1].dir
+    assert mvp(f"merge {run} merged") == 0
+    assert "<yes>" in load_processor(vlm_folder / "merged").tokenizer.get_vocab()
+    assert mvp(f"chat {run} -p 'Is it <yes>?'") == 0
+    assert mvp("train train.yaml engine=sft output_dir=out model.path=merged") == 2
+    assert "the tokenizer has <yes> already" in capsys.readouterr().err

@@ -10,6 +10,6 @@ DOOR = {
         "hub_model local_folder pin_config repo_of"
     ),
     "load": "Entries FolderParameter NewRows SINGLE WeightFiles fingerprint folder_groups load",
-    "merge": "check_base merge read_model_info write_model_info",
+    "merge": "check_base check_new_tokens merge read_model_info write_model_info",
     "pretrained": "TensorEntries WeightReceiver load_pretrained",
 }

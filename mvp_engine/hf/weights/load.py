@@ -199,7 +199,8 @@ def load(
     """Fills `params`, given by their names in the Hugging Face `model`, from a folder. Each rank fills its own shards.
 
     `quantized`: quantized layers by the names of their weights. `elsewhere`: names of parameters that other ranks fill.
-    `new_rows`: of tokens that the folder does not know. Returns the names that were filled, here or elsewhere, and the entries of the files that belong to none of them.
+    `new_rows`: of tokens that the folder does not know. Returns the names that were filled, here or elsewhere, and the
+    entries of the files that belong to none of them.
     """
     files = WeightFiles(folder)
     return load_entries(model, files, params, str(folder), quantized, elsewhere, new_rows)
