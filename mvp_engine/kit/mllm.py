@@ -103,6 +103,8 @@ class MLLMEngine(Engine):
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
         super().before_train()
+        if self.data.new_rows is not None:
+            model_kit.check_new_rows(self)
         self.mfu = MFUKit(self.model)
 
     def do_train(self) -> None:

@@ -23,7 +23,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.export import drop_local_settings
-from mvp_engine.kit.data.encode.processor import save_generation_config
+from mvp_engine.hf.weights.load import NewRows
+from mvp_engine.kit.data.encode.processor import save_generation_config, with_new_tokens
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
 from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
@@ -57,6 +58,9 @@ class MLLMDataKit(MeasuredSources):
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
         super().__init__(settings, num_workers)
+        self.new_rows: NewRows | None = None  # of data.new_tokens
+        if settings.new_tokens:
+            processor, self.new_rows = with_new_tokens(processor, settings.new_tokens)
         max_length = settings.max_length or settings.tokens_per_pack
         self.row_encoder = self.encoder_class(
             processor,

@@ -115,6 +115,11 @@ class RLEngine(Engine):
                 f"RL has one controller, and {world.size} ranks were started. Leave out --nproc; the ranks of the "
                 f"model are workers.where=spawn groups.actor.ranks={world.size}"
             )
+        if config.data.new_tokens:
+            raise UserError(
+                "data.new_tokens: RL samples from a model that knows its tokens. Fine-tune it with them first, and "
+                "start from that export"
+            )
         # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
         self.precision = precision_on(world.device, config.train.precision)
         self.model_device = world.device
