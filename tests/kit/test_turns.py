@@ -11,13 +11,37 @@ from kit.test_tools_and_reasoning import NAMES, PUBLISHED, TOOL, published
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read.row_types import BadRow
 
-OWN = ["qwen2_5", "qwen3", "generation", "llama3", "gemma", "mistral", "deepseek_r1", "phi3", "zephyr", "by_index"]
+OWN = [
+    "qwen2_5",
+    "qwen3",
+    "generation",
+    "llama3",
+    "gemma",
+    "mistral",
+    "deepseek_r1",
+    "phi3",
+    "zephyr",
+    "by_index",
+]
 # Templates without a turn for results of tools, or that raise at one.
-NO_TOOLS = {"cohere", "cohere2", "diffusion_gemma", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
+NO_TOOLS = {
+    "cohere",
+    "cohere2",
+    "diffusion_gemma",
+    "gemma",
+    "gemma3",
+    "llava_next",
+    "phi3",
+    "phi3_5",
+}
 OWN_NO_TOOLS = {"gemma"}
 DROPS = "diffusion_gemma glm4moe gptoss lfm2_2_5 nemotron_3_nano nemotron_3_super nemotron_3_ultra qwen3"
 DROPS += " qwen3_5_nothink qwen3_5_think qwen3_6"
-CALL = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+CALL = {
+    "type": "function",
+    "id": "call00000",
+    "function": {"name": "weather", "arguments": {"city": "Bern"}},
+}
 NEW = {
     "user": message("user", "And then?"),
     "tool": message("tool", "12 degrees", name="weather", tool_call_id="call00000"),
@@ -36,7 +60,10 @@ def check(form, role, thinks):
     if thinks:
         extra["reasoning_content"] = "hm"
     chat = [message("user", "Q1"), message("assistant", *answer, **extra), NEW[role]]
-    for options in ({}, {"empty_content": None, "json_arguments": True}):  # DeepSeek wants the latter
+    for options in (
+        {},
+        {"empty_content": None, "json_arguments": True},
+    ):  # DeepSeek wants the latter
         raw = [form.renderer.message(one, **options) for one in chat]
         options = {"tools": tools or None, "add_generation_prompt": True, **form.renderer.options}
         whole = form.renderer.owner.apply_chat_template(raw, **options)
@@ -67,7 +94,9 @@ def test_published_template_continues_a_conversation_after_a_sampled_answer(name
             form.renderer._variables["enable_thinking"] = thinks
             if role == "tool" and name in NO_TOOLS:
                 with pytest.raises(BadRow, match="template"):
-                    form.between_turns([message("user", "Q1"), message("assistant", "x")], [NEW[role]])
+                    form.between_turns(
+                        [message("user", "Q1"), message("assistant", "x")], [NEW[role]]
+                    )
             else:
                 check(form, role, thinks)
     assert published(name).drops_reasoning(NEW["user"]) == (name in DROPS.split())
@@ -78,7 +107,9 @@ def test_template_continues_a_conversation_after_a_sampled_answer(name):
     check(template(name), "user", thinks=False)
     if name in OWN_NO_TOOLS:
         with pytest.raises(BadRow, match="template"):
-            template(name).between_turns([message("user", "Q1"), message("assistant", "x")], [NEW["tool"]])
+            template(name).between_turns(
+                [message("user", "Q1"), message("assistant", "x")], [NEW["tool"]]
+            )
     else:
         check(template(name), "tool", thinks=False)
 

@@ -24,11 +24,13 @@ from PIL import Image
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, count
+from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.read.messages import read_message
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, RowFormat
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.rl.prompts import Prompt, media_item, without_values
+from mvp_engine.kit.rl.settings import RLConfig
 
 # How most open models write a call in their text (Hermes, Qwen), without the name of a parser.
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -69,6 +71,14 @@ class ChatSettings:
     max_tokens: int  # of a sequence, with all answers
     max_turns: int  # answers of an episode
     stop: Sequence[int]
+
+    @classmethod
+    def of(cls, config: RLConfig, kit: MLLMDataKit) -> ChatSettings:
+        """The settings of a training."""
+        sizes = config.generation
+        return cls(
+            kit.row_encoder, sizes.max_new_tokens, config.budget, sizes.max_turns, kit.eos_token_ids
+        )
 
     @property
     def tokenizer(self) -> Any:

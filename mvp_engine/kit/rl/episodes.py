@@ -1,7 +1,7 @@
 """Episodes: what an engine's `episode` or `reward` does with the policy's answers, each in a process of its own.
 
-User code that raises, hangs, returns NaN or ends its process fails alone: it is named with its row, and
-`reward.on_error` says what happens to the completion. Order and random numbers do not depend on the processes.
+User code that raises, hangs, returns NaN or ends its process fails alone: it is named with its row, and the completion
+is left out. Order and random numbers do not depend on the processes.
 
 Episodes of several turns run at the same time. When each of them has asked for an answer or has ended, the answers of
 all are generated in one call, in the order of prompts and samples: so a run has the same bits however long tools take.
@@ -25,7 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,7 +35,6 @@ import torch
 
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.rl.chat import (
     Answer,
     Ask,
@@ -46,13 +45,12 @@ from mvp_engine.kit.rl.chat import (
     checked_number,
 )
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.kit.rl.rollout import Complete, Rounds, Sample
 from mvp_engine.kit.rl.settings import RewardSettings
 from mvp_engine.process.watchdog import adopt_orphans, end_with_this_process, kill_descendants
 
 LOGGER = logging.getLogger("mvp_engine")
 Model = Callable[[Sequence[Prompt], Sequence[Sample]], list[float]]
-Complete = Callable[[list[Prompt], int], list[Sample]]  # so many answers of each prompt
 MAX_WARNINGS = 10  # of a run
 SHOWN_CHARACTERS = 200  # of an answer
 REWARD_WORKERS = 2  # where `reward.workers` is null
@@ -83,8 +81,8 @@ class Episodes:
     """Plays episodes in processes of their own, as many at a time as `settings.workers` says.
 
     `play` is `reward(row, answer)`; with `chat` it is `episode(row, chat)`, which may have several turns. It returns a
-    number, or several by name: their sum is the reward. `model` scores all samples of a step, and
-    `settings.model_weight` times its score is added; `play` may be None then.
+    number, or several by name: their sum is the reward. `model` scores all samples of a step, and its
+    score is added; `play` may be None then.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Episodes:
         if self.chat is None:
             found = complete(list(prompts), samples)
             return found, self.rewards(prompts, found)
-        rounds = _Rounds(prompts, samples, complete, self.answer)
+        rounds = Rounds(prompts, samples, complete, self.answer)
         tasks: list[Task] = []
         for prompt in prompts:
             given = pickle.dumps(prompt)
@@ -167,7 +165,7 @@ class Episodes:
         prompts: Sequence[Prompt],
         samples: Sequence[Sample],
         tasks: list[Task],
-        rounds: _Rounds | None,
+        rounds: Rounds | None,
     ) -> list[Reward]:
         outcomes: dict[int, Outcome] = {}
         failed: list[str] = []
@@ -186,7 +184,7 @@ class Episodes:
         with self._lock, closing(self._run(tasks, rounds)) as finished:
             for index, outcome in finished:
                 if rounds is not None:
-                    rounds.end(index, outcome)
+                    rounds.end(index, outcome.rewards, outcome.is_cut)
                 add(index, outcome)
         if self.model is not None:
             for index, score in enumerate(self.model(prompts, samples)):
@@ -194,7 +192,7 @@ class Episodes:
                     add(index, self._with_score(outcomes[index], score))
         return [self._reward(outcomes[index]) for index in range(len(samples))]
 
-    def _run(self, tasks: list[Task], rounds: _Rounds | None) -> Generator[tuple[int, Outcome]]:
+    def _run(self, tasks: list[Task], rounds: Rounds | None) -> Generator[tuple[int, Outcome]]:
         if self._processes is not None:
             yield from self._processes.run(tasks, rounds.answers if rounds else None)
             return
@@ -208,12 +206,11 @@ class Episodes:
         if not math.isfinite(score):
             return Outcome(error=f"the reward model's score is {score}")
         value, parts = outcome.value
-        total = value + self.settings.model_weight * score
-        return Outcome((total, {**parts, "model": score}))
+        return Outcome((value + score, {**parts, "model": score}))
 
     def _reward(self, outcome: Outcome) -> Reward:
         if outcome.error is not None:
-            return Reward(0.0 if self.settings.on_error == "zero" else None, error=outcome.error)
+            return Reward(None, error=outcome.error)
         value, parts = outcome.value
         return Reward(value, parts)
 
@@ -226,8 +223,6 @@ class Episodes:
 
     def _check_failures(self, failed: list[str], computed: int, total: int) -> None:
         """Raise if a reward may not fail, or if too many of the `total` rewards of a step did."""
-        if self.settings.on_error == "raise":
-            raise RewardFailed(f"reward: {failed[0]}")
         share = self.settings.max_errors
         allowed = min(max(1, int(share * total)) if share else 0, total - 1)
         if len(failed) > allowed:
@@ -296,19 +291,14 @@ class Episodes:
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
     """Metrics of a step as (sum, weight): the mean reward, its parts, and the share of failed rewards."""
     found: dict[str, tuple[float, float]] = {}
-
-    def add(name: str, value: float) -> None:
-        total, weight = found.get(name, (0.0, 0.0))
-        found[name] = (total + value, weight + 1)
-
     for reward in rewards:
-        if reward.value is not None:
-            add("reward", reward.value)
-        for name, value in reward.parts.items():
-            add(f"reward_{name}", value)
-    for reward in rewards:
-        add("reward_errors", float(reward.error is not None))
-    return found
+        values = {} if reward.value is None else {"reward": reward.value}
+        values |= {f"reward_{name}": value for name, value in reward.parts.items()}
+        for name, value in values.items():
+            total, weight = found.get(name, (0.0, 0.0))
+            found[name] = (total + value, weight + 1)
+    failed = sum(reward.error is not None for reward in rewards)
+    return found | ({"reward_errors": (float(failed), float(len(rewards)))} if rewards else {})
 
 
 def _checked(returned: Any) -> tuple[float, dict[str, float]]:
@@ -347,129 +337,6 @@ def _check_arguments(play: Play, second: str) -> None:
 def _describe(prompt: Prompt, answer: Answer, outcome: Outcome) -> str:
     written = answer.text[:SHOWN_CHARACTERS]
     return f"{prompt.where} (source {prompt.source}), answer {written!r}: {outcome.error}"
-
-
-# Rounds: answers of many episodes at a time, and the sequences that they make.
-
-
-class _Sequence:
-    """The tokens of one conversation so far, as the controller knows them."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.batch = prompt.batch
-        self.since: list[int] = []  # tokens after those of `batch`
-        self.text_ids = list(prompt.text_ids)
-        self.media = list(prompt.media)
-        self.sample = Sample(0, [], [], 0, "stop")
-
-    def read(self, ask: Ask) -> None:
-        """Append what the policy reads before its next turn."""
-        self.sample.tokens += ask.ids
-        self.sample.log_probs += [0.0] * len(ask.ids)
-        self.sample.media += [str(item["type"]) for item in ask.media]
-        self.text_ids += ask.text_ids
-        self.media += ask.media
-        self.since += ask.ids
-        if ask.batch is not None:
-            self.batch = ask.batch
-            self.since = []
-
-    def context(self, key: int) -> Prompt:
-        """What the next turn is generated from."""
-        batch = with_completion(self.batch, None, self.since) if self.since else self.batch
-        return replace(
-            self.prompt, key=key, batch=batch, text_ids=list(self.text_ids), media=list(self.media)
-        )
-
-    def write(self, turn: Sample) -> None:
-        sample = self.sample
-        sample.turns.append((len(sample.tokens), len(sample.tokens) + len(turn.tokens)))
-        sample.tokens += turn.tokens
-        sample.log_probs += turn.log_probs
-        sample.version = turn.version
-        sample.reason = turn.reason
-        self.since += turn.tokens
-        self.text_ids += turn.tokens
-
-    def end(self, rewards: list[float]) -> Sample:
-        self.sample.turn_rewards = rewards or [0.0] * len(self.sample.turns)
-        if self.batch is not self.prompt.batch:
-            self.sample.context = with_completion(self.batch, None, self.since)
-        return self.sample
-
-
-class _Rounds:
-    """The samples of a step in the making. `answers` generates what all running episodes ask for."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        number: int,
-        complete: Complete,
-        answer: Callable[[Sample], Answer],
-    ) -> None:
-        self.prompts = list(prompts)
-        self.number = number
-        self.complete = complete
-        self.answer = answer
-        self.sequences: list[dict[int, _Sequence]] = []
-        self.samples: list[Sample] = []
-        for place, prompt in enumerate(prompts):
-            for _ in range(number):
-                first = _Sequence(prompt)
-                first.sample.prompt = place
-                self.sequences.append({0: first})
-                self.samples.append(first.sample)
-        self._first: dict[int, Sample] = {}  # the first turns of whole groups, by episode
-
-    def answers(self, asks: Mapping[int, Ask]) -> dict[int, Answer]:
-        """The answer that each episode waits for, by its index."""
-        fresh: list[int] = []
-        contexts: list[Prompt] = []
-        later: list[int] = []
-        for index in sorted(asks):
-            ask = asks[index]
-            place, number = divmod(index, self.number)
-            prompt = self.prompts[place]
-            # The token ids of another prompt are in the batch of its first ask.
-            empty = replace(prompt, text_ids=[], media=[])
-            sequence = self.sequences[index].setdefault(ask.sequence, _Sequence(empty))
-            sequence.sample.prompt = place
-            sequence.read(ask)
-            turn = len(sequence.sample.turns)
-            if ask.sequence == 0 and turn == 0:
-                fresh.append(index)
-            else:
-                # Without the turn, each would be drawn with the noise of the first.
-                key = derived_seed(prompt.key, "turn", number, ask.sequence, turn)
-                contexts.append(sequence.context(key))
-                later.append(index)
-        # The samples of a prompt begin with one forward over it, also if some of them start in a later round.
-        places = sorted({index // self.number for index in fresh if index not in self._first})
-        if places:
-            found = self.complete([self.prompts[place] for place in places], self.number)
-            for at, sample in enumerate(found):
-                self._first[places[at // self.number] * self.number + at % self.number] = sample
-        turns = {index: self._first[index] for index in fresh}
-        if contexts:
-            turns |= dict(zip(later, self.complete(contexts, 1), strict=True))
-        for index, sample in turns.items():
-            self.sequences[index][asks[index].sequence].write(sample)
-        return {index: self.answer(sample) for index, sample in turns.items()}
-
-    def end(self, index: int, outcome: Outcome) -> None:
-        """Complete the sample of an episode that has ended."""
-        sequences = self.sequences[index]
-        for number, sequence in sequences.items():
-            sequence.end(outcome.rewards.get(number, []))
-        main = self.samples[index]
-        others = [one.sample for number, one in sequences.items() if number and one.sample.turns]
-        if others and not main.turns:  # a program with a prompt of its own
-            vars(main).update(vars(others.pop(0)))
-        main.others = others
-        if outcome.is_cut:
-            main.reason = "length"
 
 
 # Processes of episodes: one that hangs or dies costs one episode, and is replaced.

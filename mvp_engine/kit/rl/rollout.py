@@ -6,16 +6,18 @@ actor's own weights. Servers are in modules of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.decoding import Completion, Decoding, with_completion
+from mvp_engine.kit.rl.chat import Answer, Ask
 from mvp_engine.kit.rl.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mvp_engine.worker.group import WorkerGroup
 
 Reason = Literal["stop", "length"]
+Complete = Callable[[list["Prompt"], int], "list[Sample]"]  # so many answers of each prompt
 Buckets = Iterable[list[tuple[str, Tensor]]]  # weights by their Hugging Face names
 
 
@@ -202,17 +205,127 @@ def _add_turns(batch: PackedBatch, sample: Sample) -> None:
     batch.token_fields |= {"turn_rewards": rewards_T, "turn": turn_T}
 
 
-def with_fields(batch: PackedBatch, fields: dict[str, Tensor]) -> PackedBatch:
-    """The batch with more token fields."""
-    return PackedBatch(
-        batch.input_ids,
-        batch.labels,
-        batch.position_ids,
-        batch.cu_seqlens,
-        {**batch.token_fields, **fields},
-        batch.sequence_fields,
-        batch.media,
-    )
+# Rounds: answers of many episodes at a time, and the sequences that they make.
+
+
+class GrowingSequence:
+    """The tokens of one conversation so far, as the controller knows them."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.batch = prompt.batch
+        self.since: list[int] = []  # tokens after those of `batch`
+        self.text_ids = list(prompt.text_ids)
+        self.media = list(prompt.media)
+        self.sample = Sample(0, [], [], 0, "stop")
+
+    def read(self, ask: Ask) -> None:
+        """Append what the policy reads before its next turn."""
+        self.sample.tokens += ask.ids
+        self.sample.log_probs += [0.0] * len(ask.ids)
+        self.sample.media += [str(item["type"]) for item in ask.media]
+        self.text_ids += ask.text_ids
+        self.media += ask.media
+        self.since += ask.ids
+        if ask.batch is not None:
+            self.batch = ask.batch
+            self.since = []
+
+    def context(self, key: int) -> Prompt:
+        """What the next turn is generated from."""
+        batch = with_completion(self.batch, None, self.since) if self.since else self.batch
+        return replace(
+            self.prompt, key=key, batch=batch, text_ids=list(self.text_ids), media=list(self.media)
+        )
+
+    def write(self, turn: Sample) -> None:
+        sample = self.sample
+        sample.turns.append((len(sample.tokens), len(sample.tokens) + len(turn.tokens)))
+        sample.tokens += turn.tokens
+        sample.log_probs += turn.log_probs
+        sample.version = turn.version
+        sample.reason = turn.reason
+        self.since += turn.tokens
+        self.text_ids += turn.tokens
+
+    def end(self, rewards: list[float]) -> Sample:
+        self.sample.turn_rewards = rewards or [0.0] * len(self.sample.turns)
+        if self.batch is not self.prompt.batch:
+            self.sample.context = with_completion(self.batch, None, self.since)
+        return self.sample
+
+
+class Rounds:
+    """The samples of a step in the making. `answers` generates what all running episodes ask for."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        number: int,
+        complete: Complete,
+        answer: Callable[[Sample], Answer],
+    ) -> None:
+        self.prompts = list(prompts)
+        self.number = number
+        self.complete = complete
+        self.answer = answer
+        self.sequences: list[dict[int, GrowingSequence]] = []
+        self.samples: list[Sample] = []
+        for place, prompt in enumerate(prompts):
+            for _ in range(number):
+                first = GrowingSequence(prompt)
+                first.sample.prompt = place
+                self.sequences.append({0: first})
+                self.samples.append(first.sample)
+        self._first: dict[int, Sample] = {}  # the first turns of whole groups, by episode
+
+    def answers(self, asks: Mapping[int, Ask]) -> dict[int, Answer]:
+        """The answer that each episode waits for, by its index."""
+        fresh: list[int] = []
+        contexts: list[Prompt] = []
+        later: list[int] = []
+        for index in sorted(asks):
+            ask = asks[index]
+            place, number = divmod(index, self.number)
+            prompt = self.prompts[place]
+            # The token ids of another prompt are in the batch of its first ask.
+            empty = replace(prompt, text_ids=[], media=[])
+            sequence = self.sequences[index].setdefault(ask.sequence, GrowingSequence(empty))
+            sequence.sample.prompt = place
+            sequence.read(ask)
+            turn = len(sequence.sample.turns)
+            if ask.sequence == 0 and turn == 0:
+                fresh.append(index)
+            else:
+                # Without the turn, each would be drawn with the noise of the first.
+                key = derived_seed(prompt.key, "turn", number, ask.sequence, turn)
+                contexts.append(sequence.context(key))
+                later.append(index)
+        # The samples of a prompt begin with one forward over it, also if some of them start in a later round.
+        places = sorted({index // self.number for index in fresh if index not in self._first})
+        if places:
+            found = self.complete([self.prompts[place] for place in places], self.number)
+            for at, sample in enumerate(found):
+                self._first[places[at // self.number] * self.number + at % self.number] = sample
+        turns = {index: self._first[index] for index in fresh}
+        if contexts:
+            turns |= dict(zip(later, self.complete(contexts, 1), strict=True))
+        for index, sample in turns.items():
+            self.sequences[index][asks[index].sequence].write(sample)
+        return {index: self.answer(sample) for index, sample in turns.items()}
+
+    def end(self, index: int, rewards: Mapping[int, list[float]], is_cut: bool) -> None:
+        """Complete the sample of an episode that has ended; `rewards` of turns, by sequence."""
+        sequences = self.sequences[index]
+        for number, sequence in sequences.items():
+            sequence.end(rewards.get(number, []))
+        main = self.samples[index]
+        others = [one.sample for number, one in sequences.items() if number and one.sample.turns]
+        if others and not main.turns:  # a program with a prompt of its own
+            vars(main).update(vars(others.pop(0)))
+        main.others = others
+        if is_cut:
+            main.reason = "length"
 
 
 # The gap between sampler and trainer: how far their log-probs of the same tokens are apart, by modality.

@@ -18,11 +18,10 @@ import pytest
 import torch
 from conftest import is_gone, user_error, wait_until
 from templates.tiny import tokenizer
-from tiny_vlm import model_config, qwen3_vl, saved_model, with_images
 from test_prompts import kit_of
+from tiny_vlm import model_config, qwen3_vl, saved_model, with_images
 
 from mvp_engine.data.batch import IGNORE
-from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.rl.chat import ChatSettings, ContextFull
 from mvp_engine.kit.rl.episodes import Episodes, RewardFailed
 from mvp_engine.kit.rl.policy import advantage_fields, token_rewards
@@ -66,7 +65,9 @@ def play(tmp_path):
     """play(episode, say, samples=1, **settings): samples, rewards, their batch, and the policy."""
     opened = []
 
-    def run(episode, say, samples=1, rows=ROWS, words=WORDS, max_turns=8, max_tokens=250, **settings):
+    def run(
+        episode, say, samples=1, rows=ROWS, words=WORDS, max_turns=8, max_tokens=250, **settings
+    ):
         kit = kit_of(tmp_path, rows, words)
         chat = ChatSettings(kit.row_encoder, 16, max_tokens, max_turns, kit.eos_token_ids)
         given = {"timeout": 20.0, "max_errors": 1.0, **settings}
@@ -85,7 +86,9 @@ def play(tmp_path):
 def written(batch):
     """The tokens with a label, sequence by sequence, in runs."""
     runs = []
-    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+    for start, end in zip(
+        batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
+    ):
         run: list[int] = []
         for label in [*batch.labels[start:end].tolist(), IGNORE]:
             if label != IGNORE:
@@ -161,7 +164,9 @@ def test_episode_full_context_or_no_turn_left_ends_it_with_the_rewards_so_far(pl
     assert [len(sample.turns) for sample in samples] == [2, 3, 3]
     assert [reward.value for reward in rewards] == [2.0, 3.0, 3.0]
     assert {sample.reason for sample in samples} == {"length"}
-    assert all(sample.turns[-1][1] == len(sample.tokens) for sample in samples)  # nothing that was never read
+    assert all(
+        sample.turns[-1][1] == len(sample.tokens) for sample in samples
+    )  # nothing that was never read
 
     def caught(row, chat):
         try:
@@ -176,7 +181,9 @@ def test_episode_another_conversation_is_a_sequence_of_the_same_episode(play):
     def asks_a_helper(row, chat):
         chat.answer()
         chat.reward(0.5)
-        helper = chat.new([{"role": "system", "content": "Help."}, {"role": "user", "content": "How?"}])
+        helper = chat.new(
+            [{"role": "system", "content": "Help."}, {"role": "user", "content": "How?"}]
+        )
         advice = helper.answer().text
         helper.user("Sure?")
         helper.answer()
@@ -187,14 +194,24 @@ def test_episode_another_conversation_is_a_sequence_of_the_same_episode(play):
     assert sorted(written(batch)) == sorted(policy.written)
     assert batch.num_sequences == 12
     assert batch.sequence_fields["episode"].tolist() == [i for i in range(6) for _ in range(2)]
-    assert "system\nHelp.<|im_end|>\n<|im_start|>user\nHow?" in WORDS.decode(batch.select([1]).input_ids)
-    values = torch.tensor([reward.value for reward in rewards for _ in range(2)], dtype=torch.float64)
+    assert "system\nHelp.<|im_end|>\n<|im_start|>user\nHow?" in WORDS.decode(
+        batch.select([1]).input_ids
+    )
+    values = torch.tensor(
+        [reward.value for reward in rewards for _ in range(2)], dtype=torch.float64
+    )
     values[0] += 1.0  # as if the first of its two samples were better
     values[1] += 1.0
     fields = advantage_fields(ALGORITHMS["rloo"], batch, values, batch.sequence_fields["group"])
     by_sequence = [float(one.token_fields["a"].max()) for one in parts(batch, fields["advantages"])]
-    assert by_sequence[:2] == [1.0, 1.0]  # against the other sample, not against its own other sequence
-    ends = [one.token_fields["a"].double().sum().item() for one in parts(batch, token_rewards(values, batch))]
+    assert by_sequence[:2] == [
+        1.0,
+        1.0,
+    ]  # against the other sample, not against its own other sequence
+    ends = [
+        one.token_fields["a"].double().sum().item()
+        for one in parts(batch, token_rewards(values, batch))
+    ]
     assert ends[1] == pytest.approx(float(values[1]) - 0.5)  # after the rewards of the first
 
 
@@ -209,7 +226,10 @@ def test_episode_tool_calls_are_parsed_and_errors_are_texts_for_the_policy(play)
 
     def episode(row, chat):
         answer = chat.answer()
-        assert [(call.name, call.arguments) for call in answer.calls] == [("double", {"n": 4}), ("halve", {})]
+        assert [(call.name, call.arguments) for call in answer.calls] == [
+            ("double", {"n": 4}),
+            ("halve", {}),
+        ]
         assert answer.content == "so"
         return float(chat.call(answer, [double]).text == "done")
 
@@ -243,7 +263,10 @@ WRONG: dict[str, Any] = {
     "chat.reward(x) credits the last answer": lambda chat: chat.reward(1),
     "call chat.answer() before chat.user": lambda chat: [chat.user("first"), chat.answer()],
     "chat.tool() needs a text or an image": lambda chat: [chat.answer(), chat.tool()],
-    "notes.txt is no image, video or audio file": lambda chat: [chat.answer(), chat.user(Path("notes.txt"))],
+    "notes.txt is no image, video or audio file": lambda chat: [
+        chat.answer(),
+        chat.user(Path("notes.txt")),
+    ],
     "no placeholder for image": lambda chat: [
         chat.answer(),
         chat.user(np.zeros((4, 4, 3), np.uint8)),
@@ -257,7 +280,9 @@ def test_episode_calls_that_make_no_sense_say_what_to_do(play):
     names.append("")  # not all may fail
     WRONG[""] = lambda chat: [chat.answer()]
     rows = [{"prompt": "Q?", "n": n} for n in range(len(names))]
-    _, rewards, _, _ = play(lambda row, chat: WRONG[names[row["n"]]](chat) and 1.0, counts, rows=rows)
+    _, rewards, _, _ = play(
+        lambda row, chat: WRONG[names[row["n"]]](chat) and 1.0, counts, rows=rows
+    )
     for name, reward in zip(names[:-1], rewards[:-1], strict=True):
         assert reward.error is not None
         assert name in reward.error, name
@@ -282,7 +307,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "exit": (lambda chat: os._exit(5), "its process died (exit code 5)"),
     "raise": (lambda chat: {}["answer"], "KeyError: 'answer'"),
     "nan": (lambda chat: chat.reward(float("nan")), "ValueError: chat.reward(x) is nan"),
-    "image": (lambda chat: [chat.user({"type": "image", "image": b"broken"}), chat.answer()], "BadRow: "),
+    "image": (
+        lambda chat: [chat.user({"type": "image", "image": b"broken"}), chat.answer()],
+        "BadRow: ",
+    ),
     "none": (lambda chat: "return", "TypeError: the reward is None"),
 }
 
@@ -300,7 +328,9 @@ def test_episode_that_fails_costs_no_other_and_leaves_no_process(play, kind):
         return float(len(chat.answer().text))
 
     before = descendants(os.getpid())
-    samples, rewards, batch, _ = play(episode, counts, samples=2, timeout=1.0 if "1 s" in error else 20.0)
+    samples, rewards, batch, _ = play(
+        episode, counts, samples=2, timeout=1.0 if "1 s" in error else 20.0
+    )
     assert [reward.value for reward in rewards] == [6.0, 6.0, None, None, 6.0, 6.0]
     assert all(error in rewards[i].error for i in (2, 3)), rewards[2]
     alive = lambda: len(descendants(os.getpid()) - before)  # noqa: E731
@@ -367,8 +397,14 @@ episodes.play(prompts, 3, Policy(counts))
 
 
 def test_episode_controller_killed_leaves_no_process(tmp_path):
-    path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-    controller = subprocess.Popen([sys.executable, "-c", KILLED.format(path=path, folder=str(tmp_path))])
+    path = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
+    ]
+    controller = subprocess.Popen(
+        [sys.executable, "-c", KILLED.format(path=path, folder=str(tmp_path))]
+    )
     wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 6)
     started = descendants(controller.pid)
     assert len(started) >= 7
@@ -382,7 +418,9 @@ def test_episode_on_a_template_without_such_messages_is_refused_at_start(tmp_pat
     settings = ChatSettings(kit.row_encoder, 16, 250, 8, kit.eos_token_ids)
     assert settings.verdicts()["user"] == ""
     settings.check(has_tools=False)
-    with user_error("tools: the chat template .*Use a model whose template writes results of tools"):
+    with user_error(
+        "tools: the chat template .*Use a model whose template writes results of tools"
+    ):
         settings.check(has_tools=True)
 
 
@@ -391,7 +429,9 @@ def test_episode_on_a_template_without_such_messages_is_refused_at_start(tmp_pat
 
 def post(url, **request):
     asked = urllib.request.Request(
-        f"{url}/chat/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+        f"{url}/chat/completions",
+        json.dumps(request).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(asked, timeout=20) as found:
         return found.read().decode()
@@ -402,7 +442,9 @@ def by_url(row, chat):
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
 
     def ask():
-        message = json.loads(post(chat.url, model="policy", messages=messages))["choices"][0]["message"]
+        message = json.loads(post(chat.url, model="policy", messages=messages))["choices"][0][
+            "message"
+        ]
         messages.append(message)
         return message["content"]
 
@@ -452,9 +494,18 @@ def test_chat_url_calls_of_tools_streams_and_refusals(play):
         (call,) = reply["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"x": 1}
         result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
-        lines = post(chat.url, messages=[*base["messages"], reply["message"], result], tools=[tool], stream=True)
-        chunks = [json.loads(line[6:]) for line in lines.split("\n\n") if line.startswith("data: {")]
-        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "done"
+        lines = post(
+            chat.url,
+            messages=[*base["messages"], reply["message"], result],
+            tools=[tool],
+            stream=True,
+        )
+        chunks = [
+            json.loads(line[6:]) for line in lines.split("\n\n") if line.startswith("data: {")
+        ]
+        assert (
+            "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "done"
+        )
         assert lines.endswith("data: [DONE]\n\n")
         for wrong in ({"messages": []}, {**base, "n": 2}):
             with pytest.raises(urllib.error.HTTPError, match="400"):
@@ -462,7 +513,11 @@ def test_chat_url_calls_of_tools_streams_and_refusals(play):
         return 1.0
 
     def say(text, sample):
-        return "done" if "tool_response" in text else '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+        return (
+            "done"
+            if "tool_response" in text
+            else '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+        )
 
     samples, rewards, _, _ = play(episode, say, rows=ROWS[:1])
     assert rewards[0].error is None
@@ -486,7 +541,9 @@ def test_episode_with_images_between_turns_has_no_gap_to_the_trainer(tmp_path):
     config = model_config()
     kit = kit_of(tmp_path, with_images(tmp_path, 4), qwen3_vl(), config)
     chat = ChatSettings(kit.row_encoder, 6, 250, 8, kit.eos_token_ids)
-    episodes = Episodes(looks_twice, kit.row_encoder.media.tokenizer, RewardSettings(max_errors=0.0), 0, chat)
+    episodes = Episodes(
+        looks_twice, kit.row_encoder.media.tokenizer, RewardSettings(max_errors=0.0), 0, chat
+    )
     (prompts,) = prompt_loader(kit, prompts=4, shuffle=False)
     spec = WorkerSpec.of(model={"path": str(saved_model(tmp_path))}, device="cpu", cpu_threads=1)
     with WorkerGroup.start(spec) as group:
