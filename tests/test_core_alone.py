@@ -14,6 +14,7 @@ DEMO = "recipes/digits_vlm/configs/train.yaml"
 FEW = ["train.max_steps=2", "eval.steps=null", "log.interval=1", "log.backends=[jsonl]"]
 FEW += ["data.num_workers=0", "digits.count=64", "export_link=null", "run_id=run"]
 SELECTION = ["test_batch.py", "kit/test_loss.py", "kit/test_text_files.py"]
+OF_KIT = re.compile(rf"\bmvp_engine\.kit(\.| import .*)\b({'|'.join(PLUGIN_KITS)})\b")  # an import
 # What only kits have: their modules, and tests and recipes of their models and data.
 OF_KITS = re.compile(
     rf"\b(kit[./ ](import )?({'|'.join(PLUGIN_KITS)})\b|action_model|omni_model|(digits|reverse)_rl|rl\.)"
@@ -25,11 +26,18 @@ OF_KITS = re.compile(
 def core(tmp_path_factory):
     """The repository without plug-in kits."""
     folder = tmp_path_factory.mktemp("core")
-    unwanted = shutil.ignore_patterns("__pycache__", "outputs", *PLUGIN_KITS)
+    of_kits = {
+        file.relative_to(ROOT / "recipes").parts[0]
+        for file in (ROOT / "recipes").rglob("*.py")
+        if OF_KIT.search(file.read_text())
+    }
+    unwanted = shutil.ignore_patterns("__pycache__", "outputs", *PLUGIN_KITS, *of_kits)
     for name in ("mvp_engine", "recipes", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
-    for name in ("docs", "skills", "scripts", "benchmarks", "README.md", "pyproject.toml"):
-        (folder / name).symlink_to(ROOT / name)
+    left_out = {".git", ".venv", ".venvs", "outputs", "build", "mvp_engine", "recipes", "tests"}
+    for path in ROOT.iterdir():
+        if path.name not in left_out:
+            (folder / path.name).symlink_to(path)
     assert not any((folder / "mvp_engine" / "kit" / kit).exists() for kit in PLUGIN_KITS)
     return folder
 
