@@ -58,8 +58,8 @@ def test_models_command_unknown_name_suggests_a_similar_one(
 
 
 def test_models_command_imports_no_torch():
-    code = "import sys; from mvp_engine import cli; cli.main(['doctor', '--models', 'llama'])"
-    code += "; assert 'torch' not in sys.modules"
+    code = "import sys; from mvp_engine import cli; cli.main(['doctor', '--models', 'llama']); "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 

@@ -63,7 +63,7 @@ def test_sft_mixture_config_trains_two_steps_on_sources_with_other_columns_and_t
     assert {"loss_rows", "loss_answers", "loss_pages"} <= first.keys()
 
 
-RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive"
+RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive reverse_rl digits_rl"
 
 
 @pytest.mark.parametrize("name", RECIPES.split())

@@ -36,7 +36,7 @@ from mvp_engine.hf.model.preflight import MediaPreflight, check_gradients, check
 from mvp_engine.hf.model.tp_plan import apply_tensor_parallel
 from mvp_engine.hf.weights import export as hf_export
 from mvp_engine.hf.weights.export import ExportPlan
-from mvp_engine.hf.weights.merge import check_base, write_model_info
+from mvp_engine.hf.weights.merge import check_base, check_new_tokens, write_model_info
 from mvp_engine.hf.weights.pretrained import load_pretrained
 
 
@@ -81,6 +81,11 @@ class ModelAdapter:
         raise self._needs_packed_model()
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        if self.model.new_rows is not None and self.model.lora is not None:
+            raise UserError(
+                "data.new_tokens: with LoRA their rows in embedding and head train as one, and parallel.pipeline > 1 "
+                "has the two on different ranks. Set parallel.shard instead"
+            )
         """Keep what this rank's pipeline stage holds. `skeleton`: the whole model on the meta device."""
         raise UserError(
             f"parallel.pipeline > 1 needs a Hugging Face language model (model.type=language_model); {self.name} is "
@@ -327,6 +332,7 @@ class HFAdapter(ModelAdapter):
         return {}  # `mvp.json` has a fingerprint of the folder
 
     def left_out(self, checkpoint: Path, checksums: dict[str, int] | None) -> set[str]:
+        check_new_tokens(checkpoint, self.model)
         if checksums is None and self.model.lora is None:
             return set()
         check_base(checkpoint, self.model)

@@ -1,4 +1,4 @@
-"""The config of an ActionEngine: which features of LeRobot folders are read, and how they are normalized.
+"""The config of an engine that acts: which features of LeRobot folders are read, and how they are normalized.
 
 It imports no torch.
 """
@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
+from mvp_engine.errors import UserError
 from mvp_engine.kit.flow import Times
 from mvp_engine.kit.settings import MLLMConfig
 
@@ -53,7 +54,7 @@ class Simulation(Section):
 
 
 class ActionConfig(MLLMConfig):
-    """The config of an ActionEngine."""
+    """The config of an MLLMEngine whose model acts."""
 
     actions: ActionData = ActionData()
     """Features of LeRobot folders, normalization, draws of noise."""
@@ -65,3 +66,10 @@ class ActionConfig(MLLMConfig):
         if self.eval.generation is not None:
             raise ValueError("eval.generation: an action model answers no prompts. Use simulation")
         return self
+
+    def check_engine(self) -> None:
+        if self.model.type != "action_model":
+            raise UserError(
+                f"model.type={self.model.type}: LeRobot folders train an action model. Set "
+                "model.type=action_model"
+            )

@@ -110,9 +110,10 @@ def resolve_source(source: DataSource) -> DataSource:
     dataset_info.json, if its path names one."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     if any(path.startswith(HUB) for path in paths):
-        return source.model_copy(
-            update={"path": _local_files(paths, source.split), "name": source.label}
-        )
+        files = _local_files(paths, source.split)
+        # A folder of a kit is one path, as a local one is.
+        path = files[0] if len(files) == 1 and Path(files[0]).is_dir() else files
+        return source.model_copy(update={"path": path, "name": source.label})
     info = read_dataset_info(source.path)
     if info is None:
         return _with_layout(source)
@@ -198,6 +199,9 @@ class MLLMData(Data):
     """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the chat template."""
+    new_tokens: dict[str, str] = Field(default_factory=dict)
+    """Tokens to add to the vocabulary, whose embeddings train: a list, or {token: a text whose embeddings' mean it
+    starts from} (docs/graft.md)."""
     max_bad_rows: Annotated[int, Field(ge=0)] | Fraction = 0.01
     """The run stops when more rows than this are bad; a number with a decimal point is a share of all rows."""
     stream_lanes: Count = 4
@@ -235,6 +239,16 @@ class MLLMData(Data):
                 )
             sources.append({"name": name, **source})
         return sources
+
+    @field_validator("new_tokens", mode="before")
+    @classmethod
+    def _read_new_tokens(cls, value: Any) -> Any:
+        """A list is short for tokens that start as the mean of all embeddings."""
+        if not isinstance(value, list):
+            return {token: text or "" for token, text in value.items()} if value else {}
+        if len({*map(str, value)}) < len(value) or not all(str(token).strip() for token in value):
+            raise ValueError("new_tokens: each token once, and none of spaces alone")
+        return dict.fromkeys(value, "")
 
     @field_validator("limits", mode="before")
     @classmethod

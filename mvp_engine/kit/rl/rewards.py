@@ -1,7 +1,7 @@
 """Rewards of completions: a plain Python function of the raw row and the answer, checked and isolated.
 
-A reward that raises, hangs, returns NaN or kills its process fails alone: it is named with its row, and `on_error` says
-what happens to the completion. The order of completions is kept, and random numbers do not depend on the workers.
+A reward that raises, hangs, returns NaN or kills its process fails alone: it is named with its row, and the
+completion is left out. The order of completions is kept, and random numbers do not depend on the workers.
 """
 
 from __future__ import annotations
@@ -191,19 +191,14 @@ class Rewards:
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
     """Metrics of a step as (sum, weight): the mean reward, its parts, and the share of failed rewards."""
     found: dict[str, tuple[float, float]] = {}
-
-    def add(name: str, value: float) -> None:
-        total, weight = found.get(name, (0.0, 0.0))
-        found[name] = (total + value, weight + 1)
-
     for reward in rewards:
-        if reward.value is not None:
-            add("reward", reward.value)
-        for name, value in reward.parts.items():
-            add(f"reward_{name}", value)
-    for reward in rewards:
-        add("reward_errors", float(reward.error is not None))
-    return found
+        values = {} if reward.value is None else {"reward": reward.value}
+        values |= {f"reward_{name}": value for name, value in reward.parts.items()}
+        for name, value in values.items():
+            total, weight = found.get(name, (0.0, 0.0))
+            found[name] = (total + value, weight + 1)
+    failed = sum(reward.error is not None for reward in rewards)
+    return found | ({"reward_errors": (float(failed), float(len(rewards)))} if rewards else {})
 
 
 class _Checked:

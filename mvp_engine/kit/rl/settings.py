@@ -29,9 +29,7 @@ class Algorithm:
     # reinforce_pp: returns, whitened over the step. gae: with the values of a critic.
     advantages: Literal["group", "leave_one_out", "reinforce_pp", "gae"]
     std: bool = False  # divide by the standard deviation of a group's rewards
-    kl_in_reward: bool = (
-        False  # where a KL penalty belongs: inside of the rewards, or a term of the loss
-    )
+    kl_in_reward: bool = False  # a KL penalty belongs inside of the rewards, not into the loss
     loss: dict[str, Any] = field(default_factory=dict)  # options of PolicyLoss, as published
 
     @property
@@ -43,6 +41,8 @@ class Algorithm:
         return self.advantages in ("group", "leave_one_out")
 
 
+GSPO = {"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)}
+CISPO = {"norm": "token", "cispo": True, "clip": (1.0, 4.0)}  # no lower bound, and ratios up to 5
 ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -52,16 +52,8 @@ ALGORITHMS = {
         Algorithm("rloo", "leave_one_out", kl_in_reward=True, loss={"norm": "constant"}),
         Algorithm("reinforce_pp", "reinforce_pp", kl_in_reward=True, loss={"norm": "token"}),
         Algorithm("ppo", "gae", kl_in_reward=True, loss={"norm": "token"}),
-        Algorithm(
-            "gspo",
-            "group",
-            std=True,
-            loss={"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
-        ),
-        # No lower bound, and ratios up to 5.
-        Algorithm(
-            "cispo", "group", std=True, loss={"norm": "token", "cispo": True, "clip": (1.0, 4.0)}
-        ),
+        Algorithm("gspo", "group", std=True, loss=GSPO),
+        Algorithm("cispo", "group", std=True, loss=CISPO),
     )
 }
 
@@ -104,6 +96,22 @@ class RL(Section):
     """The critic's learning rate; null: optim.lr."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which the critic alone is trained."""
+
+    @property
+    def preset(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """By how much the probability ratio may fall and rise."""
+        low, high = self.clip or self.preset.loss.get("clip", (0.2, 0.2))
+        return low, high
+
+    @property
+    def loss_norm(self) -> Literal["token", "sequence", "constant"]:
+        """What the policy loss is divided by."""
+        norm: Literal["token", "sequence", "constant"] = self.preset.loss["norm"]
+        return norm
 
     @property
     def max_importance(self) -> float | None:
@@ -254,8 +262,7 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _algorithm_fits(self) -> RLConfig:
         rl = self.rl
-        needs_groups = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo")
-        if rl.algorithm in needs_groups and rl.num_generations == 1:
+        if rl.preset.has_groups and rl.num_generations == 1:
             raise ValueError(
                 f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.num_generations to 2 or more"
             )

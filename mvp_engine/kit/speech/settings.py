@@ -1,4 +1,4 @@
-"""The config of a SpeechEngine: the sections that speech adds to those of an MLLMEngine. It imports no torch."""
+"""The config of an engine of speech: sections that speech adds to those of an MLLMEngine. It imports no torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class SpeechEval(MLLMEval):
 
 
 class SpeechConfig(MLLMConfig):
-    """The config of a SpeechEngine."""
+    """The config of an MLLMEngine whose model also speaks."""
 
     data: SpeechMLLMData
     eval: SpeechEval
@@ -121,10 +121,11 @@ class SpeechConfig(MLLMConfig):
         if speaks and self.data.speech is None:
             raise UserError(
                 "model.type=omni_model: its talker learns from spoken answers. Set data.speech, or train the text "
-                "alone with model.type=language_model"
+                "alone with model.type=language_model and engine: sft"
             )
-        if not speaks and self.data.speech is not None:
+        if not speaks:
+            given = "" if self.data.speech is None else "data.speech: "
             raise UserError(
-                f"data.speech: model.type={self.model.type} has no talker that would learn spoken answers. Set "
-                "model.type=omni_model, or remove data.speech"
+                f"{given}model.type={self.model.type} has no talker that would learn spoken answers. Set "
+                "model.type=omni_model, or train the text alone, without data.speech, with engine: sft"
             )

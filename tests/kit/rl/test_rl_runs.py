@@ -17,8 +17,7 @@ from tiny_vlm import TEXT
 
 from mvp_engine.distributed import world
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.kit.rl import rewards
-from mvp_engine.kit.rl.collector import Learner
+from mvp_engine.kit.rl import RLEngine, rewards
 from mvp_engine.kit.rl.rollout_log import read_rollouts
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, list_runs
@@ -180,7 +179,7 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
 @pytest.mark.slow
 def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch):
     """See also tests/engine/test_hang.py."""
-    update = Learner.update
+    update = RLEngine.update
     warnings: list[str] = []
 
     def is_reported():
@@ -190,7 +189,7 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch
         wait_until(is_reported)
         return update(self, *args)
 
-    monkeypatch.setattr(Learner, "update", slow)
+    monkeypatch.setattr(RLEngine, "update", slow)
     monkeypatch.setattr(
         world.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
     )
