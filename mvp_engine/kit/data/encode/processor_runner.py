@@ -79,14 +79,13 @@ class ProcessorRunner:
         other = getattr(self.processor, f"{kind}_placeholder_token", None)
         return other or getattr(self.processor, f"{kind}_token")
 
-    def call(self, items: Items) -> tuple[list[str], Outputs]:
-        """The expansion of each item, and the model's inputs. All items have one pixel budget."""
-        return self._call(self._processor_for(items[0][0]), items)
-
-    def _call(
-        self, processor: Any, items: Items, short_audio: bool = False
+    def call(
+        self, items: Items, processor: Any = None, short_audio: bool = False
     ) -> tuple[list[str], Outputs]:
+        """The expansion of each item, and the model's inputs. All items have one pixel budget."""
         kind = items[0][0].kind
+        if processor is None:
+            processor = self._processor_for(items[0][0])
         before, after = self._enclosed.get(kind, ("", ""))
         texts, outputs = call_processor(
             processor,
@@ -113,7 +112,7 @@ class ProcessorRunner:
             setattr(processor, name, part)
         device = "meta" if self._uses_meta[info.kind] else self._blank_device[info.kind]
         blank = blank_item(info, device)
-        return self._call(processor, [(info, blank)], short_audio=True)
+        return self.call([(info, blank)], processor, short_audio=True)
 
     def expansions_together(self, infos: Sequence[MediaInfo]) -> list[str]:
         """The expansions of several items of one kind in one sequence."""
@@ -475,17 +474,17 @@ ITEM_SEPARATOR = "\ufdd3"  # between two placeholders; a noncharacter, which no 
 _cached_encode = lru_cache(maxsize=512)(fast_encode)
 
 
+@dataclass(eq=False)
 class _RecordingTokenizer:
     """Stands in for a processor's tokenizer, and keeps the text that the processor made."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.texts: list[str] = []
+    tokenizer: Any
+    texts: Sequence[str] = ()
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         from transformers import BatchEncoding
 
-        self.texts = list(text)
+        self.texts = text
         if len(text) > 1:
             return self.tokenizer(text, **{**options, "padding": True})
         encoding = _cached_encode(self.tokenizer, text[0])
