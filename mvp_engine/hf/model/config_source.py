@@ -240,12 +240,10 @@ def num_heads(config: Any) -> tuple[int, int]:
         layers = [per_layer[index] for index in range(config.num_hidden_layers)]
     layers = [layer for layer in layers if getattr(layer, "num_attention_heads", None)]
     query_heads = [layer.num_attention_heads for layer in layers]
-    kv_heads = [_num_kv_heads(layer) for layer in layers]
+    kv_heads = [
+        getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers
+    ]
     return min(query_heads, default=0), min(kv_heads, default=0)
-
-
-def _num_kv_heads(layer: Any) -> int:
-    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
 def placeholder_tokens(config: Any, vocab_size: int) -> list[int]:

@@ -172,7 +172,7 @@ class MLLMDataKit(MeasuredSources):
             self.row_encoder,
             budget=self.settings.tokens_per_pack,
             window=self.settings.stream_window,
-            lanes=lanes,
+            lanes_per_epoch=lanes,
             rank=rank,
             world_size=world_size,
             seed=seed,

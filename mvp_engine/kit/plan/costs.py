@@ -287,7 +287,7 @@ class BlockCosts:
             if mode == "none":
                 eager = 1.0 if self.compiled.get(block.part) else EAGER
                 per_row = size * elements.none * eager / ranks
-                if self.fp8.get(block.part) == "all" and self._compiles_fp8(block):
+                if self.fp8.get(block.part) == "all" and self.compiled.get(block.part):
                     per_row -= elements.fp8_gradients
             elif mode == "selective":
                 per_row = size * elements.selective / ranks
@@ -363,9 +363,6 @@ class BlockCosts:
             return layers
         stacked = moe_layers.modules(block.module).values()
         return [*layers, *(module for module in stacked if moe_layers.fit_fp8(module))]
-
-    def _compiles_fp8(self, block: Block) -> bool:
-        return bool(self.fp8.get(block.part) and self.compiled.get(block.part))
 
     def gathered_in_fp8(self) -> set[nn.Parameter]:
         """The weights that FSDP gathers as float8 values: `hf/experts/fp8_layers.py`."""

@@ -296,9 +296,6 @@ class ProcessorRunner:
         gap = context.gap(ITEM_SEPARATOR)
         return {kind: context} if together == [alone[0] + gap, alone[1]] else {}
 
-    def _trial_before(self, kind: str, text: str) -> str:
-        return self.trial_expansion(kind, self.placeholder(kind) + text)
-
     def _find_blank_device(self, info: MediaInfo) -> None:
         """Find what trials need: PIL images where tensors are not accepted, tokens around a placeholder."""
         if info.kind != "image":
@@ -315,6 +312,9 @@ class ProcessorRunner:
             return
         self._enclosed = {}
 
+    def _trial_before(self, kind: str, text: str) -> str:
+        return self.trial_expansion(kind, self.placeholder(kind) + text)
+
     def token_type_names(self) -> list[str]:
         """The per-token types that the processor returns by default, for a text or, where it needs one, an item."""
         try:
@@ -322,12 +322,10 @@ class ProcessorRunner:
         except TRIAL_ERRORS:
             kind = next(kind for kind in self.kinds if kind not in self.refused)
             info = _small_info(kind, self.sampling_rate)
-            outputs = default_outputs(
-                self.processor,
-                [(info, blank_item(info, self._blank_device[kind]))],
-                self.placeholder(kind),
-                self.sampling_rate,
-            )
+            items = [(info, blank_item(info, self._blank_device[kind]))]
+            token = self.placeholder(kind)
+            arguments = _arguments(self.processor, items, token, self.sampling_rate, True)
+            outputs = self.processor(**arguments)
         self.types_are_turns = "labels" in outputs
         return [name for name in TOKEN_TYPE_NAMES if name in outputs]
 
@@ -479,12 +477,12 @@ class _RecordingTokenizer:
     """Stands in for a processor's tokenizer, and keeps the text that the processor made."""
 
     tokenizer: Any
-    texts: Sequence[str] = ()
+    texts: list[str]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         from transformers import BatchEncoding
 
-        self.texts = text
+        self.texts = list(text)
         if len(text) > 1:
             return self.tokenizer(text, **{**options, "padding": True})
         encoding = _cached_encode(self.tokenizer, text[0])
@@ -510,7 +508,7 @@ def call_processor(
     `separator`: between placeholders in one text; None: each item has a text of its own.
     """
     copied = copy.copy(processor)
-    recorder = _RecordingTokenizer(processor.tokenizer)
+    recorder = _RecordingTokenizer(processor.tokenizer, [])
     copied.tokenizer = recorder
     arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
     placeholders = [placeholder] * len(items)
@@ -521,13 +519,6 @@ def call_processor(
         outputs.pop(name, None)
     texts = recorder.texts if separator is None else recorder.texts[0].split(ITEM_SEPARATOR)
     return texts, outputs
-
-
-def default_outputs(
-    processor: Any, items: Sequence[tuple[MediaInfo, Any]], placeholder: str, sampling_rate: int
-) -> dict[str, Any]:
-    """All outputs of a processor for some items, with its own defaults for the text."""
-    return dict(processor(**_arguments(processor, items, placeholder, sampling_rate, True)))
 
 
 def _arguments(

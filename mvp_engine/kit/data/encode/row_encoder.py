@@ -113,10 +113,6 @@ class EncodedSequence:
         """What `mvp data inspect` shows more: entries of the extension point `inspect`."""
         return {}
 
-    def shares_media(self, other: EncodedSequence) -> bool:
-        """Whether both have the same items, of the same sizes."""
-        return self.infos == other.infos and same_items(self.parts, other.parts)
-
 
 @dataclass(frozen=True)
 class FullSequence:
@@ -533,7 +529,9 @@ class RowEncoder:
         batches = []
         media: dict[str, Media] = {}
         for index, (side, sign) in enumerate(zip(sides, signs, strict=True)):
-            if index == 0 or not side.shares_media(sides[0]):
+            first = sides[0]
+            same = side.infos == first.infos and same_items(side.parts, first.parts)
+            if index == 0 or not same:
                 media = self._load_media(side, root)
             media_end = max((end for _, end in side.spans), default=0)
             numbers = {**side.fields, **fields}

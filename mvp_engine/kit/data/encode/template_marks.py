@@ -149,7 +149,8 @@ def compile_with_marks(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     if _MARK_FUNCTION in source:
         raise jinja2.TemplateError(f"{_MARK_FUNCTION} is a name that templates may not use")
     tree = env.parse(_generation_blocks_to_ifs(source))
@@ -291,10 +292,6 @@ def _render_trial(source: str, context: Mapping[str, Any]) -> None:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _generation_blocks_to_ifs(source: str) -> str:
