@@ -28,12 +28,16 @@ from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.lora.lora_export import export_adapter
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
+from mvp_engine.hf.model.config_source import read_config, with_vocabulary
 from mvp_engine.hf.model.model_parts import parts_of, table, trained_parts
+from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.kit.generation import check_writes
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 from mvp_engine.model_engine.fsdp.compile import use_cache
 from mvp_engine.ops import flash_attention
+
+LOGGER = logging.getLogger("mvp_engine")
 
 
 class MLLMModelKit:
@@ -42,10 +46,16 @@ class MLLMModelKit:
     def __init__(self, lora: Lora | None = None) -> None:
         self.lora = lora
 
-    def build(self, model: Model | ModelSource, model_type: str = "language_model") -> nn.Module:
+    def build(
+        self,
+        model: Model | ModelSource,
+        model_type: str = "language_model",
+        new_rows: NewRows | None = None,
+    ) -> nn.Module:
         """Builds the model that a config or source names, without weights: the model engine loads or initializes them.
 
-        `model_type` is used for a `ModelSource`; a config has its own.
+        `model_type` is used for a `ModelSource`; a config has its own. `new_rows`: those of `data.new_tokens`, from
+        `MLLMDataKit.new_rows`.
         """
         if isinstance(model, Model):
             if model.type == "module":
@@ -58,7 +68,16 @@ class MLLMModelKit:
         else:
             engine_type = engine_class(model_type)
             source = model
-        return self.adapt(engine_type.build_model(source))
+        if new_rows is None:
+            return self.adapt(engine_type.build_model(source))
+        needed = max(new_rows.sources) + 1
+        is_enough = read_config(source.path, source.config).get_text_config().vocab_size >= needed
+        if not is_enough:
+            changes = with_vocabulary(source.path, source.config, new_rows.num_rows)
+            source = ModelSource(source.path, changes)
+        built: Any = engine_type.build_model(source)
+        built.new_rows = new_rows
+        return self.adapt(built)
 
     def of_engine(self, engine: Any) -> nn.Module:
         """Builds the model of an MLLMEngine.
@@ -67,7 +86,7 @@ class MLLMModelKit:
         copied into checkpoints and exports.
         """
         config = engine.config
-        model: Any = self.build(config.model, config.model.type)
+        model: Any = self.build(config.model, config.model.type, engine.data.new_rows)
         check_writes(model, "eval.generation" if config.eval.generation else None)
         model.use_side_files(engine.run.dir / "processor")
         if engine.world.is_main:
@@ -103,10 +122,23 @@ class MLLMModelKit:
         )
 
 
+def check_new_rows(engine: Any) -> None:
+    """Raise for an engine whose model has no rows for `data.new_tokens`; warn of rows that are frozen."""
+    model: Any = engine.model
+    if getattr(model, "new_rows", None) is None:
+        raise UserError(
+            f"data.new_tokens: {type(engine).__name__} builds a model without rows for them: build it by "
+            "MLLMModelKit.of_engine, or give build() the new_rows of the data kit"
+        )
+    embedding = model.hf.get_input_embeddings()
+    if not any(param.requires_grad for param in embedding.parameters()):
+        LOGGER.warning(
+            "data.new_tokens: model.freeze freezes the embedding, so their rows stay what they start as"
+        )
+
+
 # Work on kernels before the first step: start Inductor's compile processes, import attention kernels, and compile the
 # blocks of the model on a few rows. The last one happens while other processes measure the costs of all rows.
-
-LOGGER = logging.getLogger("mvp_engine")
 
 
 def prepare_kernels(device: torch.device, model: Model) -> None:
@@ -187,6 +219,8 @@ def export_folder(engine: Any) -> Path:
     All ranks must call it. Adapters are merged. The symlink of `export_link`, if set, then points to the folder.
     """
     link = export_link(engine.config.export_link)
+    if not engine._training and not hasattr(engine, "model_engine"):
+        engine.before_evaluate()
     suffix = "" if engine.config.optim.ema is None else "_ema"
     folder: Path = engine.run.dir / f"hf_step_{engine.weights_step or engine.step}{suffix}"
     if not engine.world.broadcast(folder.exists()):

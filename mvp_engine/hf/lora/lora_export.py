@@ -15,7 +15,14 @@ from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path, temporary_path
 from mvp_engine.hf.experts.moe_layers import adapter_name
-from mvp_engine.hf.lora.lora_layers import Fetch, adapted_experts, adapted_layers, peft_matrices
+from mvp_engine.hf.lora.lora_layers import (
+    Fetch,
+    adapted_experts,
+    adapted_layers,
+    merge_adapters,
+    peft_matrices,
+    token_adapters,
+)
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.weights.hub import repo_of
 
@@ -41,8 +48,15 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
     config = _adapter_config(model, skeleton, hf_names)
     tensors: dict[str, Tensor] = {}
     expert_modules = _expert_modules(model, hf_names)
+    tokens = {f"{name}.lora_tokens.weight": (name, one) for name, one in token_adapters(model)}
+    merged = merge_adapters(model, fetch)
     for name, param in model.named_parameters():
         if name in expert_modules:
+            continue
+        if name in tokens:
+            embedding, adapter = tokens[name]
+            key = f"{_layer_name(embedding, hf_names)}.token_adapter.trainable_tokens_delta"
+            tensors[PREFIX + key] = merged(f"{embedding}.weight")[list(adapter.ids)]
             continue
         if ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
@@ -92,13 +106,17 @@ def _adapter_config(
         "r": lora.rank,
         "lora_alpha": lora.resolved_alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
+        "use_rslora": False,
         "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
         "target_parameters": [
             hf_names[f"{name}.{key}"]
             for name, experts in adapted_experts(model)
             for key in experts.lora_names
         ]
+        or None,
+        "trainable_token_indices": {
+            _layer_name(name, hf_names): list(one.ids) for name, one in token_adapters(model)
+        }
         or None,
         "modules_to_save": _modules_to_save(model, skeleton, hf_names) or None,
         "bias": "none",

@@ -11,7 +11,7 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -73,6 +73,8 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
     for layer in layers.values():
         _adapt(layer, settings)
     add_expert_adapters(model, settings)
+    if getattr(model, "new_rows", None) is not None:
+        add_token_adapters(subject, trained)
     subject.lora = settings
     subject.fresh = (*fresh, "*.lora_*")
 
@@ -118,7 +120,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     The switch is a number in a tensor, which a compiled forward reads: a flag in Python would compile it again.
     """
-    layers = [layer for _, layer in (*adapted_layers(model), *adapted_experts(model))]
+    adapted = (*adapted_layers(model), *adapted_experts(model), *token_adapters(model))
+    layers = [layer for _, layer in adapted]
     if not layers:
         raise UserError("adapters_off: the model has no LoRA adapters")
     if layers[0].lora_switch is None:
@@ -200,9 +203,15 @@ def merge_adapters(model: nn.Module, fetch: Fetch) -> Fetch:
     stacked = {
         f"{name}.{key}": one for name, one in adapted_experts(model) for key in one.lora_names
     }
+    tokens = {f"{name}.weight": one for name, one in token_adapters(model)}
 
     @torch.no_grad()
     def fetch_merged(name: str) -> Tensor:
+        if name in tokens:
+            delta = fetch(f"{name.removesuffix('weight')}lora_tokens.weight").float()
+            index = torch.tensor(tokens[name].ids, device=delta.device)
+            weight = fetch(name).float()
+            return weight if weight.is_meta else weight.index_add(0, index, delta)
         if name in stacked:
             factors = [fetch(f"{adapter_name(name)}.lora_{factor}") for factor in "AB"]
             return fetch(name).float() + stacked_delta(stacked[name], *factors)
@@ -216,6 +225,93 @@ def merge_adapters(model: nn.Module, fetch: Fetch) -> Fetch:
         return weight + linear.lora_scaling * (lora_b @ lora_a)
 
     return fetch_merged
+
+
+# New tokens: next to adapters, only the rows of tokens that were added to the vocabulary train.
+#
+# The frozen embedding has their first values. An adapter holds what is added to these rows, starts at zero, and is the
+# child module `lora_tokens` of the embedding; a head that is not tied has one of its own. peft calls the same
+# `trainable_token_indices`, and stores the sum.
+
+
+class TokenAdapter(nn.Embedding):
+    """What is added to some rows of an embedding, one row for each of `ids`."""
+
+    def __init__(self, ids: Sequence[int], vocab_size: int, weight: Tensor) -> None:
+        super().__init__(len(ids), weight.shape[1], device=weight.device, dtype=torch.float32)
+        self.ids = tuple(ids)
+        self.vocab_size = vocab_size
+        self.lora_switch: Tensor | None = None
+        self.scale = 1.0  # of the embedding's output: Gemma multiplies it
+        # Indices, copied to the device once.
+        self._places: Tensor | None = None  # by token id: the row here, or one of zeros
+        self._in_head: tuple[Tensor, Tensor] | None = (
+            None  # rows here, and their places in the head
+        )
+        self._init_weights(self)
+
+    def _init_weights(self, _: nn.Module) -> None:
+        nn.init.zeros_(self.weight)  # training starts with the first values of the new rows
+
+    def _rows(self) -> Tensor:
+        return self.weight if self.lora_switch is None else self.weight * self.lora_switch
+
+    def add_to_output(self, embedding: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of the embedding. It runs after the all-reduce of one that is sharded over its rows."""
+        ids = args[0]
+        if self._places is None or self._places.device != ids.device:
+            places = torch.full((self.vocab_size,), len(self.ids))
+            places[list(self.ids)] = torch.arange(len(self.ids))
+            self._places = places.to(ids.device)
+        rows = F.pad(self._rows() * self.scale, (0, 0, 0, 1))
+        return out + F.embedding(self._places[ids], rows).to(out.dtype)
+
+    def add_to(
+        self, weight_VD: Tensor, start: int = 0, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """The weight of a head with these rows, or of the slice of it that begins at row `start`.
+
+        With `group`, ranks have slices, so a rank's gradient has its own rows: they are summed.
+        """
+        rows = self._rows()
+        if group is not None:
+            rows = SummedGrad.apply(rows, group)
+        if self._in_head is None or self._in_head[0].device != rows.device:
+            here = [i for i, id in enumerate(self.ids) if 0 <= id - start < len(weight_VD)]
+            places = torch.tensor([self.ids[i] - start for i in here], dtype=torch.long)
+            self._in_head = (torch.tensor(here).long().to(rows.device), places.to(rows.device))
+        index, places = self._in_head
+        return weight_VD.index_add(0, places, rows[index].to(weight_VD.dtype))
+
+
+def add_token_adapters(model: PackedModel, trained: set[str]) -> None:
+    """Let the rows of new tokens train, in the embedding and in a head of its own, unless all rows do."""
+    new_rows: Any = model.new_rows
+    hf: Any = model.hf
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    is_tied = head is not None and head.weight is embedding.weight
+    for module in (embedding, *([] if head is None or is_tied else [head])):
+        if f"{names[module]}.weight" in trained:
+            continue
+        is_head = module is head
+        if not is_head and type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
+            raise UserError(
+                f"data.new_tokens: {type(module).__name__} of this model is no plain embedding, so its new rows cannot "
+                f"train alone. Set lora.modules_to_save=[{names[module]}.weight]"
+            )
+        adapter = TokenAdapter(list(new_rows.sources), len(module.weight), module.weight)
+        module.lora_tokens = adapter
+        if not is_head:
+            adapter.scale = float(getattr(module, "scalar_embed_scale", 1.0))
+            module.register_forward_hook(adapter.add_to_output)
+
+
+def token_adapters(model: nn.Module) -> Iterator[tuple[str, TokenAdapter]]:
+    """The adapters of new tokens, with the names of their embeddings."""
+    for name, module in model.named_modules():
+        if isinstance(module, TokenAdapter):
+            yield name.removesuffix(".lora_tokens"), module
 
 
 # LoRA adapters on tensor-parallel layers.

@@ -36,7 +36,7 @@ from mvp_engine.hf.model.preflight import MediaPreflight, check_gradients, check
 from mvp_engine.hf.model.tp_plan import apply_tensor_parallel
 from mvp_engine.hf.weights import export as hf_export
 from mvp_engine.hf.weights.export import ExportPlan
-from mvp_engine.hf.weights.merge import check_base, write_model_info
+from mvp_engine.hf.weights.merge import check_base, check_new_tokens, write_model_info
 from mvp_engine.hf.weights.pretrained import load_pretrained
 
 
@@ -75,14 +75,17 @@ class ModelAdapter:
 
     def balance_experts(self, settings: Experts, device: torch.device) -> None:
         """Set `expert_balance`."""
-        raise UserError(
-            f"experts.balance and experts.router_z_loss_coef are for Hugging Face models; {self.name} is none"
-        )
+        raise UserError(f"the keys of experts are for Hugging Face models; {self.name} is none")
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         raise self._needs_packed_model()
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        if self.model.new_rows is not None and self.model.lora is not None:
+            raise UserError(
+                "data.new_tokens: with LoRA their rows in embedding and head train as one, and parallel.pipeline > 1 "
+                "has the two on different ranks. Set parallel.shard instead"
+            )
         """Keep what this rank's pipeline stage holds. `skeleton`: the whole model on the meta device."""
         raise UserError(
             f"parallel.pipeline > 1 needs a Hugging Face language model (model.type=language_model); {self.name} is "
@@ -224,7 +227,7 @@ class HFAdapter(ModelAdapter):
         if getattr(config.get_text_config(), "output_router_logits", False):
             LOGGER.warning(
                 "output_router_logits of the model's config asks for transformers' load-balancing loss of experts, "
-                "which is not part of any output here: experts.balance=loss balances them. Set it to false to confirm."
+                "which is not part of any output here: experts.aux_loss_coef balances them. Set it to false to confirm."
             )
         cast_frozen_base(self.model, dtype)
         parts = parts_of(self.model)
@@ -329,6 +332,7 @@ class HFAdapter(ModelAdapter):
         return {}  # `mvp.json` has a fingerprint of the folder
 
     def left_out(self, checkpoint: Path, checksums: dict[str, int] | None) -> set[str]:
+        check_new_tokens(checkpoint, self.model)
         if checksums is None and self.model.lora is None:
             return set()
         check_base(checkpoint, self.model)

@@ -226,6 +226,46 @@ def _hint(config: Any, name: str, key: str) -> str:
     return did_you_mean(name, settings)
 
 
+def with_vocabulary(
+    path: str | Path | None, overrides: dict[str, Any], num_rows: int
+) -> dict[str, Any]:
+    """The overrides of a config with at least so many rows in the embeddings of its text layers."""
+    config = read_config(path, overrides)
+    text = config.get_text_config()
+    if text.vocab_size >= num_rows:
+        return overrides
+    changes: dict[str, Any] = {"vocab_size": num_rows}
+    names = _path_to(config, text)
+    if names is None:
+        raise UserError(
+            f"data.new_tokens: it is not known where {config.model_type} keeps the size of its vocabulary. Add the "
+            "tokens to the model's folder yourself"
+        )
+    for name in reversed(names):
+        changes = {name: changes}
+    return _merge_deep(overrides, changes)
+
+
+def _path_to(config: Any, part: Any) -> list[str] | None:
+    """The names of the sub-configs from a config to one inside of it."""
+    if config is part:
+        return []
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        below = None if inner is None else _path_to(inner, part)
+        if below is not None:
+            return [name, *below]
+    return None
+
+
+def _merge_deep(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(before)
+    for name, value in changes.items():
+        is_dict = isinstance(value, dict)
+        merged[name] = _merge_deep(merged.get(name) or {}, value) if is_dict else value
+    return merged
+
+
 # Facts about a model that follow from its transformers config alone.
 
 

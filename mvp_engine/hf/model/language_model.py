@@ -282,14 +282,20 @@ class LanguageModel(PackedModel):
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
         bias = head.bias
+        embedding: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
+        # Of a tied head, the embedding has the adapter.
+        adapter = getattr(embedding if embedding.weight is weight else head, "lora_tokens", None)
         if not isinstance(weight, DTensor):
-            return weight, bias, {}
+            return weight if adapter is None else adapter.add_to(weight), bias, {}
         mesh = weight.device_mesh
         vocab_size = weight.shape[0]
         rows_per_rank = -(-vocab_size // mesh.size())  # rounded up: the last rank may have fewer
         vocab_start = min(vocab_size, rows_per_rank * mesh.get_local_rank())
         vocab_shard = {"group": mesh.get_group(), "vocab_start": vocab_start}
-        return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
+        local = weight.to_local()
+        if adapter is not None:
+            local = adapter.add_to(local, vocab_start, mesh.get_group())
+        return local, None if bias is None else bias.to_local(), vocab_shard
 
     def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
         with attention.eager_attention(self.hf.config), own_head(self.hf):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mvp_engine.hf.model.adapter import HFAdapter
     from mvp_engine.hf.model.kv_cache import KVCache
     from mvp_engine.hf.model.pipeline import Stage
+    from mvp_engine.hf.weights.load import NewRows
 
 Outputs = dict[str, Tensor]
 
@@ -80,9 +81,11 @@ class PackedModel(nn.Module):
         # Written by the constructors of subclasses.
         self.own_parts: dict[nn.Module, Part] = {}  # modules that belong to another part than "llm"
         self.whole: WholeFolder | None = None  # a source folder that holds more than this model
-        # Written later: the first four by `add_adapters`, `quantize_layers`, `HFAdapter.balance_experts`, `cut_model`.
+        # Written later: the first five by `add_adapters`, `quantize_layers`, `MLLMModelKit.build`,
+        # `HFAdapter.balance_experts`, `cut_model`.
         self.lora: Lora | None = None
         self.quantize: dict[str, str] | None = None  # formats of quantized weights by part
+        self.new_rows: NewRows | None = None  # of tokens that `source` does not know
         self.expert_balance: ExpertBalance | None = None  # in training
         self.stage: Stage | None = None  # this rank's stage of the model, with pipeline parallel
         self.sequence_groups: SequenceGroups | None = None
@@ -327,7 +330,7 @@ class PackedModel(nn.Module):
         if self.expert_balance is not None:
             raise UserError(
                 f"experts: {model_type} runs on padded rows ({self.padded_rows}), whose padding would count as tokens "
-                "of experts. Set experts.balance=none and experts.router_z_loss_coef=0"
+                "of experts. Leave out the section experts"
             )
         if kv_cache is not None:
             raise UserError(
@@ -350,7 +353,7 @@ class PackedModel(nn.Module):
         unknown = [name for name in names if name not in self.provides]
         if unknown:
             hint = (
-                ". Logits of a whole batch are never in memory: see skills/loss"
+                ". Logits of a whole batch are never in memory: see skills/change-the-loss"
                 if "logits" in unknown
                 else ""
             )

@@ -9,7 +9,7 @@ DOOR = {
         "ADAPTER_CONFIG HubRepo SCHEME dataset_files folder_files hub_dataset hub_errors "
         "hub_model local_folder pin_config repo_of"
     ),
-    "load": "Entries SINGLE WeightFiles fingerprint load",
-    "merge": "check_base merge read_model_info write_model_info",
+    "load": "Entries FolderParameter NewRows SINGLE WeightFiles fingerprint folder_groups load",
+    "merge": "check_base check_new_tokens merge read_model_info write_model_info",
     "pretrained": "TensorEntries WeightReceiver load_pretrained",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from mvp_engine.ops.nf4 import Nf4Linear
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PADDED_TO = 64  # a vocabulary that grows gets a multiple of it
 HEADS = "heads.safetensors"  # weights of heads that transformers has no class for
 
 Index = tuple[slice, ...]
@@ -127,6 +128,56 @@ class FolderGroup:
     params: dict[str, FolderParameter]
 
 
+@dataclass(frozen=True)
+class NewRows:
+    """Rows that the embeddings of a folder lack, or have never trained: those of added tokens.
+
+    The row of an added token is the mean of the rows of other tokens. Rows that belong to no token, and pad the
+    vocabulary, are the mean of all.
+    """
+
+    num_known: int  # tokens of the folder's vocabulary: its rows after them belong to no token
+    sources: Mapping[
+        int, Sequence[int]
+    ]  # of each added token, by id: whose rows are averaged; none: all known
+    tokens: tuple[str, ...] = ()  # their texts, in the order of `sources`
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that a vocabulary has with these tokens, if it must grow for them: padded for GEMMs and ranks."""
+        return -(-(max(self.sources) + 1) // PADDED_TO) * PADDED_TO
+
+    def extend(self, source: FolderParameter, rows: int) -> FolderParameter:
+        """The input or output embedding of the folder with `rows` rows."""
+        shape = torch.Size((rows, *source.shape[1:]))
+        return FolderParameter(shape, partial(self._read, source, rows))
+
+    def _read(self, source: FolderParameter, rows: int, index: Index) -> Tensor:
+        wanted = range(rows)[index[0]] if index else range(rows)
+        others = tuple(index[1:])
+        known = source.read((slice(wanted.start, min(wanted.stop, source.shape[0])), *others))
+        added = [id for id in self.sources if id in wanted]
+        padded = range(max(wanted.start, source.shape[0]), wanted.stop)
+        if not added and not padded:
+            return known
+        mean = self._mean(source, range(min(self.num_known, source.shape[0])), others)
+        values = torch.cat([known, mean.expand(len(wanted) - len(known), *mean.shape).to(known)])
+        for id in added:
+            ids = self.sources[id]
+            values[id - wanted.start] = self._mean(source, ids, others) if ids else mean
+        return values
+
+    def _mean(self, source: FolderParameter, ids: Sequence[int], others: Index) -> Tensor:
+        if not isinstance(ids, range):
+            rows = [source.read((slice(id, id + 1), *others)).float() for id in ids]
+            return torch.cat(rows).mean(0)
+        total = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(ids), 8192):  # in slices: a vocabulary may have gigabytes
+            rows = slice(start, min(start + 8192, len(ids)))
+            total = total + source.read((rows, *others)).sum(0, dtype=torch.float64)
+        return (total / len(ids)).float()
+
+
 class Entries(Protocol):
     """Tensors by the names that they have in a Hugging Face folder: in its weight files, or in memory."""
 
@@ -143,13 +194,16 @@ def load(
     params: Mapping[str, Tensor],
     quantized: Mapping[str, Nf4Linear] | None = None,
     elsewhere: Set[str] = frozenset(),
+    new_rows: NewRows | None = None,
 ) -> tuple[set[str], list[str]]:
     """Fills `params`, given by their names in the Hugging Face `model`, from a folder. Each rank fills its own shards.
 
     `quantized`: quantized layers by the names of their weights. `elsewhere`: names of parameters that other ranks fill.
-    Returns the names that were filled, here or elsewhere, and the entries of the files that belong to none of them.
+    `new_rows`: of tokens that the folder does not know. Returns the names that were filled, here or elsewhere, and the
+    entries of the files that belong to none of them.
     """
-    return load_entries(model, WeightFiles(folder), params, str(folder), quantized, elsewhere)
+    files = WeightFiles(folder)
+    return load_entries(model, files, params, str(folder), quantized, elsewhere, new_rows)
 
 
 def load_entries(
@@ -159,13 +213,14 @@ def load_entries(
     folder: str,
     quantized: Mapping[str, Nf4Linear] | None = None,
     elsewhere: Set[str] = frozenset(),
+    new_rows: NewRows | None = None,
 ) -> tuple[set[str], list[str]]:
     """As `load`, from any entries. `folder` is the name for them in error messages."""
     loaded: set[str] = set()
     unused: list[str] = []
     # By the id of a parameter: of its tied names, the one that was filled.
     first_names: dict[int, str] = {}
-    for group in folder_groups(model, files):
+    for group in folder_groups(model, files, new_rows=new_rows):
         if not group.params.keys() & (params.keys() | elsewhere):
             unused += group.entries
         loaded |= group.params.keys() & elsewhere
@@ -191,7 +246,9 @@ def load_entries_by_name(files: Entries, params: Mapping[str, Tensor], folder: s
         _fill(name, param, source, folder)
 
 
-def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> Iterator[FolderGroup]:
+def folder_groups(
+    model: Any, files: Entries, keep_converted: bool = True, new_rows: NewRows | None = None
+) -> Iterator[FolderGroup]:
     """Yields the entries of a folder, in groups, with the parameters of a Hugging Face `model` that they become.
 
     `keep_converted`: a group keeps its converted tensors for as long as it exists, so that reading a parameter in
@@ -201,6 +258,7 @@ def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> It
     from transformers.core_model_loading import WeightConverter
 
     rules = get_model_conversion_mapping(model)
+    embeddings = {} if new_rows is None else _vocabulary_rows(model)
     converters: dict[str, Any] = {}  # by source pattern
     for rule in rules:
         if isinstance(rule, WeightConverter):
@@ -210,6 +268,8 @@ def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> It
         pattern = entries[0][1]
         if pattern is None:
             plain = FolderParameter(files.meta(keys[0]).shape, partial(files.read, keys[0]))
+            if new_rows is not None and name in embeddings:
+                plain = new_rows.extend(plain, embeddings[name])
             yield FolderGroup(keys, {name: plain})
             continue
         by_pattern: dict[str, list[str]] = {}
@@ -217,6 +277,14 @@ def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> It
             by_pattern.setdefault(str(key_pattern), []).append(key)
         converted = _Converted(files, model, converters[pattern], name, by_pattern, keep_converted)
         yield FolderGroup(keys, converted.params())
+
+
+def _vocabulary_rows(model: Any) -> dict[str, int]:
+    """The number of rows of each parameter of the input and output embeddings, by its names."""
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    params = {id(p) for module in modules if module is not None for p in module.parameters(False)}
+    state = model.state_dict(keep_vars=True)
+    return {name: len(value) for name, value in state.items() if id(value) in params}
 
 
 def _entries_by_parameter(

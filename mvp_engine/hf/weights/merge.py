@@ -32,7 +32,7 @@ from mvp_engine.hf.weights.export import (
     write_side_files,
 )
 from mvp_engine.hf.weights.hub import local_folder, portable_name
-from mvp_engine.hf.weights.load import WeightFiles, fingerprint, folder_groups
+from mvp_engine.hf.weights.load import NewRows, WeightFiles, fingerprint, folder_groups
 from mvp_engine.ops import nf4
 from mvp_engine.ops.nf4 import quantized_layers
 
@@ -55,6 +55,7 @@ def merge(
     write a `peft` folder instead of merged weights. `ema`: export the averaged weights.
     """
     info = read_model_info(checkpoint)
+    model.new_rows = info.new_rows
     if info.lora is not None:
         add_adapters(model, info.lora)
     saved = _SavedTensors(checkpoint, model, ema, info.quantized)
@@ -137,7 +138,8 @@ class _SavedTensors:
     def add_base(self, folder: Path) -> None:
         """Read frozen parameters that the checkpoint lacks from a pretrained folder."""
         view = self.model.folder_view()
-        for group in folder_groups(view.model, WeightFiles(folder), keep_converted=False):
+        files, new_rows = WeightFiles(folder), self.model.new_rows
+        for group in folder_groups(view.model, files, keep_converted=False, new_rows=new_rows):
             for name, param in group.params.items():
                 tensor = self._tensors.get(view.own_name(name) or "")
                 if tensor is not None and not tensor.requires_grad:
@@ -201,6 +203,7 @@ class ModelInfo:
     base: BaseFolder | None
     quantize: dict[str, str] | None = None  # model.quantize of the training
     quantized: frozenset[str] = frozenset()  # the names of the weights that it had in NF4
+    new_rows: NewRows | None = None  # of data.new_tokens
 
 
 def write_model_info(
@@ -221,6 +224,10 @@ def write_model_info(
     }
     if model.lora is not None:
         info["lora"] = model.lora.model_dump()
+    if model.new_rows is not None:
+        rows = model.new_rows
+        sources = {str(id): list(ids) for id, ids in rows.sources.items()}
+        info["new_tokens"] = {"texts": rows.tokens, "known": rows.num_known, "sources": sources}
     if model.quantize:
         info["quantize"] = model.quantize
         info["quantized"] = sorted(quantized_layers(model))
@@ -250,6 +257,7 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             base=None if base is None else BaseFolder(base["path"], base["weights"]),
             quantize=info.get("quantize"),
             quantized=frozenset(info.get("quantized", ())),
+            new_rows=_read_new_rows(info.get("new_tokens")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
@@ -259,6 +267,27 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             "Merge it with the version of mvp_engine that trained it"
         )
     return found
+
+
+def _read_new_rows(saved: dict[str, Any] | None) -> NewRows | None:
+    if saved is None:
+        return None
+    sources = {int(id): tuple(ids) for id, ids in saved["sources"].items()}
+    return NewRows(saved["known"], sources, tuple(saved["texts"]))
+
+
+def check_new_tokens(checkpoint: Path, model: PackedModel) -> None:
+    """Raise `UserError` if a checkpoint was trained with other new tokens than `model` has."""
+    if not (checkpoint / HF / NAME).is_file():
+        return
+    there = read_model_info(checkpoint).new_rows
+    if there != model.new_rows:
+        shown = [str(list(rows.tokens) if rows else []) for rows in (there, model.new_rows)]
+        raise UserError(
+            f"{checkpoint} was trained with data.new_tokens={shown[0]}, and this model has {shown[1]}, or starts their "
+            "rows from other tokens. Set data.new_tokens to those of the checkpoint; to change them, export the "
+            "checkpoint and start from that folder"
+        )
 
 
 def check_base(checkpoint: Path, model: PackedModel) -> None:

@@ -37,7 +37,9 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     quantized = _by_folder_name(view, quantized_layers(model))
     others = frozenset() if model.stage is None else model.stage.elsewhere.keys()
     elsewhere = _by_folder_name(view, dict.fromkeys(others)).keys()
-    names, unused = load.load(view.model, model.source, wrapped, quantized, elsewhere)
+    names, unused = load.load(
+        view.model, model.source, wrapped, quantized, elsewhere, model.new_rows
+    )
     found = {name for name in map(view.own_name, names) if name is not None}
     # Tied tensors count with each other.
     filled = {own[name] for name in found if name not in others}

@@ -26,7 +26,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
 from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.hf.model.adapter import cast_frozen_weights
-from mvp_engine.hf.weights.load import fingerprint
+from mvp_engine.hf.weights.load import NewRows, fingerprint
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.loss import sequence_log_probs
 from mvp_engine.kit.mfu import MFUKit
@@ -44,10 +44,12 @@ class Reference(Protocol):
         """Count the FLOPs of this step's `log_probs`."""
 
 
-def frozen_model(source: Any, model_type: str = "language_model") -> Any:
+def frozen_model(
+    source: Any, model_type: str = "language_model", new_rows: NewRows | None = None
+) -> Any:
     """A model without adapters that never trains, on the meta device; `source` is a path or the section `model`."""
     source = ModelSource(source) if isinstance(source, str) else source
-    return MLLMModelKit().build(source, model_type).requires_grad_(False)
+    return MLLMModelKit().build(source, model_type, new_rows).requires_grad_(False)
 
 
 def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings | None = None) -> ModelEngine:
@@ -107,7 +109,7 @@ class CopyReference(ForwardReference):
     def __init__(self, engine: MLLMEngine) -> None:
         super().__init__(engine)
         model = engine.config.model
-        self.engine = frozen_engine(engine, frozen_model(model, model.type))
+        self.engine = frozen_engine(engine, frozen_model(model, model.type, engine.data.new_rows))
 
     def log_probs(self, batch: PackedBatch, split: str) -> Tensor:
         with self.engine.eval_mode():
@@ -193,7 +195,9 @@ def compute_table(engine: MLLMEngine, split: str) -> np.ndarray:
     # Each row once, whatever its source's share of an epoch is.
     sources = [one.model_copy(update={"weight": None, "repeats": None}) for one in kit._all_sources]
     every_row = MLLMDataKit(
-        kit.settings.model_copy(update={"sources": sources}),
+        kit.settings.model_copy(
+            update={"sources": sources, "new_tokens": {}}
+        ),  # the processor has them
         kit.processor,
         num_workers=kit.num_workers,
     )

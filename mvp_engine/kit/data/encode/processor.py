@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside, leads_out
 from mvp_engine.hf.model.config_source import warn_of_custom_code
 from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.data.read.probe import DEFAULT_FPS
 from mvp_engine.kit.data.read.row_types import Limits
 
@@ -67,6 +68,40 @@ def load_processor(folder: str | Path | None) -> Any:
             "chat template of turns (docs/omni.md, CSM, shows how to write one)"
         )
     return found
+
+
+def with_new_tokens(processor: Any, tokens: Mapping[str, str]) -> tuple[Any, NewRows]:
+    """A copy of a processor whose tokenizer has more tokens, and the rows that embeddings need for them.
+
+    They are never split, and stay visible in answers. `tokens`: each with a text whose embeddings' mean it starts
+    from; where the text is empty, the mean is that of all tokens.
+    """
+    processor = copy.deepcopy(processor)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    known = tokenizer.get_vocab()
+    for token in tokens:
+        if token in known:
+            raise UserError(
+                f"data.new_tokens: the tokenizer has {token} already, with a row that trains like any other; leave it "
+                "out. An export of a training with new tokens has them, too"
+            )
+    from tokenizers import AddedToken
+
+    num_known = max(known.values()) + 1
+    sources: dict[str, tuple[int, ...]] = {}
+    for token, text in tokens.items():
+        sources[token] = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    for token, id in ids.items():
+        written = tokenizer(f"x{token}y", add_special_tokens=False)["input_ids"]
+        if written.count(id) != 1 or id < num_known:
+            raise UserError(
+                f"data.new_tokens: {type(tokenizer).__name__} does not read {token!r} as one token in a text: give "
+                "another text, without spaces at its ends, that is no part of another new token"
+            )
+    rows = {ids[token]: sources[token] for token in tokens}
+    return processor, NewRows(num_known, rows, tuple(tokens))
 
 
 def _refuse_files_outside(folder: Path) -> None:
