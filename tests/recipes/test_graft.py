@@ -243,7 +243,7 @@ def check_export(stages):
             with torch.no_grad():
                 theirs = model(**inputs).logits[0, -1]
                 written = model.generate(**inputs, do_sample=False, max_new_tokens=8)
-            ours = chat.engine.infer_batch(batch, ["next_logits"])["next_logits"][0]
+                ours = chat.engine.model(batch, ["next_logits"])["next_logits"][0]
             assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
             completion = written[0, inputs["input_ids"].shape[1] :]
             answer = chat.answer([question], Decoding(max_new_tokens=8))
