@@ -273,7 +273,6 @@ def patched(tmp_path, recipe, heading):
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_projector_of_the_docs_trains_and_loads_with_its_class(stages, tmp_path):
     recipe = patched(tmp_path, "graft", "A projector of your own")
     options = ["train.max_steps=2", f"graft.folder={tmp_path}/model"]
