@@ -5,13 +5,14 @@
 
 Each side is a process of its own. Both train all weights of a random pi0 in its real shape (3.5 B parameters) with
 bf16 autocast over float32 weights and AdamW, on three cameras of 224 x 224 pixels, a prompt, a state and a chunk of 50
-actions. Ours is `ActionEngine` on a LeRobot folder with AV1 videos, which the run writes first: decoding and packing
-are part of its time. transformers gets one batch in GPU memory, again and again, and pays for no data; it has no
-activation checkpointing, because its expert reads a cache that checkpointing turns off. `--ours` and `--theirs` list
-what is tried: samples of a micro-batch, and for ours the activation checkpointing and the noise draws per sample; the
-fastest of each side is compared. What does not fit is reported as out of memory. The first half of the steps warms up.
-Random weights are drawn on the GPU. Each attempt is printed and written to `--out` when it ends, so that one that fails
-or runs past `--limit` leaves the others. Without PyAV, or with `--codec png`, images are PNG in parquet files.
+actions. Ours is the engine of recipes/table_vla on a LeRobot folder with AV1 videos, which the run writes first:
+decoding and packing are part of its time. transformers gets one batch in GPU memory, again and again, and pays for no
+data; it has no activation checkpointing, because its expert reads a cache that checkpointing turns off. `--ours` and
+`--theirs` list what is tried: samples of a micro-batch, and for ours the activation checkpointing and the noise draws
+per sample; the fastest of each side is compared. What does not fit is reported as out of memory. The first half of the
+steps warms up. Random weights are drawn on the GPU. Each attempt is printed and written to `--out` when it ends, so
+that one that fails or runs past `--limit` leaves the others. Without PyAV, or with `--codec png`, images are PNG in
+parquet files.
 
 MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` is what `mvp plan` predicts.
 """

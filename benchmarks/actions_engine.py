@@ -1,19 +1,22 @@
-"""The engine of `benchmarks/actions.py`: an ActionEngine without checkpoints that draws random weights on the GPU.
+"""The engine of `benchmarks/actions.py`: that of table_vla, without checkpoints, with random weights drawn on the GPU.
 
 A checkpoint of pi0 has 42 GB, and its 3.5 B random numbers take half a minute on a CPU.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from mvp_engine.hf.model.config_source import read_config
+from mvp_engine.imports import import_file
 from mvp_engine.kit.actions.action_model import ActionModel
-from mvp_engine.kit.actions.engine import ActionEngine
+
+TABLE_VLA: Any = import_file(Path(__file__).parents[1] / "recipes" / "table_vla" / "engine.py")
 
 
-class BenchEngine(ActionEngine):
+class BenchEngine(TABLE_VLA.TableEngine):
     def prepare_model(self) -> nn.Module:
         meta: Any = super().prepare_model()
         torch.manual_seed(self.config.seed)

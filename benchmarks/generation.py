@@ -149,7 +149,7 @@ def evaluation_share(engine: LanguageModelEngine, vocabulary: int, held: int, st
     engine.model.train()
     train(min(3, steps))  # warms up, compiles
     step_s = train(steps) / steps
-    prompts = make_prompts(-(-held // generation["every_n_samples"]), vocabulary)
+    prompts = make_prompts(min(held, generation["max_samples"]), vocabulary)
     ours(engine, prompts, 4, budget=tokens)
     start = time.perf_counter()
     ours(engine, prompts, generation["max_new_tokens"], budget=tokens)

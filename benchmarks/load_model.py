@@ -100,7 +100,7 @@ def load(way: str, folder: str) -> dict[str, float]:
     from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 
     world = World.join("cpu")
-    sizes = {"replicate": 1, "shard": world.size, "ulysses": 1, "tensor": 1, "timeout": 600.0}
+    sizes = {"shard": world.size, "ulysses": 1, "tensor": 1, "timeout": 600.0}
     layout = Layout.of(world, Parallel.model_validate(sizes))
     # Both ways once on a model of no size, so that what is imported late does not count.
     tiny = {**SHAPE, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 1}

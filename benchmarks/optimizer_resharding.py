@@ -140,7 +140,7 @@ class _OurSide:
         from mvp_engine.distributed import Layout
         from mvp_engine.model_engine import FSDPEngine
 
-        sizes = {"replicate": 1, "shard": world.size, "ulysses": 1, "tensor": 1, "timeout": 600.0}
+        sizes = {"shard": world.size, "ulysses": 1, "tensor": 1, "timeout": 600.0}
         self.engine = FSDPEngine(model, Layout.of(world, Parallel.model_validate(sizes)))
         self.engine.initialize(OPTIMIZERS[OURS])
         self.optimizer = self.engine.optimizer

@@ -193,15 +193,12 @@ examples:
 It needs no GPU. Exit code 2: ranks would hang, or the training does not fit; then the last lines are the cheapest
 changes that make it fit.
 
-mvp models -> tools.models:print_models
-list the model types of transformers: what each supports, or why not
-  NAME?                   one model type, such as qwen3 (model_type in its config.json): prints the reasons
-  @json
-
 mvp doctor -> cli:doctor
 check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix
   CONFIG?                 also check the disk and the kernels for this YAML file or shipped config
   @overrides
+  --models                instead: list the model types of transformers and what each supports; with a model type
+                          (model_type in its config.json) in place of CONFIG, also why not
   --dir>folder DIR        folder of the runs (default: outputs, or output_dir of CONFIG)
   --nproc N               processes (ranks) on this machine (default: one per GPU)
   @nodes
@@ -209,6 +206,7 @@ check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line 
 examples:
   mvp doctor
   mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk
+  mvp doctor --models qwen3                         # what this model type supports, and why not the rest
 
 mvp config -> tools.config:config_command
 print a config with all its values as YAML, its JSON Schema, or what a key means
@@ -297,6 +295,7 @@ MOVED = {
     "skills": "mvp recipe --skills",
     "replay": "mvp check RUN",
     "estimate": "mvp plan CONFIG",
+    "models": "mvp doctor --models [NAME]",
 }
 
 
@@ -469,8 +468,19 @@ def call(run: str, **options: Any) -> int:
 
 
 def doctor(
-    config: str | None, overrides: list[str], *, folder: str | None, as_json: bool, **options: Any
+    config: str | None,
+    overrides: list[str],
+    *,
+    models: bool,
+    folder: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> int:
+    if models:
+        from mvp_engine.tools.models import print_models
+
+        print_models(config, as_json=as_json)
+        return 0
     from mvp_engine.config import compose
     from mvp_engine.tools import doctor
 

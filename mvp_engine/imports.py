@@ -62,6 +62,13 @@ def import_file(file: Path) -> ModuleType:
     return importlib.import_module(f"{name}.{file.stem}")
 
 
+def shipped_folder(name: str) -> Path:
+    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
+    package = Path(__file__).parent
+    in_wheel = package / f"_{name}"
+    return in_wheel if in_wheel.is_dir() else package.parent / name
+
+
 _packages: dict[str, str] = {}  # of `add_packages`
 
 

@@ -13,14 +13,18 @@ import argparse
 import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mvp_engine"
@@ -129,8 +133,29 @@ def mvp(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-def config_keys() -> int:
-    return sum(line.startswith("| `") for line in mvp("config", "--reference").splitlines())
+def config_keys() -> list[str]:
+    """The keys of the reference page, `NAME` for the names of sources and groups; not those that recipes add."""
+    rows = (line for line in mvp("config", "--reference").splitlines() if line.startswith("| `"))
+    return [row.split("`")[1] for row in rows]
+
+
+def unset_keys() -> list[str]:
+    """The keys that no shipped config sets: each of them waits for a reader who finds it by its page alone."""
+    used: set[str] = set()
+    for file in (ROOT / "recipes").glob("*/configs/*.yaml"):
+        used.update(dotted(yaml.safe_load(file.read_text()) or {}))
+    patterns = {key: re.escape(key).replace("NAME", r"\w+") for key in config_keys()}
+    return [key for key, pattern in patterns.items() if not any(re.fullmatch(pattern, name) for name in used)]
+
+
+def dotted(value: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of a config, with the keys below them; the items of a list have the name 0."""
+    items = (
+        value.items() if isinstance(value, dict) else [(0, item) for item in value] if isinstance(value, list) else []
+    )
+    for name, below in items:
+        yield f"{prefix}{name}"
+        yield from dotted(below, f"{prefix}{name}.")
 
 
 def commands() -> int:
@@ -169,7 +194,7 @@ def main() -> None:
         size = total(sizes)
         print(f"{room:20}{size.files:7}{size.lines:8}{size.tokens / 1000:9.1f}{size.density:13.1f}")
     print(f"modules with exactly one importer: {len(one_importer_modules())}")
-    print(f"config keys: {config_keys()}")
+    print(f"config keys: {len(config_keys())}; set by no shipped config: {len(unset_keys())}")
     print(f"commands: {commands()}")
     if "--trace" in sys.argv:
         modules, files, functions = trace()

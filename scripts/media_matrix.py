@@ -1,4 +1,4 @@
-"""Writes `mvp_engine/tools/models_media.json`: models with encoders, for `mvp models` and docs/models.md.
+"""Writes `mvp_engine/tools/models_media.json`: models with encoders, for `mvp doctor --models` and docs/models.md.
 
     python scripts/media_matrix.py             # sweep all types (about twelve minutes on two cores)
     python scripts/media_matrix.py qwen3_5     # only these; others keep their entries

@@ -1,4 +1,4 @@
-"""Writes `mvp_engine/tools/models_text.json`, the data of `mvp models`, and the table in docs/models.md.
+"""Writes `mvp_engine/tools/models_text.json`, the data of `mvp doctor --models`, and the table in docs/models.md.
 
     python scripts/model_matrix.py             # sweep all text model types (about three minutes on one core)
     python scripts/model_matrix.py qwen3 bloom # only these; others keep their entries

@@ -1,6 +1,7 @@
 """Shared fixtures and helpers: the tiny recipe, ways to launch it (in this process, in subprocesses, on warm ranks),
 and the meaning of the markers `gpu` and `campaign`."""
 
+import functools
 import gc
 import importlib.util
 import json
@@ -163,6 +164,15 @@ def readme_commands(recipe):
         for line in block.splitlines()
     ]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
+
+
+def recipe_step(recipe, ctx=None, **parts):
+    """The `forward_step` of a shipped recipe, for an engine with these parts alone."""
+    from mvp_engine.config.engine_class import find_engine
+    from mvp_engine.tools.skill_check import NoLog
+
+    engine_class, _ = find_engine(recipe, ROOT)
+    return functools.partial(engine_class.forward_step, SimpleNamespace(**parts), ctx or NoLog())
 
 
 def losses(folder):

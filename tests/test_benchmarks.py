@@ -34,6 +34,17 @@ def test_hardware_cells_are_what_is_estimated(campaign_size):
         assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell
 
 
+def test_plan_table_of_the_docs_is_that_of_the_results_and_memory_is_predicted_to_a_tenth():
+    plan = script("plan")
+    rows = plan.comparisons()
+    assert f"{plan.MARKS[0]}{plan.table(rows)}{plan.MARKS[1]}" in plan.PAGE.read_text(), (
+        "run python benchmarks/plan.py"
+    )
+    assert len(rows) > 20
+    for row in rows:
+        assert row["predicted_gib"] == pytest.approx(row["gib"], rel=0.1), row["training"]
+
+
 @pytest.fixture
 def bench(monkeypatch):
     module = script("packed_attention")

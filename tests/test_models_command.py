@@ -1,4 +1,4 @@
-"""`mvp models`: what each model type supports, from the shipped files, without torch."""
+"""`mvp doctor --models`: what each model type supports, from the shipped files, without torch."""
 
 import subprocess
 import sys
@@ -38,13 +38,13 @@ def test_models_entries_have_all_columns_and_readable_reasons():
 
 
 def test_models_command_prints_table_entry_and_json(capsys):
-    assert cli.main(["models"]) == 0
+    assert cli.main(["doctor", "--models"]) == 0
     assert "llama" in capsys.readouterr().out
-    assert cli.main(["models", "llama"]) == 0
+    assert cli.main(["doctor", "--models", "llama"]) == 0
     printed = capsys.readouterr().out
     assert "llama (text)" in printed
     assert "tensor parallel  yes" in printed
-    assert cli.main(["models", "bert", "--json"]) == 0
+    assert cli.main(["doctor", "--models", "bert", "--json"]) == 0
     (entry,) = printed_json(capsys)
     assert entry == read_models()["bert"]
 
@@ -52,13 +52,14 @@ def test_models_command_prints_table_entry_and_json(capsys):
 def test_models_command_unknown_name_suggests_a_similar_one(
     capsys,
 ):
-    assert cli.main(["models", "lama"]) == 2
+    assert cli.main(["doctor", "--models", "lama"]) == 2
     assert "no model type 'lama'" in (printed := capsys.readouterr().err)
     assert "Did you mean llama?" in printed
 
 
 def test_models_command_imports_no_torch():
-    code = "import sys; from mvp_engine import cli; cli.main(['models', 'llama']); assert 'torch' not in sys.modules"
+    code = "import sys; from mvp_engine import cli; cli.main(['doctor', '--models', 'llama']); "
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 

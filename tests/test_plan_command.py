@@ -94,7 +94,7 @@ def test_plan_on_several_gpus_includes_communication_where_it_is_simulated():
 
 
 def test_plan_simulates_first_and_last_rank_of_each_group():
-    question = Question(CONFIG, [*LAYOUT, "parallel.replicate=4"], gpu="H100", gpus=64, tokens=64)
+    question = Question(CONFIG, LAYOUT, gpu="H100", gpus=64, tokens=64)
     simulation = Simulation(make_planner(question).config, 64)
     assert simulation.ranks() == [
         0,

@@ -1,6 +1,7 @@
 """`mvp recipe`: a copy runs at once and shares nothing with its origin."""
 
 import json
+import re
 
 import pytest
 from conftest import ROOT, TINY, mvp
@@ -59,6 +60,16 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin, tmp_path, cap
     assert "class Mine2Engine(" in (copy / "engine.py").read_text()
     for file in (file for file in copy.rglob("*.*") if file.suffix != ".pyc"):
         assert f"recipes/{origin}/" not in file.read_text()
+
+
+def test_recipe_new_of_sft_is_the_readable_file_and_names_the_keys_to_give(workspace):
+    assert mvp("recipe mine --from sft") == 0
+    for name in ("engine.py", "settings.py"):
+        shipped = (ROOT / "recipes" / "sft" / name).read_text()
+        assert (workspace / "mine" / name).read_text() == shipped.replace("SFTEngine", "MineEngine")
+    commands = re.findall(r"^mvp .*", (workspace / "mine" / "README.md").read_text(), re.M)
+    keys = "mine/configs/full.yaml data.sources.rows.path=... model.path=..."
+    assert commands == [f"mvp {name} {keys}" for name in ("check", "train", "evaluate")]
 
 
 def _texts(tree):

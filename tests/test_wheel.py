@@ -62,7 +62,7 @@ def commands(run="RUN"):
 def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
-    assert (tmp_path / "site/mvp_engine/_skills/recipe/SKILL.md").is_file()
+    assert (tmp_path / "site/mvp_engine/_skills/recipe-from-scratch/SKILL.md").is_file()
     assert (tmp_path / "site/mvp_engine/_docs/data.md").is_file()
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -72,7 +72,7 @@ def test_wheel_from_an_empty_folder_runs_a_recipe_from_data_to_chat(wheel, tmp_p
         [sys.executable, "-c", COMMANDS, json.dumps(words)], cwd=empty, env=env, check=True
     )
     assert list(empty.glob("outputs/mine-*/checkpoints/step_00000002"))
-    skill = (empty / ".claude/skills/loss/SKILL.md").read_text()
+    skill = (empty / ".claude/skills/change-the-loss/SKILL.md").read_text()
     assert f"{tmp_path}/site/mvp_engine/_docs/loss.md" in skill
 
 

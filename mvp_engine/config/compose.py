@@ -123,7 +123,9 @@ def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
     leaf = _leaf(key)
     known = all_keys(schema)
-    hints = other_trainers()["hints"]
+    hints, gone = other_trainers()["hints"], other_trainers()["gone"]
+    if key in gone or leaf in gone:
+        return f"This key is gone: {gone.get(key) or gone[leaf]}"
     if key in hints or leaf in hints:
         return f"Here it is {hints.get(key) or hints[leaf]}"
     if leaf in other_trainers()["same"]:
@@ -144,7 +146,7 @@ def suggest_key(key: str, schema: type[Config]) -> str:
 
 @cache
 def other_trainers() -> dict[str, dict[str, Any]]:
-    """Names of keys in other trainers: `same` by our key, `hints` by what to do instead."""
+    """Names of keys in other trainers: `same` by our key, `hints` by what to do instead; `gone`: our own of before."""
     names: dict[str, dict[str, Any]] = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
     return names
 

@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING
 
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
-from mvp_engine.imports import import_file, load_spec, spec_file
+from mvp_engine.imports import import_file, load_spec, shipped_folder, spec_file
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS_ABOVE = 2  # a config may lie in recipes/<name>/configs/<group>/
-
-
-def shipped_folder(name: str) -> Path:
-    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
-    in_wheel = PACKAGE / f"_{name}"
-    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
 
 
 SHIPPED = shipped_folder("recipes")

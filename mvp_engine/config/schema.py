@@ -122,7 +122,6 @@ class Optim(Section):
 class Guard(Section):
     spike_sigmas: Positive | None
     max_skips: Count
-    hang_seconds: Positive | None
 
 
 class Log(Section):
@@ -146,14 +145,28 @@ class Model(Section):
 
 
 class Experts(Section):
-    balance: Literal["loss", "bias", "none"] = "none"
-    aux_loss_coef: NonNegative = 1e-2
-    bias_update_rate: NonNegative = 1e-3
+    aux_loss_coef: NonNegative | None = None
+    bias_update_rate: NonNegative | None = None
     router_z_loss_coef: NonNegative = 0.0
+
+    @property
+    def balance(self) -> Literal["loss", "bias", "none"]:
+        """What balances the experts: a loss, or a bias of the routers' choice."""
+        if self.bias_update_rate is not None:
+            return "bias"
+        return "none" if self.aux_loss_coef is None else "loss"
 
     @property
     def is_used(self) -> bool:
         return self.balance != "none" or self.router_z_loss_coef > 0
+
+    @model_validator(mode="after")
+    def _one_balance(self) -> Experts:
+        if self.aux_loss_coef is not None and self.bias_update_rate is not None:
+            raise ValueError(
+                "aux_loss_coef balances by a loss, bias_update_rate by a bias: set one of them to null"
+            )
+        return self
 
 
 class Checkpoint(Section):
@@ -167,10 +180,8 @@ class Checkpoint(Section):
 
 
 class GroupParallel(Section):
-    """How the ranks of a group share a model; the sizes multiply to its number of ranks."""
+    """How ranks share a model; the sizes multiply to the ranks of one replica, of which there are as many as fit."""
 
-    replicate: Literal[-1] | Count = -1
-    """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
     shard: Count = 1
     """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
     context: Count = 1
@@ -192,6 +203,11 @@ class GroupParallel(Section):
 
 class Parallel(GroupParallel):
     timeout: Positive
+
+    @property
+    def hang_seconds(self) -> float:
+        """A step that takes longer is reported, before a collective of it times out."""
+        return self.timeout / 2
 
 
 class Config(Section):

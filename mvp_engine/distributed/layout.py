@@ -61,14 +61,13 @@ class Layout:
         sequence_size = config.context * config.ulysses
         shards = config.shard * sequence_size * config.tensor
         each = shards * config.pipeline
-        replicate = world.size // each if config.replicate == -1 else config.replicate
-        if replicate * each != world.size or replicate < 1:
-            names = ("replicate", "shard", "pipeline", "context", "ulysses", "tensor")
+        replicate = world.size // each
+        if replicate * each != world.size:
+            names = ("shard", "pipeline", "context", "ulysses", "tensor")
             sizes_text = ", ".join(f"parallel.{name}={getattr(config, name)}" for name in names)
             raise UserError(
-                f"{sizes_text} do not multiply to the {count(world.size, 'process')} of this job: use "
-                f"--nproc {abs(config.replicate) * each}, or change them. parallel.replicate=-1 takes what the "
-                "others leave."
+                f"{sizes_text} do not divide the {count(world.size, 'process')} of this job: a replica of the model "
+                f"takes {each}. Use --nproc {each} or a multiple of it, or change the sizes"
             )
         if config.shard * sequence_size % config.expert:
             raise UserError(

@@ -441,7 +441,7 @@ def describe(found: dict[int, dict[str, Any]], size: int, seconds: float) -> str
     missing = [rank for rank in found if rank not in waiting]
     silent = [rank for rank in range(size) if rank not in found]
     first = min(found.values(), key=lambda answer: answer["step"])
-    lines = [f"{_place(first)} takes longer than guard.hang_seconds={seconds:g}"]
+    lines = [f"{_place(first)} takes longer than {seconds:g} s, half of parallel.timeout"]
     if size > 1:
         if silent:
             lines[0] += f"; {_ranks(silent)} did not answer: stopped, or without a network"

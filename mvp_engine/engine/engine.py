@@ -80,9 +80,10 @@ class Engine(EngineHooks):
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
         self.evals_since_best = 0
         self.metrics = self._metric_store()
-        self.hang = HangWatch(config.guard.hang_seconds, world)
+        self.hang = HangWatch(config.parallel.hang_seconds, world)
         self.saved_at = -1  # the step of the last checkpoint
         self.evaluated_at = -1  # the step of the last evaluation
+        self.eval_metrics: dict[str, float | None] | None = None
         self._save_due = False
         self._stopped = False
         self._training = False
@@ -114,7 +115,8 @@ class Engine(EngineHooks):
         """Evaluate on the "eval" split: inside a training, or as a workflow on the checkpoint that `resume` names."""
         if not self._training:
             self.before_evaluate()
-        return self._evaluate()
+        self.eval_metrics = self._evaluate()
+        return self.eval_metrics
 
     # ---- Training -------------------------------------------------------------------------------------------------
 

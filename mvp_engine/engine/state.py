@@ -345,10 +345,10 @@ def record_setup(engine: Engine, accumulation: int) -> None:
 
 def layout_text(parallel: Parallel, ranks: int) -> str:
     """The ranks and the dimensions of `parallel` that are not 1: `8 ranks: replicate=2, shard=4`."""
-    names = ("replicate", "shard", "tensor", "context", "pipeline", "ulysses", "expert")
+    names = ("shard", "tensor", "context", "pipeline", "ulysses", "expert")
     sizes = {name: getattr(parallel, name) for name in names}
-    if sizes["replicate"] == -1:
-        sizes["replicate"] = ranks // math.prod(sizes[name] for name in names[1:-1])
+    replicas = ranks // math.prod(sizes[name] for name in names[:-1])
+    sizes = {"replicate": replicas, **sizes}
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
     return f"{count(ranks, 'rank')}: {shown}" if shown else count(ranks, "rank")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generation import Answer
+from mvp_engine.kit.model import export_link
+from mvp_engine.kit.row_checks import log_end_report
 from mvp_engine.report import Example, write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -48,36 +49,48 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
     return found
 
 
-def write_page_of(
-    engine: Any,
-    figures: Mapping[str, float | None] | None,
-    export: Path | None,
-    in_training: bool = False,
-) -> None:
-    """Gather the answers of all ranks for `engine.write_page`. At the end of a training, an error is a warning."""
-    answers = engine.generation.gathered()
-    if not engine.world.is_main or (in_training and "plot" not in engine.config.log.backends):
+def end_training(engine: Any, answers: Sequence[Answer]) -> None:
+    """Report rows that were left out, export if `export_link` is set, and write the page; its errors are warnings.
+
+    `answers`: those of all ranks in the last evaluation.
+    """
+    log_end_report(engine)
+    export = None
+    if engine.config.export_link is not None:
+        engine.load_best()
+        export = engine.export()
+    if not engine.world.is_main or "plot" not in engine.config.log.backends:
         return
     try:
-        engine.write_page(figures, answers, export)
+        engine.write_page(engine.eval_metrics, answers, export)
     except Exception:
-        if not in_training:
-            raise
         engine.logger.warning("report.html could not be written:", exc_info=True)
 
 
-def write_answers_page(
-    engine: Any, figures: Mapping[str, float | None] | None, answers: Sequence[Answer]
+def write_report_of(engine: Any, answers: Callable[[], Sequence[Answer]]) -> None:
+    """Evaluate a checkpoint, export it, and write the page."""
+    export_link(engine.config.export_link)
+    figures, export = engine.evaluate(), engine.export()
+    of_all_ranks = answers()
+    if engine.world.is_main:
+        engine.write_page(figures, of_all_ranks, export)
+
+
+def write_examples_page(
+    engine: Any,
+    figures: Mapping[str, float | None] | None,
+    examples: Sequence[Example],
+    subtitle: str,
 ) -> None:
-    """The `report.html` of an MLLMEngine: its curves, the metrics of an evaluation, and answers with their media."""
+    """The `report.html` of an MLLMEngine: its curves, the metrics of an evaluation, and examples of it."""
     file = engine.run.dir / "report.html"
     write_report(
         file,
         engine.run,
         title=engine.title,
-        subtitle=f"{engine.run.id}, step {engine.step}, on held-out rows",
+        subtitle=f"{engine.run.id}, step {engine.step}{subtitle}",
         figures=None if figures is None else engine.page_figures(figures),
-        examples=examples_of(engine.data, "eval", answers),
+        examples=examples,
         config=engine.config.to_yaml(),
     )
     engine.logger.info("report: %s", file)

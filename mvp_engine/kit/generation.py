@@ -219,11 +219,10 @@ class EvalGenerationKit:
         """Which sequences get an answer by the config: a mask."""
         settings = self.settings
         sample_S = batch.sequence_fields["sample"]
-        every = settings.every_n_samples
         if settings.max_samples is None:
-            return sample_S % every == 0
+            return torch.ones_like(sample_S, dtype=torch.bool)
         if self.engine.data.is_stream("eval"):  # of unknown length: the first ones
-            return (sample_S % every == 0) & (sample_S < every * settings.max_samples)
+            return sample_S < settings.max_samples
         return torch.isin(sample_S, self._spread_samples.to(sample_S.device))
 
     @cached_property
@@ -231,8 +230,7 @@ class EvalGenerationKit:
         """At most `max_samples` of the samples that an evaluation reads, evenly spread."""
         loader = self.engine._eval_loader
         samples: Tensor = loader.dataset.samples(loader.size)
-        every = max(self.settings.every_n_samples, -(-len(samples) // self.settings.max_samples))
-        return samples[::every]
+        return samples[:: max(1, -(-len(samples) // self.settings.max_samples))]
 
     def answer(self, ctx: StepContext) -> None:
         """Complete the kept prompts into `engine.answers`, score them by source, and write `answers.jsonl`.

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.engine.hooks import StepContext
@@ -34,10 +34,14 @@ LOGGER = logging.getLogger("mvp_engine")
 class MFUKit:
     """Counts the FLOPs of batches for one model."""
 
-    def __init__(self, model: PackedModel) -> None:
-        self.model = model if model.stage is None else model.stage.whole
-        self.config: Any = self.model.backbone.config
-        self._unsupported = False
+    def __init__(self, model: nn.Module) -> None:
+        """The costs of a module of your own are not known: `count` then counts nothing."""
+        self.model: Any = model
+        self.config: Any = None
+        self._unsupported = not isinstance(model, PackedModel)
+        if isinstance(model, PackedModel):
+            self.model = model if model.stage is None else model.stage.whole
+            self.config = self.model.backbone.config
 
     @cached_property
     def costs(self) -> FlopCosts:

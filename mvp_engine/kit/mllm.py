@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.kit import examples, generation, row_checks
 from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.auto import smaller_after_out_of_memory, with_choice
@@ -30,7 +29,6 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
-    eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     answers: Sequence[Answer] = ()  # of this rank, in the last evaluation
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -48,10 +46,7 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
-        config.check_engine()
-        model_config = read_config(config.model.path, config.model.config)
-        processor, workers = cls.make_processor(config), config.data.num_workers
-        return MLLMDataKit(config.data, processor, model_config=model_config, num_workers=workers)
+        return MLLMDataKit.of(config, cls.make_processor)
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -110,16 +105,14 @@ class MLLMEngine(Engine):
         super().before_train()
         if self.data.new_rows is not None:
             model_kit.check_new_rows(self)
-        self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
+        self.mfu = MFUKit(self.model)
 
     def do_train(self) -> None:
         with smaller_after_out_of_memory(self):
             super().do_train()
 
     def train_pre_step(self, ctx: StepContext) -> None:
-        model: Any = self.model
-        # On the host: on a GPU it would be a host sync.
-        row_checks.check_rows(self, ctx, model.check)
+        row_checks.check_rows(self, ctx)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
         row_checks.log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 
@@ -140,10 +133,6 @@ class MLLMEngine(Engine):
     @cached_property
     def generation(self) -> EvalGenerationKit:
         return EvalGenerationKit(self)
-
-    def evaluate(self) -> dict[str, float | None]:
-        self.eval_metrics = super().evaluate()
-        return self.eval_metrics
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
@@ -171,28 +160,20 @@ class MLLMEngine(Engine):
 
     def after_train(self) -> None:
         super().after_train()
-        row_checks.log_end_report(self)
-        export = None
-        if self.config.export_link is not None:
-            self.load_best()
-            export = self.export()
-        examples.write_page_of(self, self.eval_metrics, export, in_training=True)
+        examples.end_training(self, self.generation.gathered())
 
     def export(self) -> Path:
         """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
-        model_kit.export_link(self.config.export_link)
-        if not self._training and not hasattr(self, "model_engine"):
-            self.before_evaluate()
         return model_kit.export_folder(self)
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and write a page with curves, prompts, their media, and answers."""
-        model_kit.export_link(self.config.export_link)
-        examples.write_page_of(self, self.evaluate(), self.export())
+        examples.write_report_of(self, lambda: self.generation.gathered())
 
     def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:
         """Write `report.html`; `figures` and `export` are those of the last evaluation and export, or None."""
-        examples.write_answers_page(self, figures, answers)
+        found = examples.examples_of(self.data, "eval", answers)
+        examples.write_examples_page(self, figures, found, ", on held-out rows")
 
     def page_figures(self, figures: Mapping[str, float | None]) -> dict[str, str]:
         """Metrics as text for the report page, shares in percent, and the size of the model."""

@@ -219,6 +219,8 @@ def export_folder(engine: Any) -> Path:
     All ranks must call it. Adapters are merged. The symlink of `export_link`, if set, then points to the folder.
     """
     link = export_link(engine.config.export_link)
+    if not engine._training and not hasattr(engine, "model_engine"):
+        engine.before_evaluate()
     suffix = "" if engine.config.optim.ema is None else "_ema"
     folder: Path = engine.run.dir / f"hf_step_{engine.weights_step or engine.step}{suffix}"
     if not engine.world.broadcast(folder.exists()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,11 +30,17 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
     raise RowError(f"label {value} is outside of the {num_classes} classes", place[0])
 
 
-def check_rows(engine: Engine, ctx: StepContext, check: Callable[[Any], None]) -> None:
+def check_rows(
+    engine: Engine, ctx: StepContext, check: Callable[[Any], None] | None = None
+) -> None:
     """Call `check` on each micro-batch of a training step, in `train_pre_step`: they are on the host there.
 
-    A `RowError` from it ends the training with the step, the micro-batch and the row's name.
+    By default it is the model's own `check`, if it has one. A `RowError` from it ends the training with the step, the
+    micro-batch and the row's name.
     """
+    check = check or getattr(engine.model, "check", None)
+    if check is None:
+        return
     first = engine.feed.used - len(ctx.micro_batches)
     for index, micro_batch in enumerate(ctx.micro_batches):
         try:
@@ -61,7 +68,9 @@ def refuse_preference_rows(batch: PackedBatch) -> None:
 
 
 def log_fill(
-    ctx: StepContext, pack_tokens: int, num_positions: Callable[[PackedBatch], int]
+    ctx: StepContext,
+    pack_tokens: int,
+    num_positions: Callable[[PackedBatch], int] = attrgetter("num_tokens"),
 ) -> None:
     """Log which share of the packs is no free space; of a stream also count the rows, which a plan knows otherwise."""
     num_tokens = sum(map(num_positions, ctx.micro_batches))

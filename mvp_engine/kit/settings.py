@@ -29,8 +29,6 @@ class EvalGeneration(Section):
 
     max_new_tokens: Count = 32
     """The most tokens of a completion."""
-    every_n_samples: Count = 1
-    """Every n-th held-out row is completed."""
     max_samples: Count | None = None
     """The most rows that an evaluation completes, spread over all that it reads; null: no limit."""
     prompt_tokens: Count = 16

@@ -83,7 +83,6 @@ OPTIMIZER_KEYS = ["name", "lr", "betas", "eps", "weight_decay", "lr_by_part"]
 OPTIMIZER_KEYS += [
     "state_dtype",
     "offload",
-    "muon_momentum",
     "muon_exclude",
 ]  # those of the optimizer kit
 

@@ -21,7 +21,7 @@ from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.plan import Plan
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
-from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
+from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section, resolve_source
 from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_rows import (
     Facts,
@@ -259,7 +259,7 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
     )
     workers = os.cpu_count() or 1
     processor = load_processor(model)
-    if of_kit := plugins.data_folder(path):
+    if of_kit := plugins.data_folder(resolve_source(settings.sources[0]).path):
         kit: MLLMDataKit = of_kit.data_kit(settings, processor, model, workers)
         return kit
     return MLLMDataKit(settings, processor, num_workers=workers)

@@ -17,7 +17,15 @@ import numpy as np
 from mvp_engine import plugins
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.media_source import open_media
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Codes, Limits, Row, RowFormat
+from mvp_engine.kit.data.read.row_types import (
+    MAX_TEXT,
+    MEDIA,
+    BadRow,
+    Codes,
+    Limits,
+    Row,
+    RowFormat,
+)
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
@@ -223,7 +231,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
     if of_kit := plugins.data_folder(settings.path):
         source, more = of_kit.open(settings)
     else:
-        source = open_source(settings.path, settings.root, Limits.text_characters)
+        source = open_source(settings.path, settings.root, MAX_TEXT)
     # Whether media of answers may be targets depends on the config, which is not known here.
     targets = tuple(plugins.names("target"))
     row_format = RowFormat(

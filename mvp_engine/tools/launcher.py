@@ -368,13 +368,11 @@ def _check_layout(config: Config, job: SlurmJob) -> None:
     ranks = job.nodes * max(job.gpus, 1)
     shards = parallel.shard * parallel.context * parallel.ulysses * parallel.tensor
     shards *= parallel.pipeline
-    fits = ranks % shards == 0 and parallel.replicate in (-1, ranks // shards)
-    if not fits:
+    if ranks % shards:
         raise UserError(
             f"{count(job.nodes, 'node')} with {count(job.gpus, 'GPU')} are {count(ranks, 'rank')}. They are not "
             f"divisible into parallel.shard={parallel.shard}, context={parallel.context}, ulysses={parallel.ulysses}, "
-            f"tensor={parallel.tensor}, pipeline={parallel.pipeline} and replicate={parallel.replicate}: change "
-            "--nodes, --gpus or these keys"
+            f"tensor={parallel.tensor} and pipeline={parallel.pipeline}: change --nodes, --gpus or these keys"
         )
 
 

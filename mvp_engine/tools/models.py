@@ -1,4 +1,4 @@
-"""`mvp models`: every model type of transformers, what it supports here, and the reason for each "no".
+"""`mvp doctor --models`: every model type of transformers, what it supports here, and the reason for each "no".
 
 The data are files next to this one, made by scripts from sweeps over tiny random models: `models_text.json`
 (`scripts/model_matrix.py`) and `models_media.json` (models with encoders for images, video or audio). Each holds
@@ -74,7 +74,7 @@ def _description(entry: dict[str, Any]) -> str:
 
 
 def table(models: dict[str, dict[str, Any]]) -> str:
-    """One line per type, and the counts. The reasons are in `mvp models NAME`."""
+    """One line per type, and the counts. The reasons are in `mvp doctor --models NAME`."""
     width = max(len(name) for name in models)
     lines = [f"{'model type':<{width}}  {'kind':<15}  {'  '.join(COLUMNS.values())}"]
     for name, entry in models.items():
@@ -82,7 +82,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{name:<{width}}  {entry['kind']:<15}  {'  '.join(answers).rstrip()}")
     packed = sum(entry["packed"] is True for entry in models.values())
     lines.append(
-        f"{packed} of {len(models)} types train packed and exact. mvp models NAME prints reasons."
+        f"{packed} of {len(models)} types train packed and exact. mvp doctor --models NAME prints reasons."
     )
     return "\n".join(lines)
 

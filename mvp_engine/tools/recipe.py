@@ -25,9 +25,10 @@ from typing import Any
 import yaml
 
 from mvp_engine.config.compose import read_draft
-from mvp_engine.config.engine_class import PACKAGE, SHIPPED, shipped_folder
+from mvp_engine.config.engine_class import PACKAGE, SHIPPED
 from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.files import atomic_path, atomic_symlink, remove
+from mvp_engine.imports import shipped_folder
 
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
@@ -67,9 +68,13 @@ def print_recipes(*, as_json: bool) -> None:
 
 def create_recipe(name: str, origin: str, parent: str | None) -> None:
     folder, configs = new_recipe(name, origin, Path(parent) if parent else None)
-    words = [str(configs[0]), *(f"{key}=..." for key in read_draft(configs[0]).missing)]
-    command = " ".join(words)
+    command = _with_missing_keys(configs[0], configs[0])
     print(f"created {folder}. Next: mvp check {command}, then mvp train {command}")
+
+
+def _with_missing_keys(config: Path, file: Path) -> str:
+    """A config, and the keys that have no value in its `file`, as words of a command."""
+    return " ".join([str(config), *(f"{key}=..." for key in read_draft(file).missing)])
 
 
 def find_recipes() -> dict[str, Path]:
@@ -107,8 +112,10 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
         with atomic_path(folder) as copy:
             shutil.copytree(source, copy, ignore=NOT_COPIED)
             rename_recipe(copy, source.name, name, folder)
-            configs = [folder / file.relative_to(copy) for file in runnable_configs(copy)]
-            (copy / "README.md").write_text(_readme(source, name, configs), encoding="utf-8")
+            files = runnable_configs(copy)
+            configs = [folder / file.relative_to(copy) for file in files]
+            start = _with_missing_keys(configs[0], files[0])
+            (copy / "README.md").write_text(_readme(source, name, configs, start), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}. Choose another folder with --dir"
@@ -161,9 +168,9 @@ def _find(origin: str) -> Path:
     )
 
 
-def _readme(source: Path, name: str, configs: list[Path]) -> str:
+def _readme(source: Path, name: str, configs: list[Path], start: str) -> str:
+    """`start`: the first config, with the keys that it needs on the command line."""
     origin = f"recipes/{source.name}" if source.parent == SHIPPED else str(source)
-    start = configs[0]
     others = "".join(f"- `{file}`\n" for file in configs[1:])
     other_configs = f"\nOther configs:\n\n{others}" if others else ""
     return f"""# {name}
@@ -178,7 +185,8 @@ mvp evaluate {start}
 ```
 {other_configs}
 What to change first: the data (what `data.py` writes, or the rows under `data.sources`), sizes and learning
-rate in the config, the metrics in `engine.py`. Data and exports go to `{name}/` below `output_dir`.
+rate in the config, the metrics in `engine.py`; then the loss, the model, the optimizer: docs/changes.md has diffs.
+Data and exports go to `{name}/` below `output_dir`.
 """
 
 

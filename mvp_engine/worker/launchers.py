@@ -216,7 +216,7 @@ class WorkerHost:
     def _start(self, name: str, spec: WorkerSpec) -> None:
         if self.hang is None and not self._in_controller:
             # An error, since ranks other than 0 log nothing else.
-            self.hang = HangWatch(spec.hang_seconds, self.world, logging.ERROR).__enter__()
+            self.hang = HangWatch(spec.parallel.hang_seconds, self.world, logging.ERROR).__enter__()
         self.workers[name] = Worker(spec, self.world)
 
     def _copy(self, name: str, source: str, dtype: torch.dtype | None) -> None:

@@ -107,9 +107,6 @@ class WorkerSpec:
     device: str = "auto"  # auto, cpu, cuda
     cpu_threads: int | None = None
     deterministic: bool = False
-    hang_seconds: float | None = (
-        None  # a call that takes longer is reported with the stacks of all ranks
-    )
     side_files: str | None = None  # a folder with tokenizer and processor, for exports
 
     @classmethod
@@ -126,7 +123,6 @@ class WorkerSpec:
             "device": config.device,
             "cpu_threads": config.cpu_threads,
             "deterministic": config.deterministic,
-            "hang_seconds": config.guard.hang_seconds,
         }
         return cls(**{**fields, **changes})
 

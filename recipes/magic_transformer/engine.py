@@ -16,6 +16,7 @@ from .settings import MagicConfig
 class MagicEngine(Engine):
     config_class = MagicConfig
     config: MagicConfig
+    model: MagicTransformer
 
     def prepare_model(self) -> nn.Module:
         model = self.config.model

@@ -55,12 +55,19 @@ class Qwen3Engine(MLLMEngine):
         """
         refuse_preference_rows(micro_batch)
         log_sources = partial(self.data.log_sources, ctx, micro_batch)
-        loss_sum, weight = self.loss(ctx, self.model, micro_batch, log_sources)
-        if ctx.split == "eval":  # unlike the loss per token, comparable between tokenizers
-            labels = micro_batch.labels[micro_batch.labels != IGNORE]
-            num_bytes = self.token_bytes.to(labels.device)[labels].sum()
-            ctx.log("bits_per_byte", loss_sum.detach() / math.log(2), num_bytes)
-        return loss_sum, weight
+        loss: tuple[Tensor, Tensor] = self.loss(ctx, self.model, micro_batch, log_sources)
+        return loss
+
+    # ---- Evaluation ------------------------------------------------------------------------------
+
+    def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
+        """The loss of held-out rows, also in bits per byte of text: comparable between tokenizers, unlike the loss."""
+        loss_sum, weight = self.forward_step(ctx, micro_batch)
+        ctx.log("loss", loss_sum, weight)
+        labels = micro_batch.labels[micro_batch.labels != IGNORE]
+        num_bytes = self.token_bytes.to(labels.device)[labels].sum()
+        ctx.log("bits_per_byte", loss_sum.detach() / math.log(2), num_bytes)
+        self.generation.add(ctx, micro_batch)  # for completions of held-out prompts (`eval.generation`)
 
     @cached_property
     def token_bytes(self) -> Tensor:

@@ -64,3 +64,15 @@ class VLEngine(MLLMEngine):
         log_sources = partial(self.data.log_sources, ctx, micro_batch)
         loss: tuple[Tensor, Tensor] = self.loss(ctx, self.model, micro_batch, log_sources)
         return loss
+
+    # ---- Evaluation ------------------------------------------------------------------------------
+
+    def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
+        """The loss of held-out rows; some of them are kept, for answers to their prompts (`eval.generation`)."""
+        loss_sum, weight = self.forward_step(ctx, micro_batch)
+        ctx.log("loss", loss_sum, weight)
+        self.generation.add(ctx, micro_batch)
+
+    def eval_end(self, ctx: StepContext) -> None:
+        """Complete the kept prompts, and log for each source the share of answers that are the expected text."""
+        self.generation.answer(ctx)

@@ -17,7 +17,7 @@ def say(folder: str, text: str, speaker: str, max_frames: int = 80) -> tuple[str
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder).eval()
     found: list[Any] = []
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a pretrained model, of text or with images, video and audio, learns the answers of your rows.
 
 This file is the whole experiment: model, data, optimizer, one step, evaluation. Each method calls a kit, which does
-the work. `mvp recipe mine --from sft` copies it for you to change. Legend: T tokens.
+the work. `mvp recipe mine --from sft` gives a copy, and docs/changes.md has diffs for it. Legend: T tokens.
 """
 
 from typing import Any
@@ -63,8 +63,7 @@ class SFTEngine(MLLMEngine):
 
     def train_pre_step(self, ctx: StepContext) -> None:
         """Before the forwards, while the micro-batches are on the host: checks, FLOPs for the MFU, and metrics."""
-        model: Any = self.model
-        check_rows(self, ctx, model.check)
+        check_rows(self, ctx)
         self.mfu.count(ctx)
         log_fill(ctx, self.config.data.tokens_per_pack, self.num_positions)
 

@@ -49,7 +49,7 @@ def write_demonstrations(root: Path, count: int, version: str, codec: str | None
 def _write_batch(writer: LeRobotWriter, seeds: range) -> None:
     table = Table(len(seeds))
     seen, _ = table.reset(seed=list(seeds))
-    steps = []
+    steps: list[tuple[np.ndarray, ...]] = []
     lengths = np.zeros(len(seeds), int)
     while not table.done.all() and len(steps) < MAX_STEPS:
         actions = table.expert()

@@ -68,7 +68,7 @@ class Table:
 
     def observe(self) -> dict[str, Any]:
         frames = np.repeat(self._background, self.num_envs, axis=0)
-        frames = _draw_box(frames, self.block, 0.075, np.float32([230, 230, 230]))
+        frames = _draw_box(frames, self.block, 0.075, np.array([230, 230, 230], np.float32))
         color = np.where(self.closed[:, None], [[20, 20, 20]], [[90, 20, 120]])
         frames = _draw_box(frames, self.hand, 0.045, color[:, None, None].astype(np.float32))
         state = np.column_stack([self.hand, self.closed, self.holds]).astype(np.float32)

@@ -56,29 +56,30 @@ class OneStep:
         self.samples: list[Sample] = []
         self.rewards: list[float] = []
         self.trained: PackedBatch | None = None
-        self._learn = engine._learn
-        engine._learn = self._recorded
+        self._train_step = engine.train_step
+        engine.train_step = self._recorded
 
     def _recorded(self, ctx: Any, experience: Any) -> Any:
         chosen = experience.trainable()
         self.prompts = experience.prompts
         self.samples = [experience.samples[i] for i in chosen]
         self.rewards = [experience.rewards[i].value for i in chosen]
-        update = self.engine.learner.update
+        actor = self.engine.model_engine.actor
+        update = actor.update
 
-        def recorded(batch: PackedBatch, *rest: Any) -> Any:
+        def recorded(batch: PackedBatch, *rest: Any, **options: Any) -> Any:
             self.trained = batch
             self.before = self._log_probs(batch)
-            found = update(batch, *rest)
+            found = update(batch, *rest, **options)
             self.after = self._log_probs(batch)
             return found
 
-        self.engine.learner.update = recorded
-        return self._learn(ctx, experience)
+        actor.update = recorded
+        return self._train_step(ctx, experience)
 
     def _log_probs(self, batch: PackedBatch) -> Tensor:
         """The log-prob of each sequence's tokens with a label."""
-        log_probs_T: Tensor = self.engine.learner._log_probs(batch)
+        log_probs_T: Tensor = self.engine.model_engine.log_probs(batch)
         return torch.stack([one.sum() for one in log_probs_T.split(batch.lengths.tolist())])
 
     def update_problems(self) -> list[str]:
@@ -110,7 +111,7 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
     right = wrong = 0.0
     # In processes, also where a training has none: a reward that hangs is named with its row.
     settings = engine.config.reward
-    settings = settings.model_copy(update={"workers": max(1, settings.workers), "on_error": "raise"})
+    settings = settings.model_copy(update={"workers": max(1, settings.workers), "max_errors": 0.0})
     with closing(Rewards(engine.reward, engine.tokenizer, settings)) as rewards:
         for i, prompt in enumerate(prompts):
             others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}

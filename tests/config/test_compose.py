@@ -150,7 +150,7 @@ def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe, word, e
         ("train.max_steps=0", "train.max_steps"),
         ("train.precision=fp8", "train.precision"),
         ("deterministic=1", "deterministic"),
-        ("parallel.replicate=0", "parallel.replicate"),
+        ("parallel.shard=0", "parallel.shard"),
         ("optim.betas=[0.9]", "optim.betas"),
         ("run_name=a/b", "run_name"),
         ("tiny.loader=magic", "tiny.loader"),
@@ -160,7 +160,7 @@ def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe, word, e
 def test_invalid_value_names_key_and_place(recipe, word, key):
     text = error(recipe, word)
     assert f"command line ({word}): '{key}' is" in text
-    assert "\n" not in text or key == "parallel.replicate"
+    assert "\n" not in text
 
 
 LISTED = "- {path: a.jsonl}\n    - {path: b.jsonl,\n       splitt: eval}\n"
@@ -361,7 +361,7 @@ def test_common_config_keys_are_stable():
         "deterministic",
         "workflow",
         "resume",
-        "parallel.replicate",
+        "parallel.shard",
     }
     keys |= {"train.max_steps", "train.epochs", "log.interval", "log.backends", "optim.lr"}
     keys |= {"checkpoint.interval", "checkpoint.keep_n"}

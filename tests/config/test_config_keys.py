@@ -165,8 +165,9 @@ def test_names_that_replace_those_of_other_trainers_exist():
         for schema in (MLLMConfig, RLConfig, recipe_schemas()["preference"])
         for key in config_keys(schema)
     }
-    same, hints = other_trainers().values()
+    same, hints, gone = other_trainers().values()
     assert not same.keys() & hints.keys()
+    assert not {name for name in gone if name in known}
     keys = [
         key for value in same.values() for key in ([value] if isinstance(value, str) else value)
     ]

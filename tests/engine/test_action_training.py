@@ -1,4 +1,4 @@
-"""ActionEngine on a mixture of robot frames and questions: one and two ranks, shards, and after kill -9."""
+"""The engine of table_vla on a mixture of robot frames and questions: one and two ranks, shards, and after kill -9."""
 
 import pytest
 from conftest import CAMPAIGN, read_metrics
@@ -52,7 +52,7 @@ def config(tmp_path_factory):
         "questions": {"path": str(write_questions(folder)), "repeats": 3},
     }
     values = {
-        "engine": "mvp_engine.kit.actions.engine:ActionEngine",
+        "engine": "table_vla",
         "processor": str(folder / "tokenizer"),
         "run_name": "mixture",
         "cpu_threads": 1,

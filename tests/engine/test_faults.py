@@ -110,8 +110,8 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path, tiny_hooks):
             "DataLoader makes its micro-batches itself: set data.glob",
         ),
         (
-            "parallel.replicate=2",
-            "parallel.tensor=1 do not multiply to the 1 process of this job: use --nproc 2, or",
+            "parallel.shard=2",
+            "parallel.tensor=1 do not divide the 1 process of this job: a replica of the model takes 2. Use --nproc 2",
         ),
         ("workflow=trian", "it has: evaluate, shout, train"),
         ("workflow=save", "no such workflow"),

@@ -70,7 +70,7 @@ def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports, cloc
         wait_until(lambda: bool(reports))
         clock.let_watch()
         [text] = reports
-        assert text.startswith("step 12 takes longer than guard.hang_seconds=0.2")
+        assert text.startswith("step 12 takes longer than 0.2 s, half of parallel.timeout")
         assert "in wait_until" in text
         watch.beat(13)
         clock.now += 0.3
@@ -128,7 +128,7 @@ def test_describe_names_the_rank_that_is_not_in_a_collective():
         {0: answer(7, *COLLECTIVE), 1: answer(7, "rows.py"), 2: answer(7, *COLLECTIVE)}, 3, 60.0
     )
     assert (
-        "step 7 takes longer than guard.hang_seconds=60; rank 1 did not arrive where the others wait"
+        "step 7 takes longer than 60 s, half of parallel.timeout; rank 1 did not arrive where the others wait"
         in text
     )
     assert text.index("rank 1 in step 7, at:") < text.index(
@@ -150,7 +150,7 @@ def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", pytest.param("is stopped", marks=CAMPAIGN)])
 def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path, how):
-    words = "train.max_steps=100000 tiny.step_seconds=0.02 data.micro_batch_size=4 guard.hang_seconds=1.5".split()
+    words = "train.max_steps=100000 tiny.step_seconds=0.02 data.micro_batch_size=4 parallel.timeout=16".split()
     words += [f"output_dir={tmp_path}", "tiny.fault_rank=1"]
     words += ["tiny.fault=hang"] if how == "hangs" else []
     process = spawn(
@@ -207,5 +207,7 @@ def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(re
         assert not reports
         assert host.call("actor", "update", until_reported) == "done"
     [text] = reports
-    assert text.startswith("update of group actor, call 2 takes longer than guard.hang_seconds=0.2")
+    assert text.startswith(
+        "update of group actor, call 2 takes longer than 0.2 s, half of parallel.timeout"
+    )
     assert "hang_here()" in text

@@ -12,22 +12,20 @@ from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
-SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
+SHARDED = [(2, 2), (4, 4), (4, 2)]  # ranks, shard
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, ranks, replicate, shard",
+    "name, ranks, shard",
     [
         *(("tiny", *sizes) for sizes in SHARDED),
-        ("magic", 2, 2, 1),
+        ("magic", 2, 1),
         ("magic", *SHARDED[0]),
         *(pytest.param("magic", *sizes, marks=CAMPAIGN) for sizes in SHARDED[1:]),
     ],
 )
-def test_sharded_layouts_give_the_losses_of_one_rank(
-    request, train, tmp_path, name, ranks, replicate, shard
-):
+def test_sharded_layouts_give_the_losses_of_one_rank(request, train, tmp_path, name, ranks, shard):
     config = {"tiny": TINY, "magic": MAGIC}[name]
     words = "train.max_steps=4 log.interval=1 log.backends=[jsonl] checkpoint.interval=null".split()
     # Which no number of ranks divides.
@@ -39,7 +37,6 @@ def test_sharded_layouts_give_the_losses_of_one_rank(
     assert train(*words, "data.micro_batch_size=16", config=config, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")
     layout = [
-        f"parallel.replicate={replicate}",
         f"parallel.shard={shard}",
         "data.micro_batch_size=2",
     ]
@@ -118,7 +115,7 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path):
 
 
 def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1():
-    base = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    base = {"shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
     assert layout_text(Parallel(**base), 1) == "1 rank"
     many = Parallel(
         **{**base, "shard": 2, "tensor": 2, "context": 2, "ulysses": 2, "pipeline": 2, "expert": 4}
@@ -129,12 +126,10 @@ def test_layout_text_has_the_ranks_and_the_dimensions_that_are_not_1():
 
 @pytest.mark.parametrize(
     "words",
-    [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}],
+    [{"shard": 3}, {"shard": 8}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}],
 )
 def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words):
     four = World(0, 4, 0, 4, torch.device("cpu"))
-    config = Parallel(
-        **{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words}
-    )
-    with user_error("do not multiply to the 4 processes of this job: use --nproc"):
+    config = Parallel(**{"timeout": 100.0, **words})
+    with user_error("do not divide the 4 processes of this job: a replica of the model takes"):
         Layout.of(four, config)

@@ -194,7 +194,7 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path):
     words = ["parallel.shard=4", f"output_dir={tmp_path}"]
     code, output = run_process(*TWO_RANKS, *words)
     assert code == EXIT_USER_ERROR
-    assert output.startswith("mvp_engine: error: parallel.replicate=-1, parallel.shard=4,")
+    assert output.startswith("mvp_engine: error: parallel.shard=4,")
     assert len(output.splitlines()) == 1
 
 

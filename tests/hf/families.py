@@ -338,7 +338,8 @@ def parallel(**sizes):
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
-    defaults = {"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    defaults = {"shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0}
+    sizes.pop("replicate", None)  # it follows from the number of ranks
     return Parallel(**{**defaults, **sizes})
 
 

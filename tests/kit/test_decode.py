@@ -133,7 +133,6 @@ def test_decode_image_each_bad_value_has_its_reason_code(photo, tmp_path):
         ],
     }
     refused("image", reasons, root=folder)
-    refused("image", {"too_large": [photo]}, Limits(reject_pixels=128 * 86 - 1))
     for size in (-1, "many", float("nan"), [2]):
         refused("image", {"wrong_type": [photo]}, max_pixels=size)
     anywhere = Limits(allow_outside=True)
@@ -248,8 +247,10 @@ def test_decode_video_each_bad_value_has_its_reason_code(tmp_path, monkeypatch):
     corrupt = ["list.m3u8", "list.ffconcat", raw[:200], b"nothing" * 50, stream[:1500]]
     reasons = {"missing_file": ["gone.mp4"], "corrupt": corrupt, "wrong_type": [3.0]}
     refused("video", reasons, root=tmp_path)
-    refused("video", {"too_long": [raw]}, Limits(video_seconds=2.0))
-    refused("video", {"too_large": [raw]}, Limits(reject_pixels=1000))
+    refused("video", {"too_long": [raw]}, Limits(max_seconds=2.0))
+    with monkeypatch.context() as patched:
+        patched.setattr("mvp_engine.kit.data.read.probe.MAX_FILE_PIXELS", 1000)
+        refused("video", {"too_large": [raw]})
     # Decoded smaller, to fit in memory.
     monkeypatch.setattr("mvp_engine.kit.data.read.probe.CLIP_PIXELS", 6 * 16 * 16)
     info, frames = read(Part("video", raw), Limits(fps=2.0))
@@ -283,7 +284,7 @@ def test_decode_audio_each_bad_value_has_its_reason_code(tmp_path):
     wrong = [np.zeros(9), array(np.zeros((9, 2))), array("loud"), 5]  # the first without a rate
     reasons = {"missing_file": ["gone.wav"], "corrupt": corrupt, "wrong_type": wrong}
     refused("audio", reasons, root=tmp_path)
-    refused("audio", {"too_long": [raw]}, Limits(audio_seconds=0.5))
+    refused("audio", {"too_long": [raw]}, Limits(max_seconds=0.5))
 
 
 def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch, photo):

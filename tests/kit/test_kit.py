@@ -318,7 +318,6 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path):
     tries = [
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
         ({"global_batch_tokens": 300}, "multiple of data.pack_tokens"),
-        ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
         ({"sources": {"a": str(file)}}, r"the source a needs a path: a: {path: FILE}"),
     ]
     for settings, words in tries:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CAMPAIGN, losses, mvp, user_error
+from conftest import losses, mvp, user_error
 from folders import without_checksums
 from lora_models import (
     BATCH,
@@ -45,16 +45,15 @@ def vision_base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], pytest.param(["lora.rslora=true"], marks=CAMPAIGN)])
 def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
-    train, ranks2, base, tmp_path, more
+    train, ranks2, base, tmp_path
 ):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     run, straight = tmp_path / "run", tmp_path / "straight"
     words = f"model.type=language_model model.path={base} lora.rank=2 optim.lr=0.02".split()
-    words += ["optim.schedule=constant", "log.backends=[file,jsonl]", *more]
+    words += ["optim.schedule=constant", "log.backends=[file,jsonl]"]
     assert train(*words, config=LM, dir=straight) == 0
     two = [f"output_dir={run}", "parallel.shard=2", "train.max_steps=3"]
     assert ranks2.launch(LM, *words, *two) == [0, 0]
@@ -79,7 +78,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
         assert mvp(f"merge {folder} {tmp_path}/{out}", *option) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
-    engine = engine_of(base, Lora(rank=2, rslora=bool(more)), train=False)
+    engine = engine_of(base, Lora(rank=2), train=False)
     engine.load_checkpoint(checkpoint)
     expected = log_probs(engine)[:8]
     own = AutoModelForCausalLM.from_pretrained(base)

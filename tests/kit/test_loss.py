@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import ROOT, run_process
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.hooks import StepContext
 from mvp_engine.hf import LanguageModel
-from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit
 
 TINY = {
@@ -95,19 +93,3 @@ def test_loss_kit_token_weights_scale_loss_and_weight():
     assert float(weight) == pytest.approx(
         float(packed.token_fields["weight"][packed.labels != IGNORE].sum())
     )
-
-
-BROKEN = """
-def loss(ctx, model, batch):  # a mean over the micro-batch, not a sum
-    log_probs = model(batch, ["log_probs"])["log_probs"]
-    return -log_probs.sum() / batch.num_loss_tokens, 1.0
-"""
-
-
-@pytest.mark.slow
-def test_loss_skill_check_passes_the_kit_and_fails_a_broken_loss(tmp_path):
-    assert import_file(ROOT / "skills" / "loss" / "check.py").problems(TokenNormedLossKit()) == []
-    (tmp_path / "mine.py").write_text(BROKEN)
-    code, said = run_process("skills/loss/check.py", f"{tmp_path / 'mine.py'}:loss")
-    assert code == 1
-    assert "with micro-batches of at most 11 tokens the loss is" in said

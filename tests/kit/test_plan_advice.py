@@ -20,7 +20,10 @@ from mvp_engine.tools.plan import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
 GPU_CONFIGS = sorted(
-    file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)
+    file
+    for file in ROOT.glob("recipes/*/configs/*.yaml")
+    if "vit" not in str(file)
+    if re.search("gpu[18]", file.stem) or "# Fits on" in file.read_text()
 )
 # A part of Qwen3-30B-A3B: a block has 604 million parameters in its experts.
 EXPERTS = {

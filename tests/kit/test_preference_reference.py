@@ -125,7 +125,7 @@ def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains
     model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), "hidden_size": 64})
     config = SimpleNamespace(model=SimpleNamespace(type="language_model", backend="fsdp"))
     engine: Any = SimpleNamespace(config=config, layout=alone())
-    settings = Settings(quantize={"llm": "nf4"}, experts=Experts(balance="loss"))
+    settings = Settings(quantize={"llm": "nf4"}, experts=Experts(aux_loss_coef=0.01))
     frozen = frozen_engine(engine, model.requires_grad_(False), settings)
     assert frozen.settings.precision == settings.precision
 

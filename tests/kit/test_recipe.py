@@ -60,14 +60,15 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
 
 
 @CAMPAIGN
-def test_docs_recipe_on_streams_resumes_bit_exactly(recipe):
+def test_docs_recipe_on_streams_resumes_bit_exactly(recipe, monkeypatch):
     config = recipe / "chat" / "configs" / "train.yaml"
     text = (
         config.read_text()
         .replace("name: photos", "stream: true")
         .replace("repeats: 2.0", "stream: true")
     )
-    config.write_text(text.replace("\ndata:\n", "\ndata:\n  stream_window: 2\n"))
+    config.write_text(text)
+    monkeypatch.setattr("mvp_engine.kit.data.kit.STREAM_WINDOW", 2)
     words = f"train {config} log.interval=1 train.epochs=null optim.schedule=constant".split()
     before = {*active_children()}
     assert main([*words, "output_dir=straight", "train.max_steps=4"]) == 0

@@ -99,7 +99,6 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, r
     write(rows, [{"text": f"{i} " + "word " * (i % 30)} for i in range(240)])
     words = [
         f"data.sources=[{{path: {rows}, stream: true}}]",
-        "data.stream_window=2",
         "data.stream_lanes=2",
     ]
     words += [

@@ -19,6 +19,7 @@ from templates.tiny import tokenizer
 from test_kit import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.data import kit as data_kit
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
@@ -36,8 +37,13 @@ def stream_of(file, **settings):
     return {"path": str(file), "stream": True, **settings}
 
 
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch):
+    monkeypatch.setattr(data_kit, "STREAM_WINDOW", 4)
+
+
 def kit(file, **settings):
-    given = {"sources": [stream_of(file)], "stream_window": 4, "stream_lanes": 2}
+    given = {"sources": [stream_of(file)], "stream_lanes": 2}
     return made(file, tokenizer("zephyr"), **{**given, **settings})
 
 
@@ -132,13 +138,14 @@ def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(file, s
         assert (loader.num_packs, loader.fill_ratio) == (straight.num_packs, straight.fill_ratio)
 
 
-def test_stream_loader_state_of_other_streams_or_ranks_raises(file):
+def test_stream_loader_state_of_other_streams_or_ranks_raises(file, monkeypatch):
     state = kit(file).stream_loader("train").state_dict()
     kit(file).stream_loader("train").load_state_dict(state)
-    with user_error("the packing is not what the checkpoint was trained with"):
-        kit(file, stream_window=5).stream_loader("train").load_state_dict(state)
     with user_error("the position is of rank 0 of 1"):
         kit(file).stream_loader("train", world_size=2).load_state_dict(state)
+    monkeypatch.setattr(data_kit, "STREAM_WINDOW", 5)
+    with user_error("the packing is not what the checkpoint was trained with"):
+        kit(file).stream_loader("train").load_state_dict(state)
 
 
 def lengths_only(sizes, budget, window, lanes):

@@ -89,7 +89,7 @@ def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2
 def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path):
     from peft import PeftModel
 
-    engine = plain_engine(0, Lora(rank=2, rslora=True))
+    engine = plain_engine(0, Lora(rank=2))
     for _ in range(3):
         step(engine)
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")

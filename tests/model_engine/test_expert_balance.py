@@ -26,8 +26,8 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.experts.expert_balance import _RouterLoss
 
 BALANCES = {
-    "qwen3_moe": Experts(balance="loss", aux_loss_coef=3.0, router_z_loss_coef=0.1),
-    "glm4_moe": Experts(balance="bias", bias_update_rate=0.01, router_z_loss_coef=0.1),
+    "qwen3_moe": Experts(aux_loss_coef=3.0, router_z_loss_coef=0.1),
+    "glm4_moe": Experts(bias_update_rate=0.01, router_z_loss_coef=0.1),
 }
 
 
@@ -132,7 +132,7 @@ def test_router_losses_alone_do_not_depend_on_the_split(how):
 
 def test_balance_loss_with_the_shares_of_its_own_batch_is_that_of_transformers():
     """transformers' loss sums its shares to K, and has one loss for all layers: one layer here."""
-    experts = Experts(balance="loss", aux_loss_coef=0.5)
+    experts = Experts(aux_loss_coef=0.5)
     engine = balanced("mixtral", lr=0.0, shape={"num_hidden_layers": 1}, experts=experts)
     row = micro_batches(3)[0]
     step(engine, [row])
@@ -185,8 +185,8 @@ def test_balanced_run_resumed_from_checkpoint_is_bit_equal(family, tmp_path):
 @pytest.mark.parametrize(
     "family, experts, lr, start",
     [
-        ("gpt_oss", Experts(balance="loss", aux_loss_coef=0.05), 0.02, 0.25),
-        ("glm4_moe", Experts(balance="bias", bias_update_rate=0.002), 0.01, 0.2),
+        ("gpt_oss", Experts(aux_loss_coef=0.05), 0.02, 0.25),
+        ("glm4_moe", Experts(bias_update_rate=0.002), 0.01, 0.2),
     ],
     ids=["loss", "bias"],
 )
@@ -223,7 +223,7 @@ def counts_and_weights(layout):
     """After two steps with images on the first data rank only, so that the other one runs a dummy sequence."""
     model = build_model(LanguageModel, "qwen3_vl_moe")
     rows = media_rows(model, layout)
-    experts = Experts(balance="loss", aux_loss_coef=1.0)
+    experts = Experts(aux_loss_coef=1.0)
     engine = engine_of(model, layout, lambda model: sgd(model, 1e-2), experts=experts)
     for _ in range(2):
         step(engine, rows)
@@ -248,20 +248,24 @@ def test_dummy_sequences_are_not_counted(on_ranks, sizes):
 @pytest.mark.parametrize(
     "family, balance, message",
     [
-        ("qwen3_moe", "bias", "experts.balance=bias: the routers of qwen3_moe choose by their sc"),
-        ("qwen3", "loss", "experts: qwen3 has no experts to balance"),
+        (
+            "qwen3_moe",
+            {"bias_update_rate": 0.001},
+            "experts.bias_update_rate: the routers of qwen3_moe choose by their sc",
+        ),
+        ("qwen3", {"aux_loss_coef": 0.01}, "experts: qwen3 has no experts to balance"),
     ],
 )
 def test_balance_that_a_model_cannot_have_is_refused(family, balance, message):
     with user_error(message):
-        balanced(family, experts=Experts(balance=balance))
+        balanced(family, experts=Experts(**balance))
 
 
 @pytest.mark.slow
 def test_balanced_training_resumed_on_expert_parallel_ranks_logs_the_loads_of_one_rank(
     train, ranks2, tmp_path
 ):
-    words = ["lm.family=qwen3_moe", "experts.balance=loss", "experts.aux_loss_coef=1.0"]
+    words = ["lm.family=qwen3_moe", "experts.aux_loss_coef=1.0"]
     words += ["optim.schedule=constant", "data.micro_batch_size=2"]
     assert train(*words, "train.max_steps=4", config=LM, dir=tmp_path / "one") == 0
     cut = [*words, "resume=auto", f"output_dir={tmp_path / 'two'}"]

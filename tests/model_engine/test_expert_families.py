@@ -33,7 +33,7 @@ def stepped(layout, name, kind):
         model = LanguageModel.from_config(tiny_config(name))
         for param in model.parameters():
             param.data += 0.05 * torch.randn_like(param)
-        experts = Experts(balance=kind, aux_loss_coef=1.0)
+        experts = Experts(aux_loss_coef=1.0 if kind == "loss" else None)
         engine = engine_of(model, layout, experts=experts)
         engine.model.eval()  # routers may add noise
         balance = engine.adapter.expert_balance

@@ -229,7 +229,7 @@ SMALL = "digits.drawings=1 digits.count=60 data.num_workers=0 data.global_batch_
     "config, words",
     [
         (TINY, ["parallel.shard=2"]),
-        (TINY, ["parallel.replicate=2"]),
+        (TINY, []),
         pytest.param(DIGITS, ["parallel.shard=2", *SMALL], marks=CAMPAIGN),
     ],
     ids=["module-shard", "module-replicate", "images-shard"],

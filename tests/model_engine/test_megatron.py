@@ -61,7 +61,7 @@ def adamw(model):
 def build(family, layout, backend, balance=False, **how):
     kind = engine_class("language_model", backend)
     if balance:
-        how["experts"] = Experts(balance="loss", aux_loss_coef=0.1, router_z_loss_coef=0.01)
+        how["experts"] = Experts(aux_loss_coef=0.1, router_z_loss_coef=0.01)
     return engine_of(family, layout, adamw, kind, seed=5, **how)
 
 

@@ -20,10 +20,10 @@ SMALL = "made.modules=20 made.chats=60 log.interval=1 log.backends=[terminal,fil
 QUICK = {
     "pretrain_cpu": [
         "train.max_steps=8",
-        "eval.generation.every_n_samples=20",
+        "eval.generation.max_samples=3",
         "eval.generation.max_new_tokens=4",
     ],
-    "sft_cpu": ["eval.generation.every_n_samples=10"],
+    "sft_cpu": ["eval.generation.max_samples=3"],
 }
 QUICK["sft_cpu"] += [
     "train.max_steps=6",

@@ -59,7 +59,7 @@ def trained(folder):
 @speaks
 def test_qwen_audio_readme_commands_evaluate_both_splits_and_show_all_sounds(folder, trained):
     last = read_metrics(folder, "eval")[-1]
-    kinds = ("word_accuracy", "loss")
+    kinds = ("wer", "loss")
     assert {f"{kind}_{split}" for kind in kinds for split in ("sentences", "voices")} <= set(last)
     assert (trained / "report.html").read_text().count("<audio controls") == 24
 

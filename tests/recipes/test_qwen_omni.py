@@ -172,6 +172,7 @@ def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word, sa
             "model.type=omni_model: its talker learns from spoken answers. Set data.speech",
         ),
         (["model.type=language_model"], "data.speech: model.type=language_model has no talker"),
+        (["model.type=language_model", "data.speech=null"], "=language_model has no talker"),
     ],
 )
 def test_talker_without_speech_and_speech_without_talker_are_user_errors(words, said):

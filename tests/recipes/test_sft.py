@@ -41,7 +41,29 @@ def test_sft_engine_trains_bit_for_bit_as_mllm_engine(vlm_folder, monkeypatch, w
     assert {"loss", "exact_held"} <= results[0][-1].keys()
 
 
-RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive"
+@pytest.mark.slow
+def test_sft_mixture_config_trains_two_steps_on_sources_with_other_columns_and_tags(
+    vlm_folder, monkeypatch
+):
+    rows = with_images(vlm_folder, 16)
+    write(vlm_folder / "images.jsonl", rows)
+    write(vlm_folder / "answers.jsonl", [{"question": "1+1", "reply": "2"}] * 50)
+    pages = [{"question": "What is <image> in HTML?", "answer": "no tag"}] * 50
+    write(vlm_folder / "pages.jsonl", pages)
+    monkeypatch.chdir(vlm_folder)
+    words = "model.path=model train.max_steps=2 data.global_batch_tokens=512 data.max_length=256 log.interval=1"
+    words += " data.num_workers=0 data.pack_tokens=256 model.activation_checkpointing=none export_link=null"
+    words += (
+        " checkpoint.interval=null eval.steps=2 eval.generation=null data.sources.rows.hold_out=0.2"
+    )
+    paths = {"rows": "images", "answers": "answers", "pages": "pages"}
+    words += "".join(f" data.sources.{name}.path={file}.jsonl" for name, file in paths.items())
+    assert mvp(f"train sft/mixture {words}") == 0
+    first = read_metrics(vlm_folder / "outputs")[0]
+    assert {"loss_rows", "loss_answers", "loss_pages"} <= first.keys()
+
+
+RECIPES = "sft qwen3 qwen3_vl preference reward_model distil contrastive reverse_rl digits_rl"
 
 
 @pytest.mark.parametrize("name", RECIPES.split())

@@ -3,11 +3,12 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import CAMPAIGN, ROOT, mvp, read_metrics
+from conftest import CAMPAIGN, ROOT, mvp, read_metrics, user_error
 from run_files import printed_json, read_json
 from test_action_model import transformers_pi0
 from test_lerobot import write_folder
@@ -15,10 +16,12 @@ from tiny_pi0 import tiny_pi0
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
+from mvp_engine.config.engine_class import find_engine
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.imports import import_file
 from mvp_engine.kit import flow
+from mvp_engine.kit.actions.pi0 import probe_batch
 from mvp_engine.kit.actions.simulation import Observation
 from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import Run
@@ -152,6 +155,43 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
     assert mvp(f"check {CONFIGS}/{name}.yaml", *given, *others, "--json") == 0
     facts = printed_json(capsys)
     assert facts["ok"], facts
+
+
+def test_action_engine_of_0_2_is_the_engine_of_table_vla_and_warns(monkeypatch):
+    """Run folders of 0.2 name it in their config."""
+    name = "mvp_engine.kit.actions.engine"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.warns(FutureWarning, match="write `engine: table_vla`"):
+        found, spec = find_engine(f"{name}:ActionEngine", CONFIGS / "cpu.yaml")
+    table, _ = find_engine("table_vla", CONFIGS / "cpu.yaml")
+    assert issubclass(found, table)
+    assert found.config_class is table.config_class
+    assert spec == f"{name}:ActionEngine"
+    assert find_engine(name, CONFIGS / "cpu.yaml")[0] is found
+
+
+def test_rollouts_of_a_robot_without_an_environment_are_a_user_error():
+    engine_class, _ = find_engine("table_vla", CONFIGS / "cpu.yaml")
+    engine = SimpleNamespace(config=SimpleNamespace(table=None))
+    with user_error(
+        "only the demonstrations of `table` have this environment. Set simulation=null"
+    ):
+        engine_class.make_env(engine, 2)
+
+
+def test_noisy_actions_of_a_recipe_are_what_velocities_are_computed_at():
+    model = tiny_pi0()
+    row = probe_batch(model, 1, 3, seed=0)
+    fields = row.sequence_fields
+    clean, noise = fields["action_chunk"][:, None], fields["action_noise"]
+    on_line = flow.noisy_sample(clean.expand_as(noise), noise, fields["action_times"])
+    with torch.no_grad():
+        velocities = [
+            model(row, ["velocity"], noisy=noisy)["velocity"]
+            for noisy in (None, on_line, on_line + 1)
+        ]
+    assert torch.equal(velocities[0], velocities[1])
+    assert not torch.allclose(velocities[0], velocities[2], atol=1e-3)
 
 
 @CAMPAIGN

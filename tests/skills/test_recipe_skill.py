@@ -1,4 +1,4 @@
-"""The recipe skill's check passes on a correct recipe and fails on common errors."""
+"""The check of the skill recipe-from-scratch passes a correct recipe and fails on common errors."""
 
 import pytest
 from conftest import ROOT
@@ -6,7 +6,7 @@ from conftest import ROOT
 from mvp_engine.config import compose
 from mvp_engine.imports import import_file
 
-CHECK = import_file(ROOT / "skills" / "recipe" / "check.py")
+CHECK = import_file(ROOT / "skills" / "recipe-from-scratch" / "check.py")
 CONFIG = str(ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml")
 SMALL = [
     "text_config.num_hidden_layers=1",
@@ -16,7 +16,7 @@ SMALL = [
 SMALL = [f"model.config.{key}" for key in SMALL]
 SMALL += (
     "data.num_workers=0 digits.drawings=1 digits.count=40 data.global_batch_size=1 "
-    "eval.generation.every_n_samples=4"
+    "eval.generation.max_samples=4"
 ).split()
 BROKEN = """
 import torch

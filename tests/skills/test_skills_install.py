@@ -35,11 +35,12 @@ def test_skills_install_texts_name_paths_that_exist(tmp_path, capsys):
 
 def test_skills_install_keeps_changed_skills_without_force(tmp_path, capsys):
     install = f"recipe --skills --dir {tmp_path}".split()
-    (tmp_path / ".claude/skills/loss").mkdir(parents=True)
-    (tmp_path / ".claude/skills/loss/SKILL.md").write_text("mine")
+    (tmp_path / ".claude/skills/change-the-loss").mkdir(parents=True)
+    (tmp_path / ".claude/skills/change-the-loss/SKILL.md").write_text("mine")
     assert main(install) == EXIT_USER_ERROR
     assert (
-        "other skills of these names, or older versions: loss. --force" in capsys.readouterr().err
+        "other skills of these names, or older versions: change-the-loss. --force"
+        in capsys.readouterr().err
     )
     assert [entry.name for entry in tmp_path.iterdir()] == [".claude"]
     assert main([*install, "--force"]) == 0

@@ -66,8 +66,8 @@ class ExpertBalance(BlockContext):
             for router, _ in self.routers:
                 if not isinstance(getattr(router, _BIAS, None), Tensor):
                     raise UserError(
-                        f"experts.balance=bias: the routers of {model_type} choose by their scores alone, without a "
-                        f"bias ({_BIAS}) that could balance them. Set experts.balance=loss"
+                        f"experts.bias_update_rate: the routers of {model_type} choose by their scores alone, without "
+                        f"a bias ({_BIAS}) that could balance them. Set experts.aux_loss_coef=0.01 instead"
                     )
         for layer, (router, _) in enumerate(self.routers):
             router.register_forward_hook(functools.partial(self._after_router, layer))
@@ -109,7 +109,7 @@ class ExpertBalance(BlockContext):
         if not is_triple or output[0].shape[-1] != self.sizes[layer]:
             raise UserError(
                 f"experts: {type(router).__name__} does not return logits, scores and indices, so its experts cannot "
-                "be balanced. Set experts.balance=none and experts.router_z_loss_coef=0"
+                "be balanced. Leave out the section experts"
             )
         return output
 
@@ -135,15 +135,13 @@ class ExpertBalance(BlockContext):
         self.last_weight = torch.where(keep, self.last_weight, weight)
         self._coefficients()
         mean_L = counts_LE.sum(1) / self._sizes_L
-        if self.settings.balance == "bias":
+        rate = self.settings.bias_update_rate
+        if rate is not None:
             for layer, (router, size) in enumerate(self.routers):
                 bias: Any = getattr(router, _BIAS)
                 if bias.is_meta:  # another pipeline stage holds it
                     continue
-                step_E = (
-                    self.settings.bias_update_rate
-                    * (mean_L[layer] - counts_LE[layer, :size]).sign()
-                )
+                step_E = rate * (mean_L[layer] - counts_LE[layer, :size]).sign()
                 bias += torch.where(keep, 0.0, step_E).to(bias.dtype)
         load_L = counts_LE.amax(1) / mean_L
         return {"expert_load": load_L.mean(), "expert_load_max": load_L.max()}
@@ -158,7 +156,7 @@ class ExpertBalance(BlockContext):
         seen_L = total_L > 0
         ratio_L = torch.where(seen_L, self.last_weight * self._top_k_L / total_L, 1.0)
         factor_L = torch.where(seen_L, self._sizes_L * ratio_L / total_L, 0.0)
-        weight = self.settings.aux_loss_coef if self.settings.balance == "loss" else 0.0
+        weight = self.settings.aux_loss_coef or 0.0
         self.coefficients_LE = (weight * factor_L[:, None] * self.last_LE).float()
         self.z_L = (self.settings.router_z_loss_coef * ratio_L).float()
 
@@ -182,13 +180,12 @@ def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]
         if len(routers) != 1:
             raise UserError(
                 f"experts: no router next to {name} of {model_type}, so its experts cannot be balanced. "
-                "Set experts.balance=none and experts.router_z_loss_coef=0"
+                "Leave out the section experts"
             )
         found.append((routers[0], local_experts.num_experts(experts)))
     if not found:
         raise UserError(
-            f"experts: {model_type} has no experts to balance. Set experts.balance=none and "
-            "experts.router_z_loss_coef=0"
+            f"experts: {model_type} has no experts to balance. Leave out the section experts"
         )
     return found
 

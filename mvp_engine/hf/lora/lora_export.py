@@ -106,7 +106,7 @@ def _adapter_config(
         "r": lora.rank,
         "lora_alpha": lora.resolved_alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
+        "use_rslora": False,
         "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
         "target_parameters": [
             hf_names[f"{name}.{key}"]

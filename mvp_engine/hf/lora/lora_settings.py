@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 from pydantic import Field
@@ -26,8 +25,6 @@ class Lora(Section):
     """Stacked experts to adapt, too, as in peft: [experts.gate_up_proj, experts.down_proj]."""
     modules_to_save: list[str] = Field([])
     """Trained in full, without an adapter: part names, or patterns of parameter names."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate."""
 
     @property
     def resolved_alpha(self) -> float:
@@ -35,4 +32,4 @@ class Lora(Section):
 
     @property
     def scaling(self) -> float:
-        return self.resolved_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.resolved_alpha / self.rank

@@ -75,9 +75,7 @@ class ModelAdapter:
 
     def balance_experts(self, settings: Experts, device: torch.device) -> None:
         """Set `expert_balance`."""
-        raise UserError(
-            f"experts.balance and experts.router_z_loss_coef are for Hugging Face models; {self.name} is none"
-        )
+        raise UserError(f"the keys of experts are for Hugging Face models; {self.name} is none")
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         raise self._needs_packed_model()
@@ -229,7 +227,7 @@ class HFAdapter(ModelAdapter):
         if getattr(config.get_text_config(), "output_router_logits", False):
             LOGGER.warning(
                 "output_router_logits of the model's config asks for transformers' load-balancing loss of experts, "
-                "which is not part of any output here: experts.balance=loss balances them. Set it to false to confirm."
+                "which is not part of any output here: experts.aux_loss_coef balances them. Set it to false to confirm."
             )
         cast_frozen_base(self.model, dtype)
         parts = parts_of(self.model)

@@ -330,7 +330,7 @@ class PackedModel(nn.Module):
         if self.expert_balance is not None:
             raise UserError(
                 f"experts: {model_type} runs on padded rows ({self.padded_rows}), whose padding would count as tokens "
-                "of experts. Set experts.balance=none and experts.router_z_loss_coef=0"
+                "of experts. Leave out the section experts"
             )
         if kv_cache is not None:
             raise UserError(
@@ -353,7 +353,7 @@ class PackedModel(nn.Module):
         unknown = [name for name in names if name not in self.provides]
         if unknown:
             hint = (
-                ". Logits of a whole batch are never in memory: see skills/loss"
+                ". Logits of a whole batch are never in memory: see skills/change-the-loss"
                 if "logits" in unknown
                 else ""
             )

@@ -5,7 +5,8 @@ dataset's path is `hf://org/name[:config][:split][@revision]`. `huggingface_hub`
 needs no request for a commit that is there, and no network for what is there.
 
 The files of a dataset are the parquet files of its repository, by the `configs` of its README.md or by their names,
-else those that the Hub converted it to. The package `datasets` is not needed.
+else those that the Hub converted it to. The package `datasets` is not needed. A dataset that is a folder of a kit, such
+as LeRobot's, is downloaded as a whole.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel
 
+from mvp_engine import plugins
 from mvp_engine.config.schema import Config
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
@@ -305,10 +307,13 @@ class Listing(NamedTuple):
 
 
 def dataset_files(path: str, split: str = "train") -> list[str]:
-    """The local parquet files of a dataset's split, downloaded if needed. `split`: the one to read if none is named."""
+    """The local parquet files of a dataset's split, downloaded if needed. `split`: the one to read if none is named.
+
+    Of a dataset that a kit reads as a folder: the folder.
+    """
     dataset, names = _pinned_files(hub_dataset(path), split)
     folder = download(dataset, [*map(glob.escape, names)], show_progress=True)
-    return [str(folder / name) for name in names]
+    return [str(folder)] if plugins.data_folder(folder) else [str(folder / name) for name in names]
 
 
 def folder_files(folder: Path, words: Sequence[str], split: str) -> list[str]:
@@ -328,9 +333,19 @@ def folder_files(folder: Path, words: Sequence[str], split: str) -> list[str]:
 
 
 def _pinned_files(dataset: HubRepo, split: str) -> tuple[HubRepo, list[str]]:
-    """The dataset at a commit that has parquet files, its own or the Hub's conversion, and those of a split."""
+    """The dataset at a commit that has parquet files, its own or the Hub's conversion, and those of a split.
+
+    Of a dataset that a kit reads as a folder: all of its files.
+    """
     pinned = pin(dataset)
     files = _repo_files(pinned)
+    if not {folder.marker for folder in plugins.load_all("data_folder").values()}.isdisjoint(files):
+        if dataset.words:
+            raise UserError(
+                f"{dataset}: it is one folder, without configs and splits. Write {SCHEME}{dataset.name}, and hold_out "
+                "for a held-out part"
+            )
+        return pinned, files
     parquet = [name for name in files if name.endswith(".parquet")]
     if not parquet and dataset.revision is None:
         with contextlib.suppress(NoRevision):

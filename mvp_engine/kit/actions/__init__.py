@@ -8,9 +8,16 @@ if TYPE_CHECKING:
     from mvp_engine.kit.actions.action_model import ActionModel, ActionModelEngine
     from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
-    from mvp_engine.kit.actions.policy import action_loss, sample_actions
+    from mvp_engine.kit.actions.policy import sample_actions
     from mvp_engine.kit.actions.settings import ActionConfig, ActionData
-    from mvp_engine.kit.actions.simulation import rollout
+    from mvp_engine.kit.actions.simulation import (
+        EpisodeResult,
+        Observation,
+        append_episodes,
+        episode_examples,
+        rollout,
+        rollout_on_ranks,
+    )
 else:  # sections of configs are here too, and `mvp config CONFIG` imports no torch
     __getattr__ = lazy_exports(__name__)
 
@@ -22,7 +29,11 @@ __all__ = [
     "ActionEngine",
     "ActionModel",
     "ActionModelEngine",
-    "action_loss",
+    "EpisodeResult",
+    "Observation",
+    "append_episodes",
+    "episode_examples",
     "rollout",
+    "rollout_on_ranks",
     "sample_actions",
 ]

@@ -74,7 +74,8 @@ class ActionModel(PackedModel):
     model_type = "action_model"
     plan_facts = "mvp_engine.kit.actions.costs:ActionFacts"
     action_spec: ActionSpec
-    _steps: int | None = None  # of the forward that runs
+    _steps: int | None = None  # of the forward that runs, as is `_noisy`
+    _noisy: Tensor | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> Any:
@@ -106,15 +107,24 @@ class ActionModel(PackedModel):
         kv_cache: KVCache | None = None,
         temperature: float | None = None,
         steps: int | None = None,
+        noisy: Tensor | None = None,
     ) -> Outputs:
-        """Outputs by name. `steps`: Euler steps of `actions`, by default those of the config."""
+        """Outputs by name. `steps`: Euler steps of `actions`, by default those of the config.
+
+        `noisy` (S, N, C, A): where a flow head computes `velocity`, by default on the straight line from the actions of
+        the batch to its noise.
+        """
         if kv_cache is not None or temperature is not None:
             raise UserError("an action model has no KV cache and no temperature: leave them out")
+        if noisy is not None and self.action_spec.kind != "flow":
+            raise UserError("noisy: only a flow head (pi0) reads noisy actions: leave it out")
         self._steps = steps
+        self._noisy = noisy
         try:
             return super().forward(batch, outputs)
         finally:
             self._steps = None
+            self._noisy = None
 
     @property
     def text_parameters(self) -> set[str]:

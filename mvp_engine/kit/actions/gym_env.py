@@ -1,6 +1,6 @@
 """GymEnv: environments of gymnasium as `rollout` reads them, with the names of a LeRobot folder and an instruction.
 
-class PushEngine(ActionEngine):
+class PushEngine(MLLMEngine):  # a copy of recipes/table_vla
     def make_env(self, num_envs):
         names = {"agent_pos": "observation.state", "pixels": "observation.image"}
         return GymEnv.make("gym_pusht:gym_pusht/PushT-v0", num_envs, names, "push the T onto its place",

@@ -10,6 +10,7 @@ Other sources are chats with images as ever, so a mixture co-trains both kinds f
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mvp_engine.kit.actions.act import FORMAT, Normalization
 from mvp_engine.kit.actions.encode import ActionRowEncoder, Pi0RowEncoder
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot, robot_facts
 from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.actions.simulation import Observation
 from mvp_engine.kit.actions.stats import Stats, merged_stats, relative_parts
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
@@ -260,6 +262,52 @@ class ActionDataKit(MLLMDataKit):
                 "fps": rows.folder.fps,
             }
         )
+
+    def load_normalization(self, spec: dict[str, Any], is_resumed: bool) -> None:
+        """Use the normalization of a checkpoint: its weights need the statistics that they were trained with.
+
+        A training that is resumed must still have the same ones.
+        """
+        saved = Normalization(spec)
+        current = self.normalization.spec if is_resumed else saved.spec
+        if saved.spec != current:
+            changed = [name for name, value in saved.spec.items() if value != current.get(name)]
+            raise UserError(
+                f"the checkpoint was trained with another normalization ({', '.join(changed)}): restore the data and "
+                "the section actions, set actions.statistics to the checkpoint's normalization.json, or start a new "
+                "run from its weights (model.path)"
+            )
+        self.normalization = saved
+
+    def observation_batch(self, observations: Sequence[Observation]) -> PackedBatch:
+        """One packed batch with the input of the model for each observation: task, images and state."""
+        encoder = self.row_encoder
+        encoder.normalization = normalization = self.normalization
+        batches = []
+        for observation in observations:
+            try:
+                images = normalization.frames(observation.images)
+            except ValueError as error:
+                raise UserError(str(error)) from None
+            if len(observation.state) != normalization.state_size:
+                raise UserError(
+                    f"an observation has a state of {len(observation.state)} values; the model was trained with "
+                    f"{normalization.state_size} ({self.actions.state})"
+                )
+            batches.append(encoder.observation(observation.task, images, observation.state, {}))
+        return PackedBatch.concat(batches)
+
+    def start_noise(self, seed: int, keys: Sequence[tuple[int, int]]) -> torch.Tensor | None:
+        """The noise (observations, steps, size) that chunks start from; None: the head is no flow.
+
+        `keys`: (episode, number of the chunk in it) of each observation. Noise depends on them and on `seed` alone, so
+        it does not depend on how episodes are batched.
+        """
+        if self.times is None:
+            return None
+        shape = (self.spec.chunk, self.spec.action_dim)
+        draws = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
+        return torch.cat([draw.noise for draw in draws])
 
     def statistics(self) -> dict[str, Stats]:
         """The statistics of the training frames: `state`, and `action` as it is trained, relative or absolute."""

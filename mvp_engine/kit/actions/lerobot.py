@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.files import is_inside, leads_out
 from mvp_engine.kit.actions.plugin import LeRobotData
 from mvp_engine.kit.data.read.media_source import require_package
 
@@ -114,10 +115,10 @@ class LeRobotFolder:
             raise UserError(
                 f"{self.root / LeRobotData.marker} has no video_path, but features of dtype video"
             )
-        path = (self.root / template.format(**values)).resolve()
-        if not path.is_relative_to(self.root.resolve()):
+        name = template.format(**values)
+        if not is_inside(name) or leads_out(self.root / name, self.root):
             raise UserError(f"{self.root / LeRobotData.marker}: {template} leads out of the folder")
-        return self.root / path.relative_to(self.root.resolve())
+        return self.root / name
 
     def _episodes_v2(self) -> list[Episode]:
         episodes = []

@@ -222,6 +222,10 @@ class Pi0Policy(ActionModel):
             times = field(batch, TIMES, "`velocity`").float()
             clean = field(batch, CHUNK, "`velocity`")[:, None].float()
             noisy = noisy_sample(clean.expand_as(noise), noise, times)
+            if (
+                self._noisy is not None
+            ):  # of the caller; behind it come those of dummies (lockstep.py)
+                noisy = torch.cat([self._noisy, noisy[len(self._noisy) :]])
             velocity = self._velocity(batch, keys, noisy, times)
             computed["velocity"] = velocity
             if "action_losses" in wanted:

@@ -89,9 +89,7 @@ class LeRobotData(DataFolder):
     """LeRobot datasets."""
 
     marker = "meta/info.json"
-    reader = (
-        "is a LeRobot dataset of robot actions: only an ActionEngine trains on it (docs/actions.md)"
-    )
+    reader = "is a LeRobot dataset of robot actions: only an engine that acts trains on it (docs/actions.md)"
 
     @classmethod
     def open(cls, source: DataSource) -> tuple[Source, dict[str, Any]]:

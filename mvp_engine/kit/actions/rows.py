@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.files import is_inside, leads_out
 from mvp_engine.kit.actions.lerobot import LeRobotFolder
 from mvp_engine.kit.actions.plugin import LeRobotData
 from mvp_engine.kit.actions.settings import ActionData
@@ -523,10 +524,9 @@ def image_from_cell(cell: Any, root: Path) -> np.ndarray:
         raise BadRow("wrong_type", f"an image is {{bytes, path}}, not {type(cell).__name__}")
     source: Any = cell.get("bytes")
     if source is None:
-        path = (root / cell["path"]).resolve()
-        if not path.is_relative_to(root.resolve()):
+        source = root / cell["path"]
+        if not is_inside(cell["path"]) or leads_out(source, root):
             raise BadRow("path_escape", f"{cell['path']} leads out of {root}")
-        source = path
     with decoder_errors("image"):
         opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         return np.array(opened.convert("RGB"))

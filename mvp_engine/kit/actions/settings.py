@@ -1,28 +1,18 @@
-"""The config of an ActionEngine: which features of LeRobot folders are read, and how they are normalized.
+"""The config of an engine that acts: which features of LeRobot folders are read, and how they are normalized.
 
 It imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
-from mvp_engine.kit.flow import FlowTimes
+from mvp_engine.errors import UserError
+from mvp_engine.kit.flow import Times
 from mvp_engine.kit.settings import MLLMConfig
-
-
-def _read_times(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-Times = Annotated[
-    FlowTimes | None,
-    BeforeValidator(_read_times),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-]
 
 
 class ActionData(Section):
@@ -43,7 +33,7 @@ class ActionData(Section):
     """A normalization.json, or a LeRobot stats.json, with the statistics; null: computed from the training frames."""
     draws: Count = 1
     """Draws of noise and time for each observation, which share its prefix."""
-    times: Times = None
+    times: Times | None = None
     """The distribution of flow-matching times: beta, uniform, logit_normal, or a mapping such as
     {kind: beta, alpha: 1.5, beta: 1.0, scale: 0.999, offset: 0.001}; null: that of the model's config."""
     text_weight: NonNegative = 0.0
@@ -64,7 +54,7 @@ class Simulation(Section):
 
 
 class ActionConfig(MLLMConfig):
-    """The config of an ActionEngine."""
+    """The config of an MLLMEngine whose model acts."""
 
     actions: ActionData = ActionData()
     """Features of LeRobot folders, normalization, draws of noise."""
@@ -76,3 +66,10 @@ class ActionConfig(MLLMConfig):
         if self.eval.generation is not None:
             raise ValueError("eval.generation: an action model answers no prompts. Use simulation")
         return self
+
+    def check_engine(self) -> None:
+        if self.model.type != "action_model":
+            raise UserError(
+                f"model.type={self.model.type}: LeRobot folders train an action model. Set "
+                "model.type=action_model"
+            )

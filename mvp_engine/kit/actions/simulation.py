@@ -6,17 +6,28 @@ An environment is anything with gymnasium's vector API (`VectorEnv`): `num_envs`
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from PIL import Image
 
 from mvp_engine.errors import UserError
+from mvp_engine.report import Example
 
 TASK = "task"
 SUCCESS = ("is_success", "success")  # entries of `infos`
 STRIP_FRAMES = 8  # of each episode that is kept for a report
+STRIPS = 8  # episodes whose frames are kept
+MAX_ENVS = 50  # environments that run at the same time, on one rank
+MIN_SIDE = 96  # pixels in a report: smaller frames are enlarged by a whole factor
+GAP = 2  # pixels between frames
 
 
 class VectorEnv(Protocol):
@@ -24,13 +35,13 @@ class VectorEnv(Protocol):
 
     num_envs: int
 
-    def reset(self, *, seed: Any = None) -> tuple[Any, Mapping[str, Any]]: ...
+    def reset(self, *, seed: Any) -> tuple[Any, Mapping[str, Any]]: ...
 
     def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]: ...
 
 
 class ActingPolicy(Protocol):
-    """What is rolled out: an ActionEngine, or anything else that acts on observations."""
+    """What is rolled out: the engine of recipes/table_vla, or anything else that acts on observations."""
 
     def act(
         self, observations: Sequence[Observation], seed: int, keys: Sequence[tuple[int, int]]
@@ -89,6 +100,35 @@ def rollout(
         runner = _Wave(env, wave, seed, state_key, observe, task, strips - first)
         results += runner.run(engine, execute, max_steps)
     return results
+
+
+def rollout_on_ranks(engine: Any, task: str | None = None) -> list[EpisodeResult]:
+    """Roll out the policy of an engine by its section `simulation`, and return the episodes of all ranks.
+
+    The engine has `act(observations, seed, keys)` and `make_env(num_envs)`. `task` replaces every instruction.
+    """
+    settings, world, layout = engine.config.simulation, engine.world, engine.layout
+    # Ranks that run a forward together run the same episodes. Otherwise each rank runs a share of them.
+    is_independent = layout.data_size == world.size and layout.shard_mesh is None
+    rank, ranks = (world.rank, world.size) if is_independent else (0, 1)
+    episodes = list(range(settings.episodes))[rank::ranks]
+    results: list[EpisodeResult] = []
+    if episodes:
+        results = rollout(
+            engine,
+            engine.make_env(min(MAX_ENVS, len(episodes))),
+            settings.episodes,
+            settings.seed,
+            episodes=episodes,
+            execute=settings.execute,
+            max_steps=settings.max_steps,
+            task=task,
+            state_key=engine.config.actions.state,
+            strips=STRIPS,
+        )
+    if is_independent:
+        results = list(chain.from_iterable(world.all_gather(results)))
+    return sorted(results, key=lambda result: result.index)
 
 
 class _Wave:
@@ -192,3 +232,40 @@ def _succeeded(infos: Mapping[str, Any], at: int) -> bool:
     raise UserError(
         f"the environment's infos have no entry {names}; they have {', '.join(infos) or 'none'}"
     )
+
+
+# Episodes in the run folder: `rollouts.jsonl`, and strips of frames in `report.html`.
+
+
+def append_episodes(file: Path, step: int, episodes: Sequence[EpisodeResult]) -> None:
+    """Append the episodes of one evaluation as lines of JSON."""
+    with open(file, "a", encoding="utf-8") as out:
+        for episode in episodes:
+            entry = {"step": step, "episode": episode.index, "task": episode.task}
+            entry |= {"success": episode.success, "steps": episode.steps}
+            out.write(json.dumps(entry) + "\n")
+
+
+def episode_examples(episodes: Sequence[EpisodeResult]) -> list[Example]:
+    """An example for a report page for each episode whose frames were kept."""
+    examples = []
+    for episode in episodes:
+        if episode.strip:
+            result = f"{'success' if episode.success else 'failure'} after {episode.steps} steps"
+            media = partial(strip_image, episode.strip)
+            examples.append(Example(media, episode.task, "success", result, episode.success))
+    return examples
+
+
+def strip_image(frames: Sequence[np.ndarray]) -> list[bytes]:
+    """One PNG file, in a list as `Example` needs it, with the frames in a row."""
+    height, width = frames[0].shape[:2]
+    scale = max(1, -(-MIN_SIDE // height))
+    canvas = np.full((height * scale, (width * scale + GAP) * len(frames) - GAP, 3), 255, np.uint8)
+    for number, frame in enumerate(frames):
+        left = number * (width * scale + GAP)
+        enlarged = frame.repeat(scale, axis=0).repeat(scale, axis=1)
+        canvas[:, left : left + width * scale] = enlarged
+    file = io.BytesIO()
+    Image.fromarray(canvas).save(file, "png")
+    return [file.getvalue()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
+from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.export import drop_local_settings
 from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.data.encode.processor import save_generation_config, with_new_tokens
@@ -40,6 +42,7 @@ OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 HELD_OUT_FILE = "held_out.jsonl"
 # A share in `max_bad_rows` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
+STREAM_WINDOW = 64  # packs that are filled together from a stream
 
 
 class MLLMDataKit(MeasuredSources):
@@ -71,6 +74,14 @@ class MLLMDataKit(MeasuredSources):
             row_part=settings.row_part(model_config, self.cache),
         )
         self.processor = self.row_encoder.media.processor
+
+    @classmethod
+    def of(cls, config: Any, make_processor: Callable[[Any], Any]) -> MLLMDataKit:
+        """The kit of an engine's config."""
+        config.check_engine()
+        model_config = read_config(config.model.path, config.model.config)
+        processor, workers = make_processor(config), config.data.num_workers
+        return cls(config.data, processor, model_config=model_config, num_workers=workers)
 
     # ---- Loaders --------------------------------------------------------------------------------
 
@@ -175,7 +186,7 @@ class MLLMDataKit(MeasuredSources):
             StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
             budget=self.settings.tokens_per_pack,
-            window=self.settings.stream_window,
+            window=STREAM_WINDOW,
             lanes=lanes,
             rank=rank,
             world_size=world_size,

@@ -36,7 +36,7 @@ from mvp_engine.kit.data.pack.costs import (
 )
 from mvp_engine.kit.data.pack.packs import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
+from mvp_engine.kit.data.read.row_types import MAX_TEXT, BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
@@ -226,7 +226,7 @@ class MeasuredSources:
 
     def open_rows(self, settings: DataSource) -> Source:
         """The rows of a source that belong to its split."""
-        source = open_source(settings.path, settings.root, self.settings.limits.text_characters)
+        source = open_source(settings.path, settings.root, MAX_TEXT)
         if not settings.hold_out:
             return source
         return source.split(settings.hold_out, settings.split == "eval", settings.label)

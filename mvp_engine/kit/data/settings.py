@@ -18,7 +18,7 @@ from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
 from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.read.row_types import ROLES, FieldType, Limits, RowFormat, column_name
-from mvp_engine.kit.data.read.rows import FORMATS, known_columns
+from mvp_engine.kit.data.read.rows import known_columns
 
 HUB = "hf://"
 _HUB_CACHE = re.compile(r"/datasets--[^/]+/snapshots/")
@@ -43,8 +43,6 @@ class DataSource(Section):
     """The split that these rows belong to: train, or the name of a held-out split such as eval."""
     hold_out: Fraction | None = None
     """The share of the rows that split eval gets instead of train, such as 0.02. Which rows: docs/data.md."""
-    format: str | None = None
-    """The format of the rows; null: recognised for each row."""
     columns: dict[str, str | None] = Field(default_factory=dict)
     """Columns under other names: {theirs: ours}, such as {reply: completion}; null drops a column: {label: null}.
     With a question mark, rows may lack it where others have it: {image: image?, prompt: prompt?}."""
@@ -59,13 +57,6 @@ class DataSource(Section):
     """The folder of relative media paths; null: the folder of the file."""
     stream: bool = False
     """Read rows sequentially. Only then may `path` be a pipe ("-"), a .gz file or `file.py:function`."""
-
-    @field_validator("format")
-    @classmethod
-    def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in FORMATS:
-            raise ValueError(f"choose one of {', '.join(FORMATS)}")
-        return value
 
     @model_validator(mode="after")
     def _can_hold_out(self) -> DataSource:
@@ -93,14 +84,12 @@ class DataSource(Section):
     def row_format(self, data: MLLMData) -> RowFormat:
         """How the rows of this source are read."""
         return RowFormat(
-            self.format,
-            self.columns,
-            self.media_tags,
-            data.fields,
-            data.prompt_only,
-            data.targets,
-            data.limits.text_characters,
-            data.limits.allow_outside is None and self.is_downloaded,
+            columns=self.columns,
+            media_tags=self.media_tags,
+            fields=data.fields,
+            prompt_only=data.prompt_only,
+            targets=data.targets,
+            downloaded=data.limits.allow_outside is None and self.is_downloaded,
         )
 
     @property
@@ -121,9 +110,10 @@ def resolve_source(source: DataSource) -> DataSource:
     dataset_info.json, if its path names one."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     if any(path.startswith(HUB) for path in paths):
-        return source.model_copy(
-            update={"path": _local_files(paths, source.split), "name": source.label}
-        )
+        files = _local_files(paths, source.split)
+        # A folder of a kit is one path, as a local one is.
+        path = files[0] if len(files) == 1 and Path(files[0]).is_dir() else files
+        return source.model_copy(update={"path": path, "name": source.label})
     info = read_dataset_info(source.path)
     if info is None:
         return _with_layout(source)
@@ -214,8 +204,6 @@ class MLLMData(Data):
     starts from} (docs/graft.md)."""
     max_bad_rows: Annotated[int, Field(ge=0)] | Fraction = 0.01
     """The run stops when more rows than this are bad; a number with a decimal point is a share of all rows."""
-    stream_window: Count = 64
-    """Packs that are filled together from a stream."""
     stream_lanes: Count = 4
     """Independent packers of each rank that share the streams; at most this many workers are used."""
     cache: str | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
 
 from mvp_engine.config.schema import Count, Fraction, NonNegative, Positive, Section
 from mvp_engine.imports import lazy_exports
@@ -54,11 +56,24 @@ class FlowTimes(Section):
     """Smallest time."""
 
 
+def _read_times(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+# A key of a config: the name of a distribution, or a mapping.
+Times = Annotated[
+    FlowTimes,
+    BeforeValidator(_read_times),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+
+
 class Flow(Section):
     """The config section of flow matching."""
 
-    times: FlowTimes = FlowTimes()
-    """At which times velocities are learnt."""
+    times: Times = FlowTimes()
+    """The distribution of times: beta, uniform, logit_normal, or a mapping such as {kind: beta, alpha: 1.5, beta: 1.0,
+    scale: 0.999, offset: 0.001}."""
     draws: Count = 1
     """Draws of noise and time for each sample and epoch."""
     drop_condition: Fraction = 0.1

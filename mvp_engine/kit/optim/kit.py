@@ -43,7 +43,6 @@ class OptimKit:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
-            momentum=settings.muon_momentum,
             state_dtype=settings.state_dtype,
             ema=settings.ema,
             seed=self.seed,

@@ -21,8 +21,6 @@ class OptimSettings(Optim):
     offload: bool = False
     """Keep the optimizer states in pinned memory of the host, and copy them to the GPU in buckets during each update:
     8 bytes per trained parameter less GPU memory with float32 states, the same results (docs/optim.md)."""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """The momentum of muon."""
     muon_exclude: list[str] = Field(default_factory=list)
     """Patterns of parameter names, or parts, that use AdamW under name=muon."""
 

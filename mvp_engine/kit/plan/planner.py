@@ -367,21 +367,18 @@ def _gpu_of_machine() -> str:
 
 
 def _replica_size(parallel: Any) -> int:
-    """The GPUs of one replica of the model, or of all replicas where their number is set."""
+    """The GPUs of one replica of the model."""
     sequence_ranks = parallel.context * parallel.ulysses
-    replica = parallel.pipeline * parallel.shard * sequence_ranks * parallel.tensor
-    return replica * max(1, parallel.replicate)
+    return int(parallel.pipeline * parallel.shard * sequence_ranks * parallel.tensor)
 
 
 def _check_gpus(gpus: int, parallel: Any) -> None:
     size = _replica_size(parallel)
-    any_number = parallel.replicate == -1
-    if gpus < 1 or gpus % size or not (any_number or gpus == size):
-        needed = f"a multiple of {size}" if any_number else f"{size}"
-        hint = "parallel.replicate=-1 fits any number of replicas"
-        if any_number:
-            hint = f"a replica takes {size} GPUs: set another parallel.shard"
-        raise UserError(f"--gpus {gpus}: the parallel layout of the config needs {needed}; {hint}")
+    if gpus < 1 or gpus % size:
+        raise UserError(
+            f"--gpus {gpus}: the parallel layout of the config needs a multiple of {size}; a replica takes {size} "
+            "GPUs: set another parallel.shard"
+        )
 
 
 def _total_steps(train: Any, steps_per_epoch: int | None) -> int | None:
@@ -460,7 +457,7 @@ def _advise(planner: Planner, facts: dict[str, Any]) -> dict[str, Any]:
 def _on_more_gpus(
     planner: Planner, gpus: int, start: Change | None = None
 ) -> dict[str, Any] | None:
-    while gpus < MOST_GPUS and planner.parallel(planner.config).replicate == -1:
+    while gpus < MOST_GPUS:
         gpus *= 2
         if option := cheapest(planner, gpus, start):
             return option
@@ -538,8 +535,6 @@ def _layouts(planner: Planner, config: Any, gpus: int) -> Iterator[Change]:
     experts = _expert_ranks(facts, now, now.shard * sequence_now)
     if experts > 1:
         yield Change(EXPERT_COST, {key: experts})
-    if now.replicate != -1:
-        return  # the layout of the config is for one number of GPUs
     heads, kv_heads = num_heads(facts.backbone.config.get_text_config())
     for context, ulysses in _sequence_sizes(now, gpus, heads, kv_heads):
         sequence = context * ulysses

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from mvp_engine.kit.rl.collector import Experience, Updates
     from mvp_engine.kit.rl.engine import RLEngine
+    from mvp_engine.kit.rl.model_groups import ModelGroups
     from mvp_engine.kit.rl.policy import (
         PolicyLoss,
         ValueLoss,
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
         token_rewards,
         whiten,
     )
-    from mvp_engine.kit.rl.prompts import Prompt
+    from mvp_engine.kit.rl.prompts import Prompt, prompt_loader
     from mvp_engine.kit.rl.rewards import Answer
     from mvp_engine.kit.rl.rollout import Rollout, Sample, Sampling
     from mvp_engine.kit.rl.settings import ALGORITHMS, Algorithm, RLConfig
@@ -30,6 +32,8 @@ __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "Answer",
+    "Experience",
+    "ModelGroups",
     "PolicyLoss",
     "Prompt",
     "RLConfig",
@@ -37,12 +41,14 @@ __all__ = [
     "Rollout",
     "Sample",
     "Sampling",
+    "Updates",
     "ValueLoss",
     "advantage_fields",
     "gae",
     "group_advantages",
     "has_signal",
     "kl_penalty",
+    "prompt_loader",
     "reinforce_pp",
     "spread",
     "token_rewards",

@@ -12,7 +12,6 @@ from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.settings import ALGORITHMS
 from mvp_engine.log.format import number
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
     config = engine.config
     warnings = []
     rewards = [value for value in facts["reward"] if value is not None]
-    if ALGORITHMS[config.rl.algorithm].has_groups and not any(facts["with_signal"]):
+    if config.rl.preset.has_groups and not any(facts["with_signal"]):
         warnings.append(
             f"all completions of each prompt have the same reward in {count(len(rewards), 'step')} (mean "
             f"{number(mean(rewards) if rewards else None)}): nothing can be learnt from them. Does the reward read the "

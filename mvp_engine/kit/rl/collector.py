@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine.feed import Feed
-from mvp_engine.kit.rl.model_groups import ModelGroups
-from mvp_engine.kit.rl.policy import PolicyLoss, ValueLoss, advantage_fields, kl_penalty
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
-from mvp_engine.kit.rl.rollout import Sample, with_fields
-from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
+from mvp_engine.kit.rl.rollout import Sample
+from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.worker.worker import UpdateNumbers
 
 # Experience: prompts, their samples and rewards, on the way from the rollout to the update.
@@ -63,6 +58,12 @@ class Experience:
                 self.samples.append(Sample(**{**vars(sample), "prompt": at}))
                 self.rewards.append(other.rewards[index])
 
+    def only(self, prompts: list[int]) -> Experience:
+        """Some of the prompts, with their samples and rewards."""
+        chosen = Experience()
+        chosen.add(self, prompts)
+        return chosen
+
     def prompts_with_signal(self) -> list[int]:
         """The prompts whose samples have different rewards: the others have no advantages."""
         found = []
@@ -78,6 +79,10 @@ class Experience:
         return [
             i for i, (sample, one) in enumerate(pairs) if sample.tokens and one.value is not None
         ]
+
+    def is_of(self, version: int) -> bool:
+        """Whether weights of this version wrote all samples that are trained."""
+        return all(self.samples[i].version == version for i in self.trainable())
 
     # ---- Checkpoints ----------------------------------------------------------------------------------------------
 
@@ -213,17 +218,12 @@ class Collector:
         self._pending.set_result(Experience.from_state(state, read))
 
 
-# Learner: what a step does with rollouts and their rewards: log-probs, values, advantages, updates.
-#
-# Legend: T tokens, S sequences. Tensors of the controller are on the CPU.
-
-
 @dataclass(frozen=True)
 class Updates:
     """What the optimizer steps of one step returned; a model that was not updated has none."""
 
-    actor: list[UpdateNumbers]
-    critic: list[UpdateNumbers]
+    actor: list[UpdateNumbers] = field(default_factory=list)
+    critic: list[UpdateNumbers] = field(default_factory=list)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sums and weights of all metrics, over the optimizer steps."""
@@ -239,116 +239,3 @@ class Updates:
                     total[0] += value
                     total[1] += weight
         return {name: (value, weight) for name, (value, weight) in sums.items()}
-
-
-class Learner:
-    def __init__(self, config: RLConfig, groups: ModelGroups) -> None:
-        self.config = config
-        self.groups = groups
-        self.algorithm = ALGORITHMS[config.rl.algorithm]
-        self.policy_loss = self._policy_loss()
-        self.value_loss = ValueLoss(clip=config.rl.value_clip)
-
-    def _policy_loss(self) -> PolicyLoss:
-        rl = self.config.rl
-        options: dict[str, Any] = dict(self.algorithm.loss)
-        if rl.clip is not None:
-            options["clip"] = tuple(rl.clip)
-        if rl.norm is not None:
-            options["norm"] = rl.norm
-        if options.get("norm") == "constant":
-            options["length"] = float(self.config.generation.max_new_tokens)
-        if rl.kl_coef and not self.algorithm.kl_in_reward:
-            options["kl"] = rl.kl_coef
-            options["kl_estimator"] = rl.kl_estimator or "k3"
-        return PolicyLoss(
-            **options,
-            dual_clip=rl.dual_clip,
-            entropy=rl.entropy,
-            temperature=self.config.generation.temperature,
-            importance_cap=rl.max_importance,
-        )
-
-    def measures_gap(self, step: int, on_policy: bool) -> bool:
-        """Whether step `step` needs old log-probs of the actor, which also give the gap.
-
-        A single update is made by the policy that sampled: it has the old log-probs itself.
-        """
-        rl = self.config.rl
-        single = rl.updates == 1 and rl.max_importance is None
-        in_reward = bool(rl.kl_coef) and self.algorithm.kl_in_reward
-        is_due = step == 1 or step % self.config.generation.gap_interval == 0
-        return on_policy and (is_due or in_reward or not single)
-
-    def prepare(
-        self, batch: PackedBatch, rewards_S: Tensor, on_policy: bool, step: int = 1
-    ) -> PackedBatch:
-        """The batch with all fields that the losses read; `step` is counted from 1.
-
-        `on_policy`: the actor still has the weights that sampled. If not, the ratio is to the sampler's log-probs; with
-        importance weights to the actor's, and they correct for the difference.
-        """
-        rl = self.config.rl
-        fields: dict[str, Tensor] = {}
-        if self.measures_gap(step, on_policy) or (not on_policy and rl.max_importance is not None):
-            fields["old_log_probs"] = self._log_probs(batch)
-        if rl.kl_coef:
-            fields["reference_log_probs"] = self._reference_log_probs(batch)
-        kl_T = None
-        if rl.kl_coef and self.algorithm.kl_in_reward:
-            estimator = rl.kl_estimator or "k1"
-            old_T = fields.get("old_log_probs", batch.token_fields["sampler_log_probs"])
-            kl_T = kl_penalty(old_T, fields["reference_log_probs"], estimator)
-        values_T = None
-        if self.groups.critic is not None:
-            found = self.groups.critic.infer(batch, ["values"], budget=self.config.budget)
-            values_T = found["values"].float()
-        fields |= advantage_fields(
-            self.algorithm,
-            batch,
-            rewards_S,
-            batch.sequence_fields["group"],
-            values_T=values_T,
-            kl_T=kl_T,
-            kl=rl.kl_coef,
-            gamma=rl.gamma,
-            lam=rl.gae_lambda,
-        )
-        return with_fields(batch, fields)
-
-    def _log_probs(self, batch: PackedBatch, adapters: bool = True) -> Tensor:
-        return self.groups.actor.infer(
-            batch,
-            ["log_probs"],
-            budget=self.config.budget,
-            temperature=self.config.generation.temperature,
-            adapters=adapters,
-        )["log_probs"].float()
-
-    def _reference_log_probs(self, batch: PackedBatch) -> Tensor:
-        if self.groups.reference is None:
-            return self._log_probs(batch, adapters=False)
-        found = self.groups.reference.infer(
-            batch,
-            ["log_probs"],
-            budget=self.config.budget,
-            temperature=self.config.generation.temperature,
-        )
-        return found["log_probs"].float()
-
-    def update(self, batch: PackedBatch, on_policy: bool, step: int) -> Updates:
-        """The optimizer steps over a prepared batch; `step` is counted from 1."""
-        rl = self.config.rl
-        to_sampler = not on_policy and rl.max_importance is None
-        loss = replace(self.policy_loss, ratio_to="sampler") if to_sampler else self.policy_loss
-        options: dict[str, Any] = {"budget": self.config.budget, "cuts": rl.updates}
-        critic: list[UpdateNumbers] = []
-        actor: list[UpdateNumbers] = []
-        if self.groups.critic is not None:
-            critic = self.groups.critic.update(batch, self.value_loss, together="group", **options)
-        if step > rl.critic_warmup or self.groups.critic is None:
-            actor = self.groups.actor.update(batch, loss, together="group", **options)
-        if to_sampler:
-            for numbers in actor[1:]:  # the first one alone has the policy before the step
-                numbers.metrics.pop("gap", None)
-        return Updates(actor, critic)

@@ -1,39 +1,42 @@
-"""RLEngine: an MLLMEngine that learns from rewards. One controller process drives models in worker groups.
+"""RLEngine: an Engine that learns from rewards. One controller process drives models in worker groups.
 
-One step: prompts, samples by the rollout, rewards, advantages, updates. Run folder, log, guard, signals, checkpoints
-and resume are those of every Engine; the models are in `ModelGroups`.
+One step: `sample` has prompts, completions and rewards, `train_step` advantages and updates; recipes override them. Run
+folder, log, guard, signals, checkpoints and resume are those of every Engine; the models are in `ModelGroups`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config.schema import Config, Parallel
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
-from mvp_engine.engine import StepContext
+from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.hooks import CheckStage
 from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.data import MLLMDataKit
+from mvp_engine.kit import model as model_kit
+from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.decoding import Decoding
-from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.kit.examples import end_training, page_figures, write_report_of
+from mvp_engine.kit.rl import policy
 from mvp_engine.kit.rl.check import rollout_stage
-from mvp_engine.kit.rl.collector import Collector, Experience, Learner, Updates
+from mvp_engine.kit.rl.collector import Collector, Experience, Updates
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
@@ -48,13 +51,14 @@ from mvp_engine.kit.rl.rollout import (
 )
 from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections, rollouts_html
 from mvp_engine.kit.rl.server_rollout import server_rollout
-from mvp_engine.kit.rl.settings import ALGORITHMS, RLConfig
+from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.model_engine import StepNumbers, precision_on
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.optim import parameter_groups
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.worker.launchers import WorkerDied
+from mvp_engine.worker.worker import Loss
 
 # RLMeter: a Meter that also says what the steps of an RL training spend their time on.
 
@@ -78,9 +82,7 @@ class RLMeter(Meter):
     def peak(self) -> int:
         return self.peak_memory or super().peak()
 
-    def read(
-        self, totals: dict[str, float], waited: float, remaining_steps: int | None
-    ) -> dict[str, float]:
+    def read(self, totals: Any, waited: float, remaining_steps: int | None) -> dict[str, float]:
         steps = max(1, self.steps)
         spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
         self.seconds = {}
@@ -90,18 +92,12 @@ class RLMeter(Meter):
 
 
 NO_SIGNAL_STEPS = 20
-CARD_KEYS = [
-    "rl.algorithm",
-    "rl.prompts_per_step",
-    "rl.num_generations",
-    "rl.updates",
-    "rl.clip",
-    "rl.kl_coef",
-]
-CARD_KEYS += ["generation.max_new_tokens", "generation.temperature"]
+RESTARTS = 2  # of the processes of a training, after one of them died
+CARD_KEYS = ["rl.algorithm", "rl.prompts_per_step", "rl.num_generations", "rl.updates", "rl.clip"]
+CARD_KEYS += ["rl.kl_coef", "generation.max_new_tokens", "generation.temperature"]
 
 
-class RLEngine(MLLMEngine):
+class RLEngine(Engine):
     config_class: type[Config] = RLConfig
     config: RLConfig
     title = "What the policy answers"
@@ -131,7 +127,7 @@ class RLEngine(MLLMEngine):
         updates = count(config.rl.updates, "optimizer step")
         self.batch_division = f"with {completions} each, in {updates}"
         if config.workers.where != "local":
-            world = dataclasses.replace(world, device=torch.device("cpu"))
+            world = replace(world, device=torch.device("cpu"))
         super().__init__(config, world, *args, **kwargs)
 
     def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
@@ -178,10 +174,41 @@ class RLEngine(MLLMEngine):
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 
+    def prepare_model(self) -> nn.Module:
+        """Of the controller, on the meta device: its parts, for logs and reports."""
+        return model_kit.MLLMModelKit(self.config.lora).of_engine(self)
+
+    def start_models(self, models: ModelGroups) -> None:
+        """Start the worker group of each role. An evaluation has the actor and the reward model alone."""
+        config = models.config
+        models.start_actor()
+        if config.rl.preset.has_critic:
+            models.start_critic(config.rl.critic_lr)
+        if config.rl.kl_coef:
+            models.start_copy("reference")
+        models.start_copy("rollout")
+        if config.reward.model is not None:
+            models.start_reward_model(config.reward.model)
+
     @classmethod
-    def data_kit(cls, config: RLConfig) -> MLLMDataKit:  # type: ignore[override]
+    def make_processor(cls, config: RLConfig) -> Any:
+        """The processor or tokenizer. A recipe with synthetic data may build the data here."""
+        return load_processor(config.processor or config.model.path)
+
+    @classmethod
+    def data_kit(cls, config: RLConfig) -> MLLMDataKit:
+        """The data kit; `mvp data inspect` and `mvp check` use it too."""
         data = prompt_settings(config.data, config.generation.max_new_tokens)
-        return super().data_kit(config.model_copy(update={"data": data}))
+        config = config.model_copy(update={"data": data})
+        return MLLMDataKit.of(config, cls.make_processor)
+
+    @cached_property
+    def data(self) -> MLLMDataKit:
+        return self.data_kit(self.config)
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.data.processor, "tokenizer", self.data.processor)
 
     @property
     def global_batch_size(self) -> int:
@@ -189,38 +216,25 @@ class RLEngine(MLLMEngine):
         return self.config.rl.prompts_per_step
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
-        return prompt_loader(
-            self.data,
-            split,
-            prompts=self.config.rl.prompts_per_step,
-            seed=self.config.seed,
-            folder=self.run.dir,
-        )
+        prompts, seed = self.config.rl.prompts_per_step, self.config.seed
+        return prompt_loader(self.data, split, prompts=prompts, seed=seed, folder=self.run.dir)
 
     def prepare_rollout(self) -> Rollout:
         """The sampler that `generation.backend` names."""
         settings = self.config.generation
         if settings.backend == "packed":
-            group = self.model_engine.sampler or self.model_engine.actor
+            group = self.model_engine.rollout or self.model_engine.actor
             return PackedRollout(group, budget=self.config.budget)
-        model: Any = self.model
-        return server_rollout(
-            settings,
-            folder=self.run.dir,
-            wait_seconds=self.config.parallel.timeout,
-            banned=model.placeholders,
-        )
-
-    @cached_property
-    def learner(self) -> Learner:
-        return Learner(self.config, self.model_engine)
+        banned: Any = self.model.placeholders
+        wait = self.config.parallel.timeout
+        return server_rollout(settings, folder=self.run.dir, wait_seconds=wait, banned=banned)
 
     def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
-        self.model = self.prepare_model()  # on the meta device: its parts, for logs and reports
+        self.model = self.prepare_model()
         freeze(self.model, self.config.model.freeze)
-        side_files = self.run.dir / "processor"
-        device = self.model_device
-        groups = ModelGroups(self.config, self.precision, self.total_steps, side_files, device)
+        files, device, start = self.run.dir / "processor", self.model_device, self.start_models
+        steps = self.total_steps
+        groups = ModelGroups(self.config, self.precision, steps, files, device, start)
         if self._training:
             groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
@@ -250,16 +264,15 @@ class RLEngine(MLLMEngine):
 
     def train(self) -> None:
         """Train; after the death of a worker with new processes, from the newest checkpoint."""
-        restarts = self.config.workers.restarts
-        for restart in range(restarts + 1):
+        for restart in range(RESTARTS + 1):
             try:
                 super().train()
                 return
             except WorkerDied as error:
-                if restart == restarts:
+                if restart == RESTARTS:
                     raise
                 self.logger.error("%s", error)
-                self._reset(f"restart {restart + 1} of {restarts}")
+                self._reset(f"restart {restart + 1} of {RESTARTS}")
 
     def _reset(self, what: str) -> None:
         """Close everything and return to the state of a launch that resumes this run."""
@@ -267,17 +280,21 @@ class RLEngine(MLLMEngine):
         recover(self.run.checkpoints)
         found = self.run.checkpoint_list()
         checkpoint = found[-1] if found else self.checkpoint
-        self.__dict__.pop("learner", None)
         start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
         greeting = f"{what}: continuing {self.run.dir} from {start}"
-        MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
+        Engine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
 
     def start_data(self) -> None:
-        super().start_data()
-        if not self.has_data:  # the workers' schedules need the number of steps
-            self.open_data()
+        self._closing.callback(self.data.stop_measuring)
+        self.data.measure_ahead(["train", "eval"] if self.config.eval.steps else ["train"])
+        model_kit.prepare_kernels(self.device, self.config.model)
+        if self.config.eval.steps:
+            self._eval_loader = self._loader("eval")  # its errors come now, not after hours
+        self.open_data()  # the workers' schedules need the number of steps
 
     def before_train(self) -> None:
+        model_kit.export_link(self.config.export_link)
+        policy.PolicyLoss.of(self.config)  # refuses options that contradict each other
         self._open_rewards()
         super().before_train()
         self._connect_reward_model()
@@ -285,7 +302,7 @@ class RLEngine(MLLMEngine):
         self.rollout_log.rewind(self.step)
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
         apart = self.config.generation.backend != "packed" or self.model_engine.samples_apart
-        collector = Collector(self.config, self.feed, self._sample, apart=apart)
+        collector = Collector(self.config, self.feed, self._collect, apart=apart)
         self.collector = self._closing.enter_context(closing(collector))
         self.collector.load_state_dict(self.model_engine.restored_pending)
         self.model_engine.pending_state = self.collector.state_dict
@@ -308,15 +325,17 @@ class RLEngine(MLLMEngine):
             self.guard.watch(ctx.step, experience.place)
             self.meter.step(len(experience.samples))
             self.metrics.begin_step()
-            prompts = experience.prompts
-            self.rollout_log.write(
-                ctx.step, "train", prompts, experience.samples, experience.rewards
-            )
+            self.rollout_log.write(ctx.step, "train", experience)
             _log_all(ctx, experience.metrics)
             self._watch_signal(experience)
             self.meter.mark("update")
-            with self._phase("update"):
-                updates = self._learn(ctx, experience)
+            updates = Updates()
+            with self.phase("update"):
+                if experience.trainable():
+                    updates = self.train_step(ctx, experience)
+            is_measured = any("old_log_probs" in batch.token_fields for batch in ctx.micro_batches)
+            if experience.is_of(self.step) and not is_measured:
+                check_mean_gap(updates.metrics().get("gap"), self.config.generation.max_gap)
             peaks = [one.peak_memory for one in updates.actor + updates.critic]
             self.meter.peak_memory = max([self.meter.peak_memory, *peaks])
             self.model_engine.add_status(updates.actor, updates.critic)
@@ -330,7 +349,7 @@ class RLEngine(MLLMEngine):
     def _watch_signal(self, experience: Experience) -> None:
         """Warn once of many steps in a row from which nothing was learnt."""
         self._no_signal = 0 if experience.prompts_with_signal() else self._no_signal + 1
-        if self._no_signal == NO_SIGNAL_STEPS and ALGORITHMS[self.config.rl.algorithm].has_groups:
+        if self._no_signal == NO_SIGNAL_STEPS and self.config.rl.preset.has_groups:
             self.logger.warning(
                 f"in the last {NO_SIGNAL_STEPS} steps all completions of each prompt had the same reward, so nothing "
                 "was learnt: is the task too hard or too easy for this policy, or the reward wrong? rollouts.jsonl has "
@@ -338,40 +357,107 @@ class RLEngine(MLLMEngine):
             )
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """A part of a step, which is timed; `guard.hang_seconds` counts from its begin."""
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of a step, whose time is `perf.NAME_s`; the report of a hang counts from its begin."""
         self.hang.beat(self.step + 1, f"{name} of step")
         with self.meter.timed(name):
             yield
 
-    def _learn(self, ctx: StepContext, experience: Experience) -> Updates:
-        """Prepare the batch of a step, and update the models with it."""
+    # ---- One step ---------------------------------------------------------------------------------------------------
+
+    def sample(self, prompts: list[Prompt]) -> Experience:
+        """Completions of prompts, and their rewards."""
+        with self.phase("generate"):
+            samples = self.rollout.generate(prompts, self.sampling)
+        with self.phase("reward"):
+            rewards = self.rewards(prompts, samples)
+        return Experience(prompts, samples, rewards)
+
+    def train_step(self, ctx: StepContext, experience: Experience) -> Updates:
+        """Advantages of the completions, and the updates of the models."""
+        batch = self.prepare_batch(ctx, experience)
+        rl, fields = self.config.rl, batch.token_fields
+        options: Any = {"kl": rl.kl_coef, "lam": rl.gae_lambda}
+        if rl.kl_coef and rl.preset.kl_in_reward:
+            old_T, reference_T = policy.old_log_probs(batch), fields["reference_log_probs"]
+            options["kl_T"] = policy.kl_penalty(old_T, reference_T, "k1")
+        rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
+        options["values_T"] = fields.get("old_values")
+        fields |= policy.advantage_fields(rl.preset, batch, rewards_S, groups_S, **options)
+        loss = policy.PolicyLoss.of(self.config, self.ratio_to(experience))
+        return self.update(ctx, batch, loss, policy.ValueLoss(clip=rl.value_clip))
+
+    def prepare_batch(self, ctx: StepContext, experience: Experience) -> PackedBatch:
+        """A packed sequence for each completion with a reward, and what the models say of its tokens, before updates.
+
+        Sequence fields: `reward` and `group`, which is the index of the prompt. Token fields: `sampler_log_probs`;
+        `old_log_probs` by the actor, unless the update has them itself; `reference_log_probs` with `rl.kl_coef`;
+        `old_values` of a critic.
+        """
+        rl, models = self.config.rl, self.model_engine
         chosen = experience.trainable()
-        if not chosen:
-            return Updates([], [])
-        samples = [experience.samples[i] for i in chosen]
+        batch = rollout_batch(experience.prompts, [experience.samples[i] for i in chosen])
         rewards = [experience.rewards[i].value for i in chosen]
-        on_policy = all(sample.version == self.step for sample in samples)
-        batch = rollout_batch(experience.prompts, samples)
-        rewards_S = torch.tensor(rewards, dtype=torch.float64)
-        batch = self.learner.prepare(batch, rewards_S, on_policy, ctx.step)
-        if "old_log_probs" in batch.token_fields:
-            gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
+        batch.sequence_fields["reward"] = torch.tensor(rewards, dtype=torch.float64)
+        fields = batch.token_fields
+        on_policy = experience.is_of(self.step)
+        if self._needs_old_log_probs(ctx.step, on_policy):
+            fields["old_log_probs"] = models.log_probs(batch)
+            gap = measure_gap(batch, fields["old_log_probs"], experience.prompts)
             # The policy has moved since older weights sampled: no limit says what is too far.
             gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
+        if rl.kl_coef:
+            fields["reference_log_probs"] = models.reference_log_probs(batch)
+        if models.critic is not None:
+            found = models.critic.infer(batch, ["values"], budget=self.config.budget)
+            fields["old_values"] = found["values"].float()
+        return batch
+
+    def _needs_old_log_probs(self, step: int, on_policy: bool) -> bool:
+        """Whether step `step` needs old log-probs of the actor, which also give the gap.
+
+        A single update is made by the policy that sampled: it has the old log-probs itself.
+        """
+        rl = self.config.rl
+        if not on_policy or rl.max_importance is not None:
+            return rl.max_importance is not None
+        is_due = step == 1 or step % self.config.generation.gap_interval == 0
+        return is_due or rl.updates > 1 or bool(rl.kl_coef and rl.preset.kl_in_reward)
+
+    def ratio_to(self, experience: Experience) -> Literal["old", "sampler"]:
+        """Whose probabilities the ratio of the loss divides by.
+
+        `old`: those of the actor before the step. `sampler`: of older weights, without importance weights.
+        """
+        is_old = experience.is_of(self.step) or self.config.rl.max_importance is not None
+        return "old" if is_old else "sampler"
+
+    def update(
+        self, ctx: StepContext, batch: PackedBatch, policy_loss: Loss, value_loss: Loss
+    ) -> Updates:
+        """`rl.updates` optimizer steps of critic and actor, after `train_pre_step`, where the batch is the micro-batch.
+
+        A loss runs in the processes of its model: a function at the top of a module or a static method, perhaps with a
+        `functools.partial`, or a frozen dataclass.
+        """
         ctx.micro_batches = [batch]
         ctx.count("tokens", batch.num_tokens)
         self.meter.mark("train_pre_step")
         self.train_pre_step(ctx)
         self.meter.mark("update")
-        updates = self.learner.update(ctx.micro_batches[0], on_policy, ctx.step)
-        if on_policy and "old_log_probs" not in batch.token_fields:
-            check_mean_gap(updates.metrics().get("gap"), self.config.generation.max_gap)
+        batch = ctx.micro_batches[0]
+        rl, models = self.config.rl, self.model_engine
+        options: Any = {"budget": self.config.budget, "cuts": rl.updates, "together": "group"}
+        updates = Updates()
+        if models.critic is not None:
+            updates.critic.extend(models.critic.update(batch, value_loss, **options))
+        if ctx.step > rl.critic_warmup or models.critic is None:
+            updates.actor.extend(models.actor.update(batch, policy_loss, **options))
+        if "old_log_probs" not in batch.token_fields:
+            for numbers in updates.actor[1:]:  # the first one alone has the policy before the step
+                numbers.metrics.pop("gap", None)
         return updates
-
-    def train_pre_step(self, ctx: StepContext) -> None:
-        """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
 
@@ -382,28 +468,26 @@ class RLEngine(MLLMEngine):
         if self.config.generation.backend != "packed":
             between_gpus = self.config.generation.sync in ("ipc", "nccl")
             weights = actor.weights(on_device=between_gpus)
-        elif self.model_engine.sampler is not None:
+        elif self.model_engine.rollout is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
-        with self._phase("sync"):
+        with self.phase("sync"):
             self.rollout.sync(weights, self.step)
 
-    def _sample(self, prompts: list[Prompt]) -> Experience:
-        """Samples of prompts, and their rewards."""
+    @property
+    def sampling(self) -> Sampling:
+        """How completions of a training are sampled."""
         settings = self.config.generation
-        sampling = Sampling(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            samples=self.config.rl.num_generations,
-            seed=derived_seed(self.config.seed, "rollout"),
-            stop=tuple(self.data.eos_token_ids),
+        seed = derived_seed(self.config.seed, "rollout")
+        stop, samples = tuple(self.data.eos_token_ids), self.config.rl.num_generations
+        return Sampling(
+            settings.max_new_tokens, stop, settings.temperature, samples=samples, seed=seed
         )
-        with self._phase("generate"):
-            samples = self.rollout.generate(prompts, sampling)
-        with self._phase("reward"):
-            rewards = self.rewards(prompts, samples)
-        made = Experience(prompts, samples, rewards)
-        made.metrics = reward_metrics(rewards) | _sample_metrics(samples)
-        if ALGORITHMS[self.config.rl.algorithm].has_groups:
+
+    def _collect(self, prompts: list[Prompt]) -> Experience:
+        """What `sample` returns, with the metrics of its rewards and completions."""
+        made = self.sample(prompts)
+        made.metrics |= _metrics(made)
+        if self.config.rl.preset.has_groups:
             made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
         return made
 
@@ -415,44 +499,50 @@ class RLEngine(MLLMEngine):
         self._connect_reward_model()
 
     def _evaluate(self) -> dict[str, float | None]:
-        """Completions of held-out prompts by the actor, and their rewards."""
         prompts = list(chain.from_iterable(self._eval_batches()))
         if not prompts:
             raise UserError("there are no held-out prompts: give a source split: eval")
-        samples = self._complete(prompts)
-        rewards = self.rewards(prompts, samples)
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
-        _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
-        _log_all(ctx, pass_metrics(samples, rewards, self.config.eval.pass_threshold))
+        made = self.eval_sample(prompts)
+        _log_all(ctx, made.metrics | _metrics(made))
+        _log_all(ctx, pass_metrics(made.samples, made.rewards))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
-            self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
+            self.rollout_log.write(self.step, "eval", made)
         means, _ = ctx.metrics.reduce()
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means
 
-    def _complete(self, prompts: list[Prompt]) -> list[Sample]:
+    def eval_sample(self, prompts: list[Prompt]) -> Experience:
+        """Completions of all held-out prompts by the actor, and their rewards."""
+        samples = self.complete(prompts)
+        return Experience(prompts, samples, self.rewards(prompts, samples))
+
+    def complete(self, prompts: list[Prompt]) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
-        settings = self.config.eval
-        decoding = Decoding(
-            max_new_tokens=self.config.generation.max_new_tokens,
-            stop=self.data.eos_token_ids,
-            temperature=settings.temperature,
-            samples=settings.samples,
-            seed=derived_seed(self.config.seed, "evaluation"),
-            budget=self.config.budget,
-        )
+        settings, length = self.config.eval, self.config.generation.max_new_tokens
+        temperature = self.config.generation.temperature if settings.samples > 1 else 0.0
+        seed, budget = derived_seed(self.config.seed, "evaluation"), self.config.budget
+        decoding = Decoding(length, self.data.eos_token_ids, temperature)
+        decoding = replace(decoding, samples=settings.samples, seed=seed, budget=budget)
         packed = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
         completions = self.model_engine.actor.generate(packed, decoding, keys)
         return [Sample.of(completion, self.step) for completion in completions]
 
-    def eval_end(self, ctx: StepContext) -> None:
-        """After an evaluation: log more metrics here."""
+    def after_train(self) -> None:
+        super().after_train()
+        end_training(self, ())
 
-    def write_page(
-        self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
-    ) -> None:
+    def export(self) -> Path:
+        """Write a Hugging Face folder of the actor's weights; adapters are merged."""
+        return model_kit.export_folder(self)
+
+    def report(self) -> None:
+        """Evaluate a checkpoint, export it, and write a page with curves and rollouts."""
+        write_report_of(self, tuple)
+
+    def write_page(self, figures: Any, answers: Any, export: Path | None) -> None:
         """Write `report.html` into the run folder: curves of rewards and of the policy, rollouts."""
         if figures is not None and not figures.get("reward_errors"):
             figures = {name: value for name, value in figures.items() if name != "reward_errors"}
@@ -461,7 +551,7 @@ class RLEngine(MLLMEngine):
             self.run,
             title=self.title,
             subtitle=f"{self.run.id}, step {self.step}",
-            figures=None if figures is None else self.page_figures(figures),
+            figures=None if figures is None else page_figures(self.model, figures),
             panels=rl_panels(RunFacts(self.run)),
             sections=rollouts_html(rollout_sections(self.run.dir, self.data)),
             config=self.config.to_yaml(),
@@ -474,12 +564,12 @@ def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> No
         ctx.log(name, value, weight)
 
 
-def _sample_metrics(samples: list[Sample]) -> dict[str, tuple[float, float]]:
-    """The mean number of tokens, and the share of samples that ended with a stop token, as (sum, weight)."""
-    return {
-        "length": (sum(len(sample.tokens) for sample in samples), len(samples)),
-        "finished": (sum(sample.reason == "stop" for sample in samples), len(samples)),
-    }
+def _metrics(made: Experience) -> dict[str, tuple[float, float]]:
+    """Of rewards; the mean number of tokens, and the share of samples that ended with a stop token."""
+    tokens = sum(len(sample.tokens) for sample in made.samples)
+    finished = sum(sample.reason == "stop" for sample in made.samples)
+    total = len(made.samples)
+    return reward_metrics(made.rewards) | {"length": (tokens, total), "finished": (finished, total)}
 
 
 def _step_numbers(updates: Updates) -> StepNumbers:
@@ -501,7 +591,7 @@ def pass_at_k(total: int, right: int, k: int) -> float:
 
 
 def pass_metrics(
-    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float = 1.0
 ) -> dict[str, tuple[float, float]]:
     """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
-from mvp_engine.kit.rl.settings import ALGORITHMS, Group, RLConfig
+from mvp_engine.kit.rl.settings import Group, RLConfig
 from mvp_engine.model_engine import Settings, StepStatus
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.worker import UpdateNumbers, WorkerSpec
@@ -36,7 +36,7 @@ class ModelGroups:
     actor: WorkerGroup
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
-    sampler: WorkerGroup | None = None  # a group of its own that generates
+    rollout: WorkerGroup | None = None  # a group of its own that generates
     reward: WorkerGroup | None = None  # the reward model
 
     def __init__(
@@ -46,9 +46,12 @@ class ModelGroups:
         total_steps: int | None,
         side_files: Path,
         device: torch.device,
+        start_models: Callable[[ModelGroups], None],
     ) -> None:
-        """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each."""
+        """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each. `start_models`: the roles."""
         self.config = config
+        self.start_models = start_models
+        self.is_training = False
         self.settings = Settings.from_config(config, precision)
         self.total_steps = total_steps
         self.side_files = side_files
@@ -67,38 +70,44 @@ class ModelGroups:
 
     def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
         """Start the processes and their models; without an optimizer only those of an evaluation."""
-        config = self.config
-        groups = config.groups
-        has_critic = ALGORITHMS[config.rl.algorithm].has_critic
-        warmup = config.rl.critic_warmup if has_critic else 0
+        self.is_training = optimizer is not None
         with self._started:  # ends what was started if a later group fails
-            if optimizer is None:
-                self.actor = self._start("actor", groups.actor, self._spec(optim=None))
-            else:
-                self.actor = self._start("actor", groups.actor, self._trained_spec(warmup))
-                self._start_others()
-            if config.reward.model is not None:
-                changes = {"type": "value_model", "path": config.reward.model, "config": {}}
-                model = config.model.model_copy(update=changes)
-                spec = self._spec(model=model, optim=None, lora=None)
-                self.reward = self._start("reward", groups.reward, spec)
+            self.start_models(self)
             self._started = self._started.pop_all()
 
-    def _start_others(self) -> None:
-        config = self.config
-        groups = config.groups
-        if ALGORITHMS[config.rl.algorithm].has_critic:
-            lr = config.rl.critic_lr or config.optim.lr
+    def start_actor(self) -> None:
+        """The policy, with adapters if there is the section `lora`. By default it generates, too."""
+        has_critic = self.config.rl.preset.has_critic
+        warmup = self.config.rl.critic_warmup if has_critic else 0
+        spec = self._trained_spec(warmup) if self.is_training else self._spec(optim=None)
+        self.actor = self._start("actor", self.config.groups.actor, spec)
+
+    def start_critic(self, lr: float | None = None) -> None:
+        """The value model of a training: the policy at the start with a new head. `lr`: by default the actor's."""
+        if self.is_training:
+            config = self.config
             model = config.model.model_copy(update={"type": "value_model"})
-            optim = config.optim.model_copy(update={"lr": lr})
+            optim = config.optim.model_copy(update={"lr": lr or config.optim.lr})
             spec = self._trained_spec(0, model=model, optim=optim)
-            self.critic = self._start("critic", groups.critic, spec)
-        frozen = self._spec(optim=None, lora=None)
-        if config.rl.kl_coef and (groups.reference is not None or config.lora is None):
-            group = groups.reference or Group(parallel=groups.actor.parallel)
-            self.reference = self._start("reference", group, frozen)
-        if groups.rollout is not None:
-            self.sampler = self._start("rollout", groups.rollout, frozen)
+            self.critic = self._start("critic", config.groups.critic, spec)
+
+    def start_copy(self, role: Literal["reference", "rollout"]) -> None:
+        """A frozen copy of the policy at the start, for a training: the reference, or the sampler of `groups.rollout`.
+
+        With LoRA the reference is the actor without its adapters, unless there is `groups.reference`.
+        """
+        group = getattr(self.config.groups, role)
+        if role == "reference" and group is None and self.config.lora is None:
+            group = Group(parallel=self.config.groups.actor.parallel)
+        if self.is_training and group is not None:
+            setattr(self, role, self._start(role, group, self._spec(optim=None, lora=None)))
+
+    def start_reward_model(self, path: str) -> None:
+        """A value model whose score at the last token is a reward."""
+        changes = {"type": "value_model", "path": path, "config": {}}
+        model = self.config.model.model_copy(update=changes)
+        spec = self._spec(model=model, optim=None, lora=None)
+        self.reward = self._start("reward", self.config.groups.reward, spec)
 
     def _spec(self, **changes: Any) -> WorkerSpec:
         return WorkerSpec.from_config(
@@ -136,6 +145,26 @@ class ModelGroups:
 
     def close(self) -> None:
         self._started.close()
+
+    # ---- What the models say of a batch, per token and on the CPU --------------------------------------------------
+
+    def log_probs(self, batch: PackedBatch) -> Tensor:
+        """Of the labels, by the actor, at the temperature of the sampling."""
+        return self._log_probs(self.actor, batch)
+
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor:
+        if self.reference is None:
+            return self._log_probs(self.actor, batch, adapters=False)
+        return self._log_probs(self.reference, batch)
+
+    def _log_probs(self, group: WorkerGroup, batch: PackedBatch, adapters: bool = True) -> Tensor:
+        return group.infer(
+            batch,
+            ["log_probs"],
+            budget=self.config.budget,
+            temperature=self.config.generation.temperature,
+            adapters=adapters,
+        )["log_probs"].float()
 
     # ---- What an Engine calls -------------------------------------------------------------------------------------
 
@@ -215,10 +244,8 @@ class RewardModel:
         """A score for each sample: of the tokens that were drawn, which are not tokenized again."""
         if not samples:
             return []
-        sequences = []
-        for sample in samples:
-            sequences.append(with_completion(prompts[sample.prompt].batch, None, sample.tokens))
-        batch = PackedBatch.concat(sequences)
+        pairs = [(prompts[sample.prompt].batch, sample.tokens) for sample in samples]
+        batch = PackedBatch.concat([with_completion(one, None, tokens) for one, tokens in pairs])
         values_T = self.group.infer(batch, ["values"], budget=self.budget)["values"]
         scores: list[float] = last_token_scores(values_T, batch).tolist()
         return scores

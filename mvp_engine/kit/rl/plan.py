@@ -23,7 +23,6 @@ from mvp_engine.kit.plan.planner import Planner
 from mvp_engine.kit.plan.step import BANDWIDTH_EFFICIENCY, DYNAMIC, REST
 from mvp_engine.kit.rl.prompts import Prompt, prompt_loader
 from mvp_engine.kit.rl.rollout import Sample, rollout_batch
-from mvp_engine.kit.rl.settings import ALGORITHMS
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")
@@ -134,7 +133,7 @@ class RLPlanner(Planner):
         """With a critic on the same ranks; the KV cache in place of activations, where it is larger."""
         memory = dict(memory)
         critic = config.groups.critic
-        if ALGORITHMS[config.rl.algorithm].has_critic and critic.shares_actor:
+        if config.rl.preset.has_critic and critic.shares_actor:
             memory["critic"] = sum(memory[name] for name in STATIC)
         if config.generation.backend != "packed":
             return memory
@@ -150,7 +149,7 @@ class RLPlanner(Planner):
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
         more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl_coef else 1)}
-        if ALGORITHMS[config.rl.algorithm].has_critic and config.groups.critic.shares_actor:
+        if config.rl.preset.has_critic and config.groups.critic.shares_actor:
             more["critic"] = forward + update + optimizer
         if config.generation.backend == "packed" and config.groups.rollout is None:
             more["generation"] = self._generation_seconds(config, gpus)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import per_token, sequence_sums
-from mvp_engine.kit.rl.settings import Algorithm
+from mvp_engine.kit.rl.settings import Algorithm, RLConfig
 
 Estimator = Literal["k1", "k2", "k3"]
 Norm = Literal["token", "sequence", "constant"]
@@ -55,16 +55,16 @@ def kl_penalty(log_probs_T: Tensor, reference_T: Tensor, estimator: Estimator) -
     raise UserError(f"KL estimator {estimator!r} is none of k1, k2, k3")
 
 
+def old_log_probs(batch: PackedBatch) -> Tensor:
+    """Of the policy before the step: by the actor where it has computed them, else by the sampler."""
+    return batch.token_fields.get("old_log_probs", batch.token_fields["sampler_log_probs"])
+
+
 # ---- Groups of samples of one prompt --------------------------------------------------------------------------------
 
 
 def group_advantages(
-    rewards_S: Tensor,
-    groups_S: Tensor,
-    *,
-    std: bool = True,
-    leave_one_out: bool = False,
-    epsilon: float = EPSILON,
+    rewards_S: Tensor, groups_S: Tensor, *, std: bool = True, leave_one_out: bool = False
 ) -> Tensor:
     """Each sample's reward minus the mean of its group: the samples with the same number in `groups_S`.
 
@@ -83,7 +83,7 @@ def group_advantages(
         advantages_S = advantages_S * size_S / others_S
     if std:
         squares_S = zeros.index_add(0, group_S, difference_S.square())[group_S]
-        advantages_S = advantages_S / ((squares_S / others_S).sqrt() + epsilon)
+        advantages_S = advantages_S / ((squares_S / others_S).sqrt() + EPSILON)
     # Equal rewards differ from their mean by rounding, which `std` would scale up to 1.
     return torch.where(has_signal(rewards, groups_S), advantages_S, 0.0).float()
 
@@ -153,16 +153,21 @@ def token_rewards(
     return actions.on_tokens(rewards_A, batch)
 
 
-def whiten(values_T: Tensor, batch: PackedBatch, *, shift_mean: bool = True) -> Tensor:
+def sums_of_actions(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """(S,) float64: the sum of the values at the actions of each sequence."""
+    actions = Actions.of(batch)
+    sequence_A = torch.arange(batch.num_sequences).repeat_interleave(actions.counts)
+    zeros = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    return zeros.index_add(0, sequence_A, values_T.double()[actions.tokens])
+
+
+def whiten(values_T: Tensor, batch: PackedBatch) -> Tensor:
     """Values with a mean of 0 and a variance of 1 over all actions of the batch."""
     actions = Actions.of(batch)
     values_A = values_T.double()[actions.tokens]
     mean = values_A.mean()
     variance = (values_A - mean).square().sum() / max(1, len(values_A) - 1)
-    whitened_A = (values_A - mean) / (variance + 1e-8).sqrt()
-    if not shift_mean:
-        whitened_A = whitened_A + mean
-    return actions.on_tokens(whitened_A, batch)
+    return actions.on_tokens((values_A - mean) / (variance + 1e-8).sqrt(), batch)
 
 
 def reinforce_pp(rewards_T: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
@@ -208,7 +213,7 @@ def advantage_fields(
     """
     if algorithm.advantages in ("group", "leave_one_out"):
         if kl_T is not None:
-            rewards_S = rewards_S.double() - kl * _sums(kl_T, batch)
+            rewards_S = rewards_S.double() - kl * sums_of_actions(kl_T, batch)
         leave_one_out = algorithm.advantages == "leave_one_out"
         advantages_S = group_advantages(
             rewards_S, groups_S, std=algorithm.std, leave_one_out=leave_one_out
@@ -224,14 +229,69 @@ def advantage_fields(
     return {"advantages": advantages_T, "returns": returns_T, "old_values": values_T.float()}
 
 
-def _sums(values_T: Tensor, batch: PackedBatch) -> Tensor:
-    actions = Actions.of(batch)
-    sequence_A = torch.arange(batch.num_sequences).repeat_interleave(actions.counts)
-    zeros = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    return zeros.index_add(0, sequence_A, values_T.double()[actions.tokens])
-
-
 # ---- Losses -------------------------------------------------------------------------------------------------------
+
+
+def probability_ratios(
+    log_probs_T: Tensor, old_T: Tensor, batch: PackedBatch, *, of_sequence: bool = False
+) -> Tensor:
+    """p / p_old of each token; `of_sequence`: its geometric mean over the sequence (GSPO)."""
+    log_ratio_T = log_probs_T - old_T
+    if of_sequence:
+        has_loss_T = batch.labels != IGNORE
+        sums_S = sequence_sums(torch.where(has_loss_T, log_ratio_T.detach(), 0.0), batch)
+        mean_S = sums_S / sequence_sums(has_loss_T, batch).clamp(min=1)
+        # The sequence's value with each token's own gradient, so that advantages may differ by token.
+        log_ratio_T = per_token(mean_S, batch) + log_probs_T - log_probs_T.detach()
+    return clamp_log_ratio(log_ratio_T).exp()
+
+
+def dual_clipped(loss_T: Tensor, advantages_T: Tensor, ratio: float | None) -> Tensor:
+    """The loss with this largest ratio that counts where the advantage is negative; None: no such limit."""
+    if ratio is None:
+        return loss_T
+    largest_T = -advantages_T * ratio
+    return torch.where((advantages_T < 0) & (loss_T > largest_T), largest_T, loss_T)
+
+
+def importance_weights(old_T: Tensor, sampler_T: Tensor, cap: float) -> Tensor:
+    """min(cap, p_old / p_sampler) of each token: corrects for a sampler that is not the trainer."""
+    return clamp_log_ratio(old_T - sampler_T).exp().clamp(max=cap)
+
+
+def normed(
+    loss_T: Tensor, batch: PackedBatch, norm: Norm, length: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss summed over the tokens with a label, and its weight.
+
+    token: the mean over tokens. sequence: the mean over sequences of the mean over a sequence's tokens. constant: the
+    sum over tokens, divided by the number of sequences times `length`.
+    """
+    loss_T = torch.where(batch.labels != IGNORE, loss_T, 0.0)
+    if norm == "token":
+        return loss_T.sum(), batch.num_loss_tokens
+    tokens_S = sequence_sums(batch.labels != IGNORE, batch)
+    sequences = (tokens_S > 0).sum()
+    if norm == "constant":
+        assert length is not None
+        return loss_T.sum() / length, sequences
+    return (sequence_sums(loss_T, batch) / tokens_S.clamp(min=1)).sum(), sequences
+
+
+def log_tokens(log: Log, batch: PackedBatch, **values: Tensor) -> None:
+    """Log the mean of each value over the tokens with a label."""
+    has_loss_T = batch.labels != IGNORE
+    for name, values_T in values.items():
+        log(name, torch.where(has_loss_T, values_T.detach(), 0.0).sum(), has_loss_T.sum())
+
+
+def log_distances(log: Log, batch: PackedBatch, log_probs_T: Tensor, old_T: Tensor) -> None:
+    """Log `approx_kl`, of the policy from the old one, and `gap`, of the trainer before the step from the sampler."""
+    log_probs_T = log_probs_T.detach()
+    log_tokens(log, batch, approx_kl=kl_penalty(old_T, log_probs_T, "k3"))
+    if "sampler_log_probs" in batch.token_fields:
+        trainer_T = batch.token_fields.get("old_log_probs", log_probs_T)
+        log_tokens(log, batch, gap=(trainer_T - batch.token_fields["sampler_log_probs"]).abs())
 
 
 @dataclass(frozen=True)
@@ -251,133 +311,91 @@ class PolicyLoss:
     kl: float = 0.0  # the weight of the KL divergence from the reference
     kl_estimator: Estimator = "k3"
     entropy: float = 0.0  # the weight of the entropy bonus
-    # token: the mean over tokens. sequence: the mean over sequences of the mean over a sequence's tokens.
-    # constant: the sum over tokens, divided by the number of sequences times `length`.
-    norm: Norm = "token"
+    norm: Norm = "token"  # see `normed`
     length: float | None = None
     temperature: float = 1.0
     # The largest weight exp(old - sampler) of a token, which corrects for a sampler that is not the trainer.
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        low, high = self.clip
-        self._check(
-            "clip", 0 <= low <= 1 and high >= 0, "(low, high) with 0 <= low <= 1, high >= 0"
-        )
-        above = self.dual_clip is None or self.dual_clip > 1 + high
-        self._check("dual_clip", above, f"above the clip range's end {1 + high}, or None")
-        self._check("dual_clip", self.dual_clip is None or not self.cispo, "None with cispo")
-        self._check("ratio", self.ratio in ("token", "sequence"), "token or sequence")
-        self._check("kl_estimator", self.kl_estimator in ("k1", "k2", "k3"), "k1, k2 or k3")
-        self._check(
-            "norm", self.norm in ("token", "sequence", "constant"), "token, sequence or constant"
-        )
+        (low, high), dual, cap = self.clip, self.dual_clip, self.importance_cap
+        above = f"above the clip range's end {1 + high}, or None"
         has_length = self.length is not None and self.length > 0
-        self._check(
-            "length",
-            has_length == (self.norm == "constant"),
-            "set, above 0, with norm=constant alone",
-        )
-        self._check("temperature", self.temperature > 0, "above 0")
-        is_cap = self.importance_cap is None or self.importance_cap > 0
-        self._check("importance_cap", is_cap, "above 0, or None")
-        self._check("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler")
-        both = self.ratio_to == "sampler" and self.importance_cap is not None
-        self._check(
-            "importance_cap", not both, "None with ratio_to=sampler, which corrects already"
-        )
+        of_old = "None with ratio_to=sampler, which corrects already"
+        for name, is_valid, wanted in (
+            ("clip", 0 <= low <= 1 and high >= 0, "(low, high) with 0 <= low <= 1, high >= 0"),
+            ("dual_clip", dual is None or dual > 1 + high, above),
+            ("dual_clip", dual is None or not self.cispo, "None with cispo"),
+            ("ratio", self.ratio in ("token", "sequence"), "token or sequence"),
+            ("kl_estimator", self.kl_estimator in ("k1", "k2", "k3"), "k1, k2 or k3"),
+            ("norm", self.norm in get_args(Norm), "token, sequence or constant"),
+            ("length", has_length == (self.norm == "constant"), "set, with norm=constant alone"),
+            ("temperature", self.temperature > 0, "above 0"),
+            ("importance_cap", cap is None or cap > 0, "above 0, or None"),
+            ("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler"),
+            ("importance_cap", cap is None or self.ratio_to == "old", of_old),
+        ):
+            if not is_valid:
+                raise UserError(f"PolicyLoss: {name}={getattr(self, name)} must be {wanted}")
 
-    def _check(self, name: str, is_valid: bool, wanted: str) -> None:
-        if not is_valid:
-            raise UserError(f"PolicyLoss: {name}={getattr(self, name)} must be {wanted}")
+    @classmethod
+    def of(cls, config: RLConfig, ratio_to: Literal["old", "sampler"] = "old") -> PolicyLoss:
+        """The loss of a config: the options of its algorithm, and those that the section `rl` replaces."""
+        rl = config.rl
+        options = dict(rl.preset.loss, clip=rl.clip_range, norm=rl.loss_norm)
+        if rl.loss_norm == "constant":
+            options["length"] = float(config.generation.max_new_tokens)
+        if rl.kl_coef and not rl.preset.kl_in_reward:
+            options["kl"] = rl.kl_coef
+        return cls(
+            **options,
+            dual_clip=rl.dual_clip,
+            ratio_to=ratio_to,
+            entropy=rl.entropy,
+            temperature=config.generation.temperature,
+            importance_cap=rl.max_importance if ratio_to == "old" else None,
+        )
 
     def __call__(self, model: nn.Module, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]:
         """`(loss_sum, weight)` of a micro-batch; `log(name, sum, weight)` gets the metrics."""
         fields = batch.token_fields
         # At temperature 1, too: placeholders of media, which are never sampled, have no probability then.
         outputs = model(batch, ["log_probs", "label_entropy"], temperature=self.temperature)
-        log_probs_T = outputs["log_probs"]
+        log_probs_T, entropy_T = outputs["log_probs"], outputs["label_entropy"]
         # The policy before the step; with ratio_to=sampler, that of this optimizer step.
-        trainer_T = fields.get("old_log_probs", log_probs_T.detach())
-        old_T = trainer_T
+        old_T = fields.get("old_log_probs", log_probs_T.detach())
         if self.ratio_to == "sampler":
-            old_T = self._field(batch, "sampler_log_probs")
-        has_loss_T = batch.labels != IGNORE
-        tokens = has_loss_T.sum()
-
-        def log_mean(name: str, values_T: Tensor) -> None:
-            log(name, torch.where(has_loss_T, values_T.detach(), 0.0).sum(), tokens)
-
-        ratio_T = self._ratios(log_probs_T, old_T, batch)
-        loss_T, is_clipped_T = self._surrogate(ratio_T, log_probs_T, fields["advantages"])
-        log_mean("ratio", ratio_T)
-        log_mean("clip_fraction", is_clipped_T.float())
-        log_mean("approx_kl", kl_penalty(old_T, log_probs_T.detach(), "k3"))
-        log_mean("entropy", outputs["label_entropy"])
-        if "sampler_log_probs" in fields:
-            log_mean("gap", (trainer_T - fields["sampler_log_probs"]).abs())
+            old_T = self._field(batch, "sampler_log_probs", "ratio_to")
+        of_sequence = self.ratio == "sequence"
+        ratio_T = probability_ratios(log_probs_T, old_T, batch, of_sequence=of_sequence)
+        advantages_T = fields["advantages"]
+        clipped_T = ratio_T.clamp(1 - self.clip[0], 1 + self.clip[1])
+        plain_T = -advantages_T * ratio_T
+        if self.cispo:
+            loss_T = -clipped_T.detach() * advantages_T * log_probs_T
+            is_clipped_T = clipped_T != ratio_T
+        else:
+            loss_T = torch.maximum(plain_T, -advantages_T * clipped_T)
+            loss_T = dual_clipped(loss_T, advantages_T, self.dual_clip)
+            is_clipped_T = loss_T != plain_T
+        log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
+        log_distances(log, batch, log_probs_T, old_T)
         if self.importance_cap is not None:
-            weight_T = clamp_log_ratio(old_T - self._field(batch, "sampler_log_probs")).exp()
-            loss_T = loss_T * weight_T.clamp(max=self.importance_cap)
+            sampler_T = self._field(batch, "sampler_log_probs", "importance_cap")
+            loss_T = loss_T * importance_weights(old_T, sampler_T, self.importance_cap)
         if self.kl or "reference_log_probs" in fields:
-            reference_T = self._field(batch, "reference_log_probs")
+            reference_T = self._field(batch, "reference_log_probs", "kl")
             kl_T = kl_penalty(log_probs_T, reference_T, self.kl_estimator)
-            log_mean("kl", kl_T)
+            log_tokens(log, batch, kl=kl_T)
             loss_T = loss_T + self.kl * kl_T
         if self.entropy:
-            loss_T = loss_T - self.entropy * outputs["label_entropy"]
-        return self._normed(torch.where(has_loss_T, loss_T, 0.0), batch)
+            loss_T = loss_T - self.entropy * entropy_T
+        return normed(loss_T, batch, self.norm, self.length)
 
-    # ---- Inside -------------------------------------------------------------------------------------------
-
-    def _ratios(self, log_probs_T: Tensor, old_T: Tensor, batch: PackedBatch) -> Tensor:
-        log_ratio_T = log_probs_T - old_T
-        if self.ratio == "sequence":
-            has_loss_T = batch.labels != IGNORE
-            sums_S = sequence_sums(torch.where(has_loss_T, log_ratio_T.detach(), 0.0), batch)
-            mean_S = sums_S / sequence_sums(has_loss_T, batch).clamp(min=1)
-            # The sequence's value with each token's own gradient, so that advantages may differ by token.
-            log_ratio_T = per_token(mean_S, batch) + log_probs_T - log_probs_T.detach()
-        return clamp_log_ratio(log_ratio_T).exp()
-
-    def _surrogate(
-        self, ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of each token, and where the clipping takes its gradient (of cispo: bounds its weight)."""
-        low, high = self.clip
-        clipped_T = ratio_T.clamp(1 - low, 1 + high)
-        if self.cispo:
-            return -clipped_T.detach() * advantages_T * log_probs_T, clipped_T != ratio_T
-        plain_T = -advantages_T * ratio_T
-        bounded_T = -advantages_T * clipped_T
-        loss_T = torch.maximum(plain_T, bounded_T)
-        is_clipped_T = bounded_T > plain_T
-        if self.dual_clip is not None:
-            largest_T = -advantages_T * self.dual_clip
-            is_over_T = (advantages_T < 0) & (loss_T > largest_T)
-            loss_T = torch.where(is_over_T, largest_T, loss_T)
-            is_clipped_T = is_clipped_T | is_over_T
-        return loss_T, is_clipped_T
-
-    def _normed(self, loss_T: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        if self.norm == "token":
-            return loss_T.sum(), batch.num_loss_tokens
-        tokens_S = sequence_sums(batch.labels != IGNORE, batch)
-        sequences = (tokens_S > 0).sum()
-        if self.norm == "constant":
-            assert self.length is not None
-            return loss_T.sum() / self.length, sequences
-        return (sequence_sums(loss_T, batch) / tokens_S.clamp(min=1)).sum(), sequences
-
-    def _field(self, batch: PackedBatch, name: str) -> Tensor:
+    def _field(self, batch: PackedBatch, name: str, option: str) -> Tensor:
         if name not in batch.token_fields:
-            option = "kl" if name == "reference_log_probs" else "importance_cap"
-            if self.ratio_to == "sampler" and option != "kl":
-                option = "ratio_to"
-            value = getattr(self, option)
-            raise UserError(
-                f"PolicyLoss: {option}={value} needs the token field {name} in the batch"
-            )
+            needed = f"{option}={getattr(self, option)} needs the token field {name} in the batch"
+            raise UserError(f"PolicyLoss: {needed}")
         return batch.token_fields[name]
 
 

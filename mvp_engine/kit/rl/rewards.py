@@ -1,7 +1,7 @@
 """Rewards of completions: a plain Python function of the raw row and the answer, checked and isolated.
 
-A reward that raises, hangs, returns NaN or kills its process fails alone: it is named with its row, and `on_error` says
-what happens to the completion. The order of completions is kept, and random numbers do not depend on the workers.
+A reward that raises, hangs, returns NaN or kills its process fails alone: it is named with its row, and the
+completion is left out. The order of completions is kept, and random numbers do not depend on the workers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Rewards:
     """Computes the rewards of samples with `compute(row, answer)`, in `settings.workers` processes.
 
     `compute` returns a number, or several by name: their sum is the reward. `model` scores all samples of a step, and
-    `settings.model_weight` times its score is added. One of both may be None.
+    its score is added. One of both may be None.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Rewards:
         if not math.isfinite(score):
             return Outcome(error=f"the reward model's score is {score}")
         value, parts = outcome.value
-        total = value + self.settings.model_weight * score
+        total = value + score
         return Outcome((total, {**parts, "model": score}))
 
     def answer(self, sample: Sample) -> Answer:
@@ -165,7 +165,7 @@ class Rewards:
 
     def _reward(self, outcome: Outcome) -> Reward:
         if outcome.error is not None:
-            return Reward(0.0 if self.settings.on_error == "zero" else None, error=outcome.error)
+            return Reward(None, error=outcome.error)
         value, parts = outcome.value
         return Reward(value, parts)
 
@@ -178,8 +178,6 @@ class Rewards:
 
     def _check_failures(self, failed: list[str], computed: int, total: int) -> None:
         """Raise if a reward may not fail, or if too many of the `total` rewards of a step did."""
-        if self.settings.on_error == "raise":
-            raise RewardFailed(f"reward: {failed[0]}")
         share = self.settings.max_errors
         allowed = min(max(1, int(share * total)) if share else 0, total - 1)
         if len(failed) > allowed:
@@ -193,19 +191,14 @@ class Rewards:
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
     """Metrics of a step as (sum, weight): the mean reward, its parts, and the share of failed rewards."""
     found: dict[str, tuple[float, float]] = {}
-
-    def add(name: str, value: float) -> None:
-        total, weight = found.get(name, (0.0, 0.0))
-        found[name] = (total + value, weight + 1)
-
     for reward in rewards:
-        if reward.value is not None:
-            add("reward", reward.value)
-        for name, value in reward.parts.items():
-            add(f"reward_{name}", value)
-    for reward in rewards:
-        add("reward_errors", float(reward.error is not None))
-    return found
+        values = {} if reward.value is None else {"reward": reward.value}
+        values |= {f"reward_{name}": value for name, value in reward.parts.items()}
+        for name, value in values.items():
+            total, weight = found.get(name, (0.0, 0.0))
+            found[name] = (total + value, weight + 1)
+    failed = sum(reward.error is not None for reward in rewards)
+    return found | ({"reward_errors": (float(failed), float(len(rewards)))} if rewards else {})
 
 
 class _Checked:

@@ -133,19 +133,6 @@ def _sequence(prompt: Prompt, sample: Sample) -> PackedBatch:
     return batch
 
 
-def with_fields(batch: PackedBatch, fields: dict[str, Tensor]) -> PackedBatch:
-    """The batch with more token fields."""
-    return PackedBatch(
-        batch.input_ids,
-        batch.labels,
-        batch.position_ids,
-        batch.cu_seqlens,
-        {**batch.token_fields, **fields},
-        batch.sequence_fields,
-        batch.media,
-    )
-
-
 # The gap between sampler and trainer: how far their log-probs of the same tokens are apart, by modality.
 #
 # Policy gradients assume that there is none. A sampler with old weights, another precision, another temperature or

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.examples import media_files
+from mvp_engine.kit.rl.collector import Experience
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
@@ -49,21 +50,14 @@ class RolloutLog:
         records = read_rollouts(self.file)
         return any((one["step"], one["split"]) == (step, split) for one in records)
 
-    def write(
-        self,
-        step: int,
-        split: str,
-        prompts: Sequence[Prompt],
-        samples: Sequence[Sample],
-        rewards: Sequence[Reward],
-    ) -> None:
+    def write(self, step: int, split: str, made: Experience) -> None:
         """Append one record for each prompt, with all of its samples."""
         records: dict[int, Record] = {}
         most = max(self.prompts, EVAL_PROMPTS) if split == "eval" else self.prompts
-        for sample, reward in zip(samples, rewards, strict=True):
+        for sample, reward in zip(made.samples, made.rewards, strict=True):
             if sample.prompt >= most:
                 continue
-            prompt = prompts[sample.prompt]
+            prompt = made.prompts[sample.prompt]
             if sample.prompt not in records:
                 records[sample.prompt] = {
                     "step": step,
@@ -131,10 +125,7 @@ STYLE = """<style>
 </style>"""
 
 
-@dataclass(frozen=True)
-class RolloutText:
-    """One completion."""
-
+class RolloutText(NamedTuple):
     text: str
     reward: float | None  # None: it failed
     note: str = ""  # such as the step, or why the completion ended
@@ -269,8 +260,7 @@ def _over_steps(records: Sequence[Record]) -> list[PromptRollouts]:
         completions = []
         for record in [of_prompt[place] for place in places]:
             first = record["completions"][0]
-            completions.append(
-                RolloutText(first["text"], first["reward"], f"step {record['step']}")
-            )
+            note = f"step {record['step']}"
+            completions.append(RolloutText(first["text"], first["reward"], note))
         found.append(PromptRollouts(of_prompt[0]["prompt"], completions))
     return found

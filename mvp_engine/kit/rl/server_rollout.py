@@ -68,9 +68,8 @@ class ServerRollout(ABC):
         self.wait_seconds = wait_seconds
         self._lock = threading.Lock()
         self._gone: dict[Server, str] = {}  # servers that do not answer, and why
-        self._asked_at: dict[
-            Server, float
-        ] = {}  # monotonic time of the last question to one that is gone
+        # Monotonic time of the last question to one that is gone.
+        self._asked_at: dict[Server, float] = {}
         self._probed: set[Server] = set()
 
     @abstractmethod
@@ -252,6 +251,14 @@ class ServerRollout(ABC):
             )
         return Sample(index, tokens, log_probs, version, reason)
 
+    def choices(self, server: Server, answer: Any, how: Sampling) -> list[Any]:
+        """The completions of an answer, in the order of the samples."""
+        found = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(found) != how.samples:
+            what = f"{len(found)} of {how.samples} completions"
+            raise UserError(f"generation.urls: {server.url} returned {what}")
+        return found
+
     def check_prompt(self, server: Server, prompt: Prompt, ids: list[int] | None) -> None:
         """Whether the server's prompt, with expanded media, is the trainer's."""
         ours = prompt.batch.input_ids.tolist()
@@ -361,13 +368,8 @@ class OpenAIRollout(ServerRollout):
             stop_token_ids=list(how.stop),  # vLLM, SGLang; others write past it, which is cut off
             ignore_eos=True,
         )
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != how.samples:
-            raise UserError(
-                f"generation.urls: {server.url} returned {len(choices)} of {how.samples} completions"
-            )
         samples = []
-        for choice in choices:
+        for choice in self.choices(server, answer, how):
             self.check_prompt(server, prompt, choice.get("prompt_token_ids"))
             tokens = token_ids(server, choice)
             log_probs = token_log_probs(server, choice)
@@ -539,11 +541,8 @@ def _answer(where: str, status: int, text: str) -> Any:
             raise ServerRefused(f"{where}: the answer is not JSON: {text[:200]!r}", status)
         return answer
     reason = f"{where}: HTTP {status}: {_message(answer) or text[:500]}"
-    if status in (
-        502,
-        503,
-        504,
-    ):  # a proxy without its server; a server that starts, or whose engine died
+    # A proxy without its server; a server that starts, or whose engine died.
+    if status in (502, 503, 504):
         raise ServerGone(reason)
     raise ServerRefused(reason, status)
 

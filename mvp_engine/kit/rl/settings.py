@@ -19,7 +19,7 @@ from mvp_engine.config.schema import (
 )
 from mvp_engine.kit.settings import MLLMConfig, MLLMEval
 
-AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+AlgorithmName = Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Algorithm:
     # reinforce_pp: returns, whitened over the step. gae: with the values of a critic.
     advantages: Literal["group", "leave_one_out", "reinforce_pp", "gae"]
     std: bool = False  # divide by the standard deviation of a group's rewards
-    kl_in_reward: bool = (
-        False  # where a KL penalty belongs: inside of the rewards, or a term of the loss
-    )
+    kl_in_reward: bool = False  # a KL penalty belongs inside of the rewards, not into the loss
     loss: dict[str, Any] = field(default_factory=dict)  # options of PolicyLoss, as published
 
     @property
@@ -43,24 +41,19 @@ class Algorithm:
         return self.advantages in ("group", "leave_one_out")
 
 
+GSPO = {"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)}
+CISPO = {"norm": "token", "cispo": True, "clip": (1.0, 4.0)}  # no lower bound, and ratios up to 5
 ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
         Algorithm("grpo", "group", std=True, loss={"norm": "sequence"}),
+        Algorithm("dapo", "group", std=True, loss={"norm": "token", "clip": (0.2, 0.28)}),
         Algorithm("dr_grpo", "group", loss={"norm": "constant"}),
         Algorithm("rloo", "leave_one_out", kl_in_reward=True, loss={"norm": "constant"}),
         Algorithm("reinforce_pp", "reinforce_pp", kl_in_reward=True, loss={"norm": "token"}),
         Algorithm("ppo", "gae", kl_in_reward=True, loss={"norm": "token"}),
-        Algorithm(
-            "gspo",
-            "group",
-            std=True,
-            loss={"norm": "sequence", "ratio": "sequence", "clip": (3e-4, 4e-4)},
-        ),
-        # No lower bound, and ratios up to 5.
-        Algorithm(
-            "cispo", "group", std=True, loss={"norm": "token", "cispo": True, "clip": (1.0, 4.0)}
-        ),
+        Algorithm("gspo", "group", std=True, loss=GSPO),
+        Algorithm("cispo", "group", std=True, loss=CISPO),
     )
 }
 
@@ -77,16 +70,13 @@ class RL(Section):
     updates: Count = 1
     """Optimizer steps over the completions of one step, each on its share of the prompts."""
     clip: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
-    """By how much the probability ratio may fall and rise; null: the algorithm's own, [0.2, 0.2] of most, [3e-4, 4e-4]
-    of gspo, [1, 4] of cispo. [0.2, 0.28] is clip-higher."""
+    """By how much the probability ratio may fall and rise; null: the algorithm's own, [0.2, 0.2] of most, [0.2, 0.28]
+    (clip-higher) of dapo, [3e-4, 4e-4] of gspo, [1, 4] of cispo."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The largest ratio that counts where the advantage is negative, such as 3; null: no such limit."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp, rloo)."""
-    norm: Literal["token", "sequence", "constant"] | None = None
-    """What the policy loss is divided by; null: the algorithm's own."""
+    """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference. It is
+    estimated by k3 in the loss, by k1 in rewards (ppo, reinforce_pp, rloo)."""
     entropy: NonNegative = 0.0
     """Weight of the entropy bonus."""
     importance_cap: Positive | None = None
@@ -98,8 +88,6 @@ class RL(Section):
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
     """Prompts whose completions all have the same reward are replaced by new prompts, in at most so many more rounds
     of generation; 0: they stay, and give no gradient."""
-    gamma: Fraction = 1.0
-    """Discount per token; of ppo and reinforce_pp."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalized advantage estimation (GAE); of ppo."""
     value_clip: Positive | None = 0.2
@@ -108,6 +96,22 @@ class RL(Section):
     """The critic's learning rate; null: optim.lr."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which the critic alone is trained."""
+
+    @property
+    def preset(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """By how much the probability ratio may fall and rise."""
+        low, high = self.clip or self.preset.loss.get("clip", (0.2, 0.2))
+        return low, high
+
+    @property
+    def loss_norm(self) -> Literal["token", "sequence", "constant"]:
+        """What the policy loss is divided by."""
+        norm: Literal["token", "sequence", "constant"] = self.preset.loss["norm"]
+        return norm
 
     @property
     def max_importance(self) -> float | None:
@@ -159,40 +163,26 @@ class RewardSettings(Section):
 
     timeout: Positive = 30.0
     """Seconds after which a reward counts as failed."""
-    on_error: Literal["drop", "zero", "raise"] = "drop"
-    """What happens to a completion whose reward failed: it is left out, gets 0, or ends the run."""
     max_errors: Fraction = 0.05
-    """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run."""
+    """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run. A
+    completion whose reward failed is left out."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that compute rewards; 0: the controller itself, without a time-out."""
     model: str | None = None
     """The folder of a reward model of the policy's family, whose score is added to the reward."""
-    model_weight: float = 1.0
-    """What the score of the reward model is multiplied by."""
 
 
 class RLEval(MLLMEval):
     """Completions of held-out prompts in every evaluation."""
 
     samples: Count = 1
-    """Completions of each prompt; more than 1 give pass@k for k up to this number."""
-    temperature: NonNegative = 0.0
-    """0: greedy decoding, for samples: 1."""
-    pass_threshold: float = 1.0
-    """The reward from which a completion counts as right, for pass@k."""
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> RLEval:
-        if self.samples > 1 and not self.temperature:
-            raise ValueError("samples > 1 would all be the same: set eval.temperature, to 1")
-        return self
+    """Completions of each prompt. 1: by greedy decoding; more, at generation.temperature, give pass@k for k up to this
+    number, where a reward of 1 or more counts as right."""
 
 
 class Workers(Section):
     where: Literal["local", "spawn", "ray"] = "local"
     """local: the models are in the controller's process; spawn: in processes of this machine; ray: in Ray actors."""
-    restarts: Annotated[int, Field(ge=0)] = 2
-    """How often a training starts its processes again, from the newest checkpoint, after one of them died."""
 
 
 class Group(Section):
@@ -212,16 +202,13 @@ class Group(Section):
         """Raise if the sizes of `parallel` do not multiply to the ranks of this group."""
         owner = "actor" if self.shares_actor else name
         ranks = actor_ranks if self.ranks is None else self.ranks
-        sizes = self.parallel.model_dump(exclude={"replicate", "expert", "reshard"})
-        replicas = self.parallel.replicate
-        each = math.prod(sizes.values()) * max(1, replicas)
-        if ranks % each or (replicas != -1 and ranks != each):
+        sizes = self.parallel.model_dump(exclude={"expert", "reshard"})
+        each = math.prod(sizes.values())
+        if ranks % each:
             keys = [f"{key}={size}" for key, size in sizes.items() if size > 1]
-            keys += [f"replicate={replicas}"] if replicas > 1 else []
             raise ValueError(
-                f"groups.{name}.parallel ({', '.join(keys) or 'replicate=1'}) does not multiply to "
-                f"groups.{owner}.ranks={ranks}: set groups.{owner}.ranks={each * max(1, ranks // each)}, or change "
-                "the sizes"
+                f"groups.{name}.parallel ({', '.join(keys)}) does not divide groups.{owner}.ranks={ranks}: set "
+                f"groups.{owner}.ranks={each * max(1, ranks // each)}, or change the sizes"
             )
 
 
@@ -275,16 +262,9 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _algorithm_fits(self) -> RLConfig:
         rl = self.rl
-        needs_groups = ("grpo", "dr_grpo", "rloo", "gspo", "cispo")
-        if rl.algorithm in needs_groups and rl.num_generations == 1:
+        if rl.preset.has_groups and rl.num_generations == 1:
             raise ValueError(
                 f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.num_generations to 2 or more"
-            )
-        in_rewards = ("rloo", "reinforce_pp", "ppo")
-        if rl.kl_coef and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
-            raise ValueError(
-                f"rl.kl_estimator=k1: {rl.algorithm} has the KL divergence in its loss, where the gradient of k1 is 0 "
-                "in expectation. Set k2 or k3"
             )
         if rl.updates > rl.prompts_per_step:
             raise ValueError(
@@ -299,7 +279,7 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _no_keys_of_sft(self) -> RLConfig:
         sizes = self.parallel.model_dump(
-            include={"replicate", "shard", "context", "ulysses", "tensor", "pipeline", "expert"}
+            include={"shard", "context", "ulysses", "tensor", "pipeline", "expert"}
         )
         if max(sizes.values()) > 1:
             raise ValueError(

@@ -107,11 +107,7 @@ class VLLMRollout(ServerRollout):
         }
         answer = self._generate(server, prompt, parameters)
         self.check_prompt(server, prompt, answer.get("prompt_token_ids"))
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != how.samples:
-            raise UserError(
-                f"generation.urls: {server.url} returned {len(choices)} of {how.samples} completions"
-            )
+        choices = self.choices(server, answer, how)
         return [self._sample(server, index, choice, how) for choice in choices]
 
     def biased_log_prob(self, server: Server, prompt: Prompt, token: int) -> float:

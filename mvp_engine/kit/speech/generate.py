@@ -31,7 +31,7 @@ from mvp_engine.hf.weights.export import WholeFolder
 from mvp_engine.hf.weights.load import load
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file
-from mvp_engine.kit.generation import Prompt
+from mvp_engine.kit.generation import Answer, Completions
 from mvp_engine.kit.speech.codec import Codec
 from mvp_engine.kit.speech.csm import CsmModel, CsmPasses
 from mvp_engine.kit.speech.omni_model import VOCODER, OmniModel
@@ -507,7 +507,7 @@ def speak(
             max_frames=settings.max_frames,
             do_sample=settings.temperature > 0,
             temperature=settings.temperature or 1.0,
-            repetition_penalty=settings.repetition_penalty,
+            repetition_penalty=1.05 if settings.temperature else 1.0,
         )
     sounds = []
     for spoken, name in zip(found, names, strict=True):
@@ -519,16 +519,14 @@ def speak(
 
 
 def speak_completions(
-    model: Any,
-    completions: Sequence[tuple[Prompt, list[int]]],
-    player: Player,
-    protocol: SpeechProtocol,
-    settings: SpeechGeneration,
+    model: Any, completions: Completions, player: Player, settings: SpeechGeneration
 ) -> list[Sound]:
     """The sounds of the completions of rows, each by the speaker of the row's own last sound, if it has one.
 
     A completion without text has an empty sound that did not end.
     """
+    protocol = SpeechProtocol.for_config(model.whole.config)
+    assert protocol is not None, "a model that speaks"
     speakers = [_speaker(prompt.batch, protocol) for prompt, _ in completions]
     nothing = torch.zeros(0, protocol.books, dtype=torch.long)
     silence = Sound(nothing, np.zeros(0, np.float32), player.sampling_rate, ended=False)
@@ -554,3 +552,29 @@ def _speaker(prompt: PackedBatch, protocol: SpeechProtocol) -> str | None:
         return None
     rows = int(speech.row_counts[-1])
     return protocol.speaker_of(speech.values[-rows:], int(speech.fields[FRAME_COUNTS][-1]))
+
+
+@dataclass(frozen=True)
+class SpokenAnswer(Answer):
+    """An answer of an evaluation that the model may have spoken."""
+
+    speech: str = ""  # the file of the spoken answer
+    speaker: str | None = None
+    speech_ended: bool | None = None  # whether the model itself ended it
+
+    def media_files(self) -> list[bytes]:
+        file = Path(self.speech)
+        return [file.read_bytes()] if self.speech and file.is_file() else []
+
+
+def save_answers(
+    answers: Sequence[SpokenAnswer], sounds: Sequence[Sound], folder: Path
+) -> list[SpokenAnswer]:
+    """Write the sound of each answer as a WAV file into `folder`, and return the answers with these files."""
+    spoken = []
+    for answer, sound in zip(answers, sounds, strict=True):
+        file = folder / f"{answer.source}_{answer.sample}.wav"
+        sound.save(file)
+        answer = replace(answer, speech=str(file), speaker=sound.speaker)
+        spoken.append(replace(answer, speech_ended=sound.ended))
+    return spoken

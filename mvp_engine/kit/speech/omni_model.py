@@ -412,8 +412,8 @@ class OmniAdapter(HFAdapter):
 
     def balance_experts(self, settings: Experts, device: torch.device) -> NoReturn:
         raise _unsupported(
-            "experts.balance or experts.router_z_loss_coef",
-            "experts.balance=none and experts.router_z_loss_coef=0",
+            "the section experts",
+            "no section experts",
         )
 
 

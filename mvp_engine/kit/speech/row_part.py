@@ -66,8 +66,7 @@ class SpeechPart(RowPart):
         self.limits = limits
         self.store: CodeStore | None = None
         if settings.codec is not None:
-            rate = settings.min_rate
-            self.store = CodeStore(settings.codec, settings.books, cache, limits, min_rate=rate)
+            self.store = CodeStore(settings.codec, settings.books, cache, limits)
             self._check_codec(self.store)
 
     def _check_codec(self, store: CodeStore) -> None:
@@ -89,7 +88,7 @@ class SpeechPart(RowPart):
     def fingerprint(self) -> str:
         """What the cost of a row depends on."""
         codec = "" if self.store is None else self.store.fingerprint
-        return f"{self.settings.books} {self.settings.require} {self.settings.min_rate} {codec}"
+        return f"{self.settings.books} {self.settings.require} {codec}"
 
     @property
     def frame_rate(self) -> float | None:
@@ -332,7 +331,6 @@ def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechPart) 
         settings.books,
         cache,
         speech.limits,
-        min_rate=settings.min_rate,
         device=device,
     )
     made = MadeCodes()
@@ -445,14 +443,11 @@ class CodeStore:
         cache: Path,
         limits: Limits | None = None,
         *,
-        min_rate: int | None = None,
         device: str = "cpu",
     ) -> None:
-        """`min_rate`: sounds with a lower sampling rate are bad rows; None: half of the codec's."""
         self.spec = spec
         self.books = books
         self.limits = limits or Limits()
-        self.min_rate = min_rate
         self.device = device
         self.fingerprint = self.codec.fingerprint
         self.folder = cache / "codes" / _hash(self.fingerprint.encode()).hex()
@@ -523,12 +518,12 @@ class CodeStore:
     def waveform(self, part: Part, root: Path) -> np.ndarray:
         """The sound at the codec's sampling rate. Raises BadRow, also for a rate that is too low for the codec."""
         info = probe_now(part, self.limits, root)
-        lowest = self.codec.sampling_rate // 2 if self.min_rate is None else self.min_rate
+        lowest = self.codec.sampling_rate // 2
         if info.sampling_rate < lowest:
             raise BadRow(
                 "speech_rate",
                 f"a sound of {info.sampling_rate} Hz for a codec of {self.codec.sampling_rate} Hz would teach a "
-                f"muffled voice; at least {lowest} Hz are wanted (data.speech.min_rate)",
+                f"muffled voice; at least {lowest} Hz are needed",
             )
         return decode_audio(part, info, self.limits, root, self.codec.sampling_rate)
 

@@ -1,4 +1,4 @@
-"""The config of a SpeechEngine: the sections that speech adds to those of an MLLMEngine. It imports no torch."""
+"""The config of an engine of speech: sections that speech adds to those of an MLLMEngine. It imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from mvp_engine.config.schema import Count, NonNegative, Positive, Section
+from mvp_engine.config.schema import Count, NonNegative, Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, MLLMEval
@@ -26,8 +26,6 @@ class SpeechData(Section):
     """Codebooks that the model speaks; of a codec that has more, the first ones."""
     require: bool = False
     """Whether an assistant turn with loss and without a sound is a bad row; false: it is learnt as text alone."""
-    min_rate: Count | None = None
-    """The lowest sampling rate of sounds; others are bad rows. null: half of the codec's."""
 
 
 class SpeechMLLMData(MLLMData):
@@ -72,9 +70,7 @@ class SpeechGeneration(Section):
     max_frames: Count = 1024
     """The most frames of a sound."""
     temperature: NonNegative = 0.9
-    """Of the first code of a frame; 0: greedy."""
-    repetition_penalty: Positive = 1.05
-    """Codes of earlier frames are this much less likely."""
+    """Of the first code of a frame, with a repetition penalty of 1.05; 0: greedy, without one."""
 
 
 class SpeechEvalGeneration(EvalGeneration):
@@ -92,7 +88,7 @@ class SpeechEval(MLLMEval):
 
 
 class SpeechConfig(MLLMConfig):
-    """The config of a SpeechEngine."""
+    """The config of an MLLMEngine whose model also speaks."""
 
     data: SpeechMLLMData
     eval: SpeechEval
@@ -125,10 +121,11 @@ class SpeechConfig(MLLMConfig):
         if speaks and self.data.speech is None:
             raise UserError(
                 "model.type=omni_model: its talker learns from spoken answers. Set data.speech, or train the text "
-                "alone with model.type=language_model"
+                "alone with model.type=language_model and engine: sft"
             )
-        if not speaks and self.data.speech is not None:
+        if not speaks:
+            given = "" if self.data.speech is None else "data.speech: "
             raise UserError(
-                f"data.speech: model.type={self.model.type} has no talker that would learn spoken answers. Set "
-                "model.type=omni_model, or remove data.speech"
+                f"{given}model.type={self.model.type} has no talker that would learn spoken answers. Set "
+                "model.type=omni_model, or train the text alone, without data.speech, with engine: sft"
             )

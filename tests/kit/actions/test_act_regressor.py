@@ -49,7 +49,7 @@ def engine(tmp_path_factory):
     processor = make_qwen3_vl_processor(TEXTS, 300)
     processor.save_pretrained(folder / "processor")
     values = {
-        "engine": "mvp_engine.kit.actions.engine:ActionEngine",
+        "engine": "table_vla",
         "processor": str(folder / "processor"),
         "run_name": "regressor",
         "cpu_threads": 1,

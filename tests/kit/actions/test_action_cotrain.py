@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import user_error
+from conftest import recipe_step, user_error
 from PIL import Image
 from test_action_data import CHUNK, model_config
 from test_lerobot import color, write_folder
@@ -17,11 +18,9 @@ from transformers import Qwen3VLConfig
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.kit.actions.action_model import ActionModel
 from mvp_engine.kit.actions.kit import ActionDataKit
-from mvp_engine.kit.actions.policy import action_loss
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
-from mvp_engine.tools.skill_check import NoLog
 
 TEXTS = ["task 0\n", "task 1\n", "Which colour?\n", "dark red"]
 
@@ -75,7 +74,8 @@ def test_pi0_pack_holds_frames_and_answers_with_their_losses(tmp_path):
     assert [one.reason for one in kit.bad_rows()] == ["unsupported"]
     torch.manual_seed(0)
     model: Any = ActionModel.from_config(config)
-    loss, weight = action_loss(NoLog(), model, batch, 0.5)  # type: ignore[arg-type]
+    with_text = SimpleNamespace(actions=kit.actions)
+    loss, weight = recipe_step("table_vla", model=model, config=with_text, data=kit)(batch)
     loss.backward()
     assert torch.isfinite(loss)
     assert weight == fields["action_mask"].sum() + 0.5 * batch.num_loss_tokens

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from conftest import user_error
 
-from mvp_engine.kit.actions.engine import strip_image
 from mvp_engine.kit.actions.gym_env import GymEnv
-from mvp_engine.kit.actions.simulation import rollout, success_rate
+from mvp_engine.kit.actions.simulation import rollout, strip_image, success_rate
 
 STATE = "observation.state"
 CAMERA = "observation.images.top"

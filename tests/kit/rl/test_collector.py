@@ -14,7 +14,7 @@ from mvp_engine.engine.feed import Feed
 from mvp_engine.kit.rl.collector import Collector, Experience
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rewards import Reward
-from mvp_engine.kit.rl.rollout import Sample, rollout_batch, with_fields
+from mvp_engine.kit.rl.rollout import Sample, rollout_batch
 
 
 def prompt(key, *ids):
@@ -109,8 +109,6 @@ def test_rollout_batch_labels_and_log_probs_are_of_the_new_tokens_alone():
     assert batch.token_fields["sampler_log_probs"].tolist() == [-0.5, -0.25, 0.0, 0.0, -1.0, 0.0]
     assert batch.sequence_fields["group"].tolist() == [1, 0]
     assert prompts[0].batch.num_tokens == 2  # unchanged
-    more = with_fields(batch, {"advantages": torch.ones(6)})
-    assert set(more.token_fields) == {"sampler_log_probs", "advantages"}
 
 
 def test_collector_without_delay_samples_with_the_weights_of_the_step():

@@ -44,9 +44,7 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
     spec = WorkerSpec.of(str(folder), model={"type": "value_model"}, device="cpu")
     with WorkerGroup.start(spec, name="reward") as group:
         scores = RewardModel(group, budget=64)(prompts, samples)
-        rewards = Rewards(
-            lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0, model_weight=0.5)
-        )
+        rewards = Rewards(lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0))
         rewards.model = RewardModel(group, budget=64)
         found = rewards(prompts, samples)
     model: Any = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -55,7 +53,7 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
         with torch.no_grad():
             assert score == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-6)
         assert reward.parts == {"n": 2.0, "model": score}
-        assert reward.value == pytest.approx(2.0 + 0.5 * score)
+        assert reward.value == pytest.approx(2.0 + score)
 
 
 def test_rewards_without_a_function_are_the_scores_and_nan_is_named():

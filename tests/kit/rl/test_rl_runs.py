@@ -17,8 +17,7 @@ from tiny_vlm import TEXT
 
 from mvp_engine.distributed import world
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.kit.rl import rewards
-from mvp_engine.kit.rl.collector import Learner
+from mvp_engine.kit.rl import RLEngine, rewards
 from mvp_engine.kit.rl.rollout_log import read_rollouts
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, list_runs
@@ -95,7 +94,7 @@ def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(
 @pytest.mark.slow
 def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_path, capfd):
     config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
-    trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)
+    trained(config, "reward.max_errors=0", code=EXIT_USER_ERROR)
     error = capfd.readouterr().err
     assert "rows.jsonl:4 (source rows)" in error
     assert "AssertionError: no threes" in error
@@ -107,7 +106,7 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path):
     config = write_recipe(
         tmp_path, f"import random\nreturn random.random() + {LENGTH.removeprefix('return ')}"
     )
-    words = "checkpoint.interval=1 eval.steps=2 eval.samples=2 eval.temperature=1".split()
+    words = "checkpoint.interval=1 eval.steps=2 eval.samples=2".split()
     whole = trained(config, *words, "train.max_steps=4", "run_id=whole")
     trained(config, *words, "train.max_steps=2", "run_id=two")
     with open(tmp_path / "outputs" / "two" / "rollouts.jsonl", "a") as file:
@@ -137,14 +136,14 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path,
         tmp_path / "scorer"
     )
     tokenizer("qwen2_5").save_pretrained(tmp_path / "scorer")
-    words = ["reward.model_weight=2", "model.freeze=[*embed*]"]
-    folder = trained(config, f"reward.model={tmp_path / 'scorer'}", *words)
+    words = [f"reward.model={tmp_path / 'scorer'}", "model.freeze=[*embed*]"]
+    folder = trained(config, *words)
     part = RunFacts(Run(folder)).part_rows()[1]
     assert (part[0], part[4]) == ("llm", "0.001")
     assert part[1] != part[2]  # without the frozen embeddings
     assert model_checkpoint(folder).parts[-2:] == ("step_00000002", "actor")
     for record in records(folder):
-        assert record["reward"] == pytest.approx(2 * record["reward_model"])
+        assert record["reward"] == pytest.approx(record["reward_model"])
         assert record["grad_norm"] > 0
 
 
@@ -180,7 +179,7 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
 @pytest.mark.slow
 def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch):
     """See also tests/engine/test_hang.py."""
-    update = Learner.update
+    update = RLEngine.update
     warnings: list[str] = []
 
     def is_reported():
@@ -190,15 +189,15 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path, monkeypatch
         wait_until(is_reported)
         return update(self, *args)
 
-    monkeypatch.setattr(Learner, "update", slow)
+    monkeypatch.setattr(RLEngine, "update", slow)
     monkeypatch.setattr(
         world.LOGGER, "log", lambda level, text, *words: warnings.append(text % words)
     )
-    trained(write_recipe(tmp_path, LENGTH), "train.max_steps=1", "guard.hang_seconds=0.5")
+    trained(write_recipe(tmp_path, LENGTH), "train.max_steps=1", "parallel.timeout=1")
     [text] = [
         text
         for text in warnings
-        if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")
+        if text.startswith("update of step 1 takes longer than 0.5 s, half of parallel.timeout")
     ]
     assert "wait_until(is_reported)" in text
 

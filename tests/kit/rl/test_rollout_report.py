@@ -7,6 +7,7 @@ import pytest
 from tiny_vlm import made, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.kit import MLLMDataKit
+from mvp_engine.kit.rl import Experience
 from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rewards import Reward, reward_metrics
@@ -83,12 +84,12 @@ def rollouts(kit, step):
 def test_rollout_log_a_run_that_resumes_writes_no_step_twice(run, tmp_path):
     kit, prompts, log = run
     for step in (1, 2, 3):
-        log.write(step, "train", prompts, *rollouts(kit, step))
-    log.write(3, "eval", prompts, *rollouts(kit, 3))
+        log.write(step, "train", Experience(prompts, *rollouts(kit, step)))
+    log.write(3, "eval", Experience(prompts, *rollouts(kit, 3)))
     with open(log.file, "a") as file:
         file.write('{"step": 4, "spl')  # a kill
     log.rewind(2)
-    log.write(3, "train", prompts, *rollouts(kit, 3))
+    log.write(3, "train", Experience(prompts, *rollouts(kit, 3)))
     records = list(read_rollouts(log.file))
     assert [(one["step"], one["sample"]) for one in records] == [
         (1, 0),
@@ -116,7 +117,7 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run, tmp_path)
     metrics = []
     for step in (1, 2):
         for split in ("train", "eval"):
-            log.write(step, split, prompts, *rollouts(kit, step))
+            log.write(step, split, Experience(prompts, *rollouts(kit, step)))
             metrics.append(
                 {
                     "step": step,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from conftest import recipe_step
+
+from mvp_engine.kit.loss import TokenNormedLossKit
+from mvp_engine.kit.speech.settings import SpeechLoss
 
 IM_START, IM_END, SYSTEM, USER, ASSISTANT, NEWLINE = 1, 2, 3, 4, 5, 6
 TTS_PAD, TTS_BOS, TTS_EOS = 7, 8, 9
@@ -321,3 +326,15 @@ def batch_of(config, row, speaker=None):
     return PackedBatch.from_sequences(
         [ids], [torch.tensor(loss)], position_ids=[positions], media=media
     )
+
+
+def speech_step(model, settings=None, text=False, ctx=None):
+    """The step of recipes/qwen_omni on a model. `text=False`: the thinker is frozen, so speech alone has a loss."""
+    parts = {
+        "model": model,
+        "config": SimpleNamespace(speech_loss=settings or SpeechLoss()),
+        "trains_text": text,
+        "loss": TokenNormedLossKit(),
+        "data": SimpleNamespace(log_sources=lambda *_: None),
+    }
+    return recipe_step("qwen_omni", ctx, **parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from conftest import CAMPAIGN, user_error
 from families import parallel
 from folders import alone
+from omni_models import speech_step
 from sync_watch import MovedBatch, device_reads
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +24,6 @@ from mvp_engine.kit.plan.costs import BlockCosts, PlanSettings
 from mvp_engine.kit.plan.step import peak_memory
 from mvp_engine.kit.speech import OmniModel
 from mvp_engine.kit.speech import rows as speech_rows
-from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.generate import generate_codes
 from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
@@ -313,10 +312,8 @@ def test_mfu_and_estimate_of_csm_count_its_rows_of_speech():
 def gradients_of(layout, members):
     engine = OmniModelEngine(csm(), layout, Settings())
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit()
     batches = [PackedBatch.concat([rows()[member] for member in one]) for one in members]
-    engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
+    engine.train_batch(batches, speech_step(engine.model))
     return {
         name: full_tensor(param.grad)
         for name, param in engine.model.named_parameters()

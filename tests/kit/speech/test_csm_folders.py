@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from conftest import mvp, user_error
 from folders import alone, entries
+from omni_models import speech_step
 from run_files import printed_json
 from test_csm import BOOKS, batch_of, config, csm, rows, whole
 from tokenizers import Tokenizer
@@ -24,8 +24,7 @@ from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.speech import Player, speak
-from mvp_engine.kit.speech.engine import SpeechLossKit, trains_text
-from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.omni_model import OmniModelEngine, trains_text
 from mvp_engine.kit.speech.rows import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.kit.speech.settings import SpeechGeneration, SpeechMLLMData
 from mvp_engine.model_engine import ModelSource, Settings
@@ -40,10 +39,8 @@ def trained(folder, lora=None):
         lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
     assert not trains_text(engine.model)
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit()
     for _ in range(2):
-        engine.train_batch(rows(), lambda batch: loss(ctx, engine.model, batch))
+        engine.train_batch(rows(), speech_step(engine.model))
     return engine
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from omni_models import speech_step
 from test_omni_ranks import adamw, engine_on, micro_batch
 
 from mvp_engine.distributed import Layout, World
-from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.settings import SpeechLoss
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +19,6 @@ WAYS: list[dict[str, Any]] = [
     {"compile": "inductor", "activation_checkpointing": "selective"},
     {"compile": "inductor", "activation_checkpointing": "full"},
 ]
-CTX: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
 
 
 def layout(device):
@@ -30,9 +27,9 @@ def layout(device):
 
 def loss_and_norm(on, **how):
     engine = engine_on(on, adamw, **how)
-    kit = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit())
     batches = [micro_batch([2, 0]), micro_batch([1, 3])]
-    numbers = engine.train_batch(batches, lambda batch: kit(CTX, engine.model, batch))
+    forward_step = speech_step(engine.model, SpeechLoss(residual_weight=0.3), text=True)
+    numbers = engine.train_batch(batches, forward_step)
     return float(numbers.loss_sum / numbers.weight), float(numbers.grad_norm)
 
 
@@ -54,13 +51,13 @@ def test_step_of_an_omni_model_has_no_host_sync(compile, text, rows):
         precision="bf16",
         compile=compile,
     )
-    kit = SpeechLossKit(token_loss=TokenNormedLossKit() if text else None)
+    forward_step = speech_step(engine.model, text=text)
     batches = [micro_batch(members).pin_memory() for members in rows]
     for _ in range(3):  # allocate and compile
-        engine.train_batch(batches, lambda batch: kit(CTX, engine.model, batch))
+        engine.train_batch(batches, forward_step)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_batch(batches, lambda batch: kit(CTX, engine.model, batch))
+        engine.train_batch(batches, forward_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

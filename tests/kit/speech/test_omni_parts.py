@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from conftest import mvp, user_error
 from folders import alone, entries
-from omni_models import BOOKS, batch_of, omni_folder, qwen3_omni_settings, spoken_row
+from omni_models import BOOKS, batch_of, omni_folder, qwen3_omni_settings, speech_step, spoken_row
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.lora.lora_settings import Lora
@@ -18,8 +16,7 @@ from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.model.model_parts import parts_of, trained_parts
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.speech import OmniModel
-from mvp_engine.kit.speech.engine import SpeechLossKit, trains_text
-from mvp_engine.kit.speech.omni_model import OmniModelEngine
+from mvp_engine.kit.speech.omni_model import OmniModelEngine, trains_text
 from mvp_engine.model_engine import ModelSource, Settings
 
 
@@ -31,10 +28,8 @@ def speech_trained(folder, lora=None, freeze=()):
         lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
     batch = batch_of(read_config(folder, {}), spoken_row(seed=1))
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit()
     for _ in range(2):
-        engine.train_batch([batch], lambda one: loss(ctx, engine.model, one))
+        engine.train_batch([batch], speech_step(engine.model))
     return engine
 
 

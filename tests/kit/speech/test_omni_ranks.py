@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import CAMPAIGN
 from families import parallel
-from omni_models import batch_of, qwen3_omni_settings, spoken_row
+from omni_models import batch_of, qwen3_omni_settings, speech_step, spoken_row
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.omni_model import OmniModelEngine
 from mvp_engine.kit.speech.settings import SpeechLoss
 from mvp_engine.model_engine import ModelSource, Settings
@@ -62,9 +59,7 @@ def engine_on(layout, optimizer=None, **settings):
 
 def step(engine, batches, text=True):
     """Gradients after one step: of the mean over all target positions, text and speech."""
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit() if text else None)
-    engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
+    engine.train_batch(batches, speech_step(engine.model, SpeechLoss(residual_weight=0.3), text))
     params = engine.model.named_parameters()
     return {name: full_tensor(param.grad) for name, param in params if param.grad is not None}
 
@@ -154,13 +149,12 @@ def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2, case):
 
 def losses_of(engine, steps, ranks):
     """The loss sum and the weight of each step, on the rows of these ranks of two; rows depend on the step."""
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit())
+    forward_step = speech_step(engine.model, SpeechLoss(residual_weight=0.3), text=True)
     found = []
     for step in steps:
         rows = [[step % 4], [(step + 1) % 4, 0]]
         batches = [micro_batch(rows[rank]) for rank in ranks]
-        numbers = engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
+        numbers = engine.train_batch(batches, forward_step)
         found.append((float(numbers.loss_sum), float(numbers.weight)))
     return found
 

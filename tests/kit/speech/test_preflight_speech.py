@@ -115,7 +115,7 @@ def test_preflight_refuses_another_protocol_than_that_of_generate(monkeypatch):
         (lambda adapter: adapter.cut_stage(None, None), "parallel.pipeline > 1"),
         (
             lambda adapter: adapter.balance_experts(None, None),
-            "experts.balance or experts.router_z_loss_coef",
+            "the section experts",
         ),
     ],
 )

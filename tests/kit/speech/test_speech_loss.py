@@ -1,18 +1,13 @@
-"""SpeechLossKit: one sum and one weight of text and speech, and what is logged."""
+"""The loss of recipes/qwen_omni: one sum and one weight of text and speech, and what is logged."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from conftest import user_error
-from omni_models import batch_of, spoken_row
+from omni_models import batch_of, speech_step, spoken_row
 from test_talker import config, omni
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit.loss import TokenNormedLossKit
-from mvp_engine.kit.speech.engine import SpeechLossKit
 from mvp_engine.kit.speech.settings import SpeechLoss
 
 
@@ -38,22 +33,17 @@ def test_speech_loss_is_the_sum_and_the_weight_of_all_target_positions():
         outputs = omni()(batch, ["loss", "speech_loss"])
     text, (first, rest) = float(outputs["loss"]), outputs["speech_loss"].tolist()
     settings = SpeechLoss(weight=0.7, residual_weight=0.3)
-    for tokens in (TokenNormedLossKit(), None):
-        log: Any = Log()
+    for with_text in (True, False):
+        log = Log()
         with torch.no_grad():
-            loss, weight = SpeechLossKit(settings, tokens)(log, omni(), batch)
-        labels = int(batch.num_loss_tokens) if tokens else 0
+            loss, weight = speech_step(omni(), settings, with_text, log)(batch)
+        labels = int(batch.num_loss_tokens) if with_text else 0
         assert float(loss) == pytest.approx(
-            0.7 * (first + 0.3 * rest) + (text if tokens else 0), rel=1e-5
+            0.7 * (first + 0.3 * rest) + (text if with_text else 0), rel=1e-5
         )
         assert float(weight) == labels + sum(frames) + 2  # tokens, frames, ends of speech
         assert log.means["speech_first"] == pytest.approx((first, sum(frames) + 2), rel=1e-5)
         assert log.means["speech_rest"] == pytest.approx((rest, sum(frames)), rel=1e-5)
         assert log.counts == {"tokens": batch.num_tokens, "frames": sum(frames)}
-        assert ("text_loss" in log.means) == (tokens is not None)
-        assert tokens is None or log.means["text_loss"] == pytest.approx((text, labels), rel=1e-5)
-
-
-def test_speech_loss_of_a_model_without_talker_names_the_model_type():
-    with user_error(r"needs model\.type=omni_model: Linear does not speak"):
-        SpeechLossKit()(None, torch.nn.Linear(1, 1), None)  # type: ignore[arg-type]
+        assert ("text_loss" in log.means) == with_text
+        assert not with_text or log.means["text_loss"] == pytest.approx((text, labels), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Model types that speak, as `mvp models` lists them: talkers, adapters and exports of whole folders, tried again."""
+"""Model types that speak, as `mvp doctor --models` lists them: talkers, adapters and exports, tried again."""
 
 import pytest
 from conftest import CAMPAIGN, ROOT

@@ -15,7 +15,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import flow
-from mvp_engine.kit.actions import ActionModel, action_loss, sample_actions
+from mvp_engine.kit.actions import ActionModel, sample_actions
 from mvp_engine.kit.actions.pi0 import probe_batch
 
 ROWS = 12
@@ -113,7 +113,17 @@ class ActionTestEngine(Engine):
         return self.sample_loader(rows, split, collate_fn=PackedBatch.concat)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return action_loss(ctx, self.model, micro_batch, self.config.made.text_weight)
+        text_weight = self.config.made.text_weight
+        names = ["action_losses", "loss"] if text_weight else ["action_losses"]
+        outputs = self.model(micro_batch, names)
+        loss_sum = outputs["action_losses"].sum()
+        entries = micro_batch.sequence_fields["action_mask"].sum()
+        if not text_weight:
+            return loss_sum, entries
+        labels = micro_batch.num_loss_tokens
+        ctx.log("action_loss", loss_sum.detach(), entries)
+        ctx.log("text_loss", outputs["loss"].detach(), labels)
+        return loss_sum + text_weight * outputs["loss"], entries + text_weight * labels
 
     def eval_end(self, ctx: StepContext) -> None:
         rows = PackedBatch.concat([row for row in ActionRows(self.config.made, self.config.seed)])  # noqa: C416

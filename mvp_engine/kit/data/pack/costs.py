@@ -469,11 +469,8 @@ class Records:
     """The record files of one measurement."""
 
     def __init__(self, cache: Path, setup: str, measure: Measure) -> None:
-        guard = measure.row_encoder.media.limits.reject_pixels  # larger images have no size
         self.rows = RecordFile(cache / f"{_hash(setup)}.rows", ROW_RECORD)
-        self.sizes = RecordFile(
-            cache / f"{_hash(f'{measure.source.root} {guard}')}.sizes", SIZE_RECORD
-        )
+        self.sizes = RecordFile(cache / f"{_hash(str(measure.source.root))}.sizes", SIZE_RECORD)
         self.cache = cache
         measure.known = {bytes(key): tuple(cost) for key, *cost in self.rows.read().tolist()}
         measure.sizes = SizeCache(self.sizes.read())

@@ -302,9 +302,16 @@ class PackDataset(Dataset[Any]):
         _, tokens, encoder = self._rows(epoch)
         return len(make_packs(tokens, encoder, self.budget)[: self.max_packs])
 
+    def order(self, epoch: int) -> np.ndarray:
+        """The (source, row) pairs of an epoch in their order, a function of the seed and the epoch alone.
+
+        A curriculum overrides it (docs/changes.md).
+        """
+        return self.mixture.order(self._plan_seed, epoch, self._draws)
+
     def _rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The good rows of an epoch in their order: (source, row) pairs, tokens, encoder costs."""
-        order = self.mixture.order(self._plan_seed, epoch, self._draws)
+        order = self.order(epoch)
         sample_ids = self.first[order[:, 0]] + order[:, 1]
         tokens = np.concatenate([costs.tokens for costs in self.costs])[sample_ids]
         encoder = np.concatenate([costs.encoder for costs in self.costs])[sample_ids]

@@ -29,7 +29,7 @@ from mvp_engine.kit.data.read.media_source import (
     open_media,
     require_package,
 )
-from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
+from mvp_engine.kit.data.read.row_types import MAX_FILE_PIXELS, BadRow, Limits, Part
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,10 @@ def open_image(value: Any, limits: Limits, root: Path) -> Image.Image:
             warnings.simplefilter("ignore")
             image = Image.open(source, formats=formats)
     width, height = image.size
-    if min(width, height) < 1 or width * height > limits.reject_pixels:
+    if min(width, height) < 1 or width * height > MAX_FILE_PIXELS:
         raise BadRow(
-            "too_large", f"image of {width}x{height}; {limits.reject_pixels} pixels are allowed"
+            "too_large",
+            f"image of {width}x{height}; {MAX_FILE_PIXELS} pixels are allowed",
         )
     return image
 

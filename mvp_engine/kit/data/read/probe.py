@@ -27,7 +27,7 @@ from mvp_engine.kit.data.read.decoders import (
     run_with_timeout,
 )
 from mvp_engine.kit.data.read.media_source import describe, file_of, open_media
-from mvp_engine.kit.data.read.row_types import CLIP_PIXELS, BadRow, Limits, Part
+from mvp_engine.kit.data.read.row_types import CLIP_PIXELS, MAX_FILE_PIXELS, BadRow, Limits, Part
 
 # One entry of a cache file: never change it, take another file name instead.
 SIZE_RECORD = np.dtype(
@@ -153,15 +153,13 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
 
     video = find() if sizes is None else sizes.find("video", part.value, limits, root, find)
     seconds = video.length / video.rate
-    if seconds > limits.video_seconds:
-        raise BadRow(
-            "too_long", f"video of {seconds:.0f} seconds; {limits.video_seconds:g} are allowed"
-        )
+    _check_seconds("video", seconds, limits.max_seconds or 3600.0)
     width = video.width
     height = video.height
-    if width * height > limits.reject_pixels:
+    if width * height > MAX_FILE_PIXELS:
         raise BadRow(
-            "too_large", f"video of {width}x{height}; {limits.reject_pixels} pixels are allowed"
+            "too_large",
+            f"video of {width}x{height}; {MAX_FILE_PIXELS} pixels are allowed",
         )
     num_frames = _num_sampled_frames(part, limits, video.length, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):
@@ -178,6 +176,12 @@ def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
         num_frames=num_frames,
         **pixel_options(part),
     )
+
+
+def _check_seconds(kind: str, seconds: float, longest: float) -> None:
+    if seconds > longest:
+        text = f"{kind} of {seconds:.0f} seconds; {longest:g} are allowed (data.limits.max_seconds)"
+        raise BadRow("too_long", text)
 
 
 def _num_sampled_frames(
@@ -203,8 +207,5 @@ def _probe_audio(part: Part, limits: Limits, root: Path, sizes: SizeCache | None
     if num_samples < 1 or not MIN_SAMPLING_RATE <= sampling_rate <= MAX_SAMPLING_RATE:
         raise BadRow("corrupt", f"audio with {num_samples} samples at {sampling_rate} Hz")
     seconds = num_samples / sampling_rate
-    if seconds > limits.audio_seconds:
-        raise BadRow(
-            "too_long", f"audio of {seconds:.0f} seconds; {limits.audio_seconds:g} are allowed"
-        )
+    _check_seconds("audio", seconds, limits.max_seconds or 600.0)
     return MediaInfo("audio", num_samples=num_samples, sampling_rate=sampling_rate)

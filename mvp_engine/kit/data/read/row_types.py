@@ -22,6 +22,11 @@ from pydantic import ConfigDict
 CLIP_PIXELS = 2**28
 
 
+# Guards without a key, since rows past them are broken or have to be cut anyway.
+MAX_FILE_PIXELS = 89_478_485  # of an image or frame in its file; PIL itself stops at twice this
+MAX_TEXT = 4_000_000  # characters of a row, before it is tokenized: about a million tokens
+
+
 @dataclass(frozen=True)
 class Limits:
     """Budgets for what the model sees, and guards against media and texts that are too large.
@@ -53,14 +58,8 @@ class Limits:
 
     # Guards
 
-    reject_pixels: int = 89_478_485
-    """The most pixels of an image or frame in the file; PIL itself stops at twice this default."""
-    video_seconds: float = 3600.0
-    """The longest video."""
-    audio_seconds: float = 600.0
-    """The longest audio."""
-    text_characters: int = 4_000_000
-    """The most characters of text of a row, before it is tokenized: about a million tokens."""
+    max_seconds: float | None = None
+    """The longest video or audio, in seconds; null: an hour of video, ten minutes of audio."""
     timeout: float = 30.0
     """Seconds to probe one item, and to decode it. Workers that stay at the same rows for twenty times as long, and for
     at least 600 s, stop the run."""
@@ -246,7 +245,7 @@ def may_fit(size: int, max_text: int | None, has: Callable[[bytes], bool]) -> bo
 
 def too_long(what: str, max_text: int | None) -> BadRow:
     return BadRow(
-        "too_long", f"{what}; {max_text:,} characters are allowed (data.limits.text_characters)"
+        "too_long", f"{what}; {max_text:,} characters are allowed: split the text into several rows"
     )
 
 
@@ -305,7 +304,7 @@ class RowFormat:
     # True: rows need no answer. "always": the answers that they have are left out.
     prompt_only: bool | Literal["always"] = False
     targets: tuple[str, ...] = ()  # media of assistant turns that the model predicts
-    max_text: int = Limits.text_characters
+    max_text: int = MAX_TEXT
     downloaded: bool = False  # media may not be paths that lead out of the dataset's folder
 
     @cached_property
