@@ -127,7 +127,7 @@ def concat_media(kind: str, parts: list[Media], num_sequences: list[int]) -> Med
             sequence_ids.append(media.sequence_ids + offset)
         offset += count
     return Media(
-        _concat_values([media.values for media in kept]),
+        cat_padded([media.values for media in kept], shared=True),
         torch.cat([media.row_counts for media in kept]),
         torch.cat(sequence_ids),
         {name: cat_padded([media.fields[name] for media in kept]) for name in parts[0].fields},
@@ -141,12 +141,10 @@ def _unless_own(shared_with: Tensor) -> Tensor | None:
     return None if torch.equal(shared_with, own) else shared_with
 
 
-def cat_padded(
-    parts: list[Tensor], out: Callable[[tuple[int, ...]], Tensor] | None = None
-) -> Tensor:
+def cat_padded(parts: list[Tensor], shared: bool = False) -> Tensor:
     """`torch.cat` of items; where their sizes differ, zeros follow the smaller ones, as in image processors.
 
-    `out` returns an empty tensor of a shape, for the result.
+    With `shared`, a DataLoader worker concatenates into shared memory: torch would copy the result there anyway.
     """
     filled = [part for part in parts if len(part)] or parts[:1]
     row = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in filled), strict=True))
@@ -157,21 +155,11 @@ def cat_padded(
             larger[(slice(None), *map(slice, part.shape[1:]))] = part
             part = larger
         padded.append(part)
-    if out is None:
+    if not shared or get_worker_info() is None:
         return torch.cat(padded)
-    return torch.cat(padded, out=out((sum(map(len, padded)), *row)))
-
-
-def _concat_values(parts: list[Tensor]) -> Tensor:
-    """In a DataLoader worker, concatenate into shared memory: torch would copy the result there anyway."""
-    if get_worker_info() is None:
-        return cat_padded(parts)
-
-    def shared(shape: tuple[int, ...]) -> Tensor:
-        storage = parts[0]._typed_storage()._new_shared(math.prod(shape), device=parts[0].device)
-        return parts[0].new(storage).resize_(shape)
-
-    return cat_padded(parts, shared)
+    shape = (sum(map(len, padded)), *row)
+    storage = parts[0]._typed_storage()._new_shared(math.prod(shape), device=parts[0].device)
+    return torch.cat(padded, out=parts[0].new(storage).resize_(shape))
 
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
@@ -224,7 +212,9 @@ class PackedBatch:
         fields = token_fields or {}
         for name, values in {"loss_masks": masks, "position_ids": positions, **fields}.items():
             _check_lengths(name, values, input_ids, -1 if name == "position_ids" else 0)
-        labels = [_shift_labels(ids, mask) for ids, mask in zip(input_ids, masks, strict=True)]
+        labels = [torch.full_like(ids, IGNORE) for ids in input_ids]
+        for ids, mask, label in zip(input_ids, masks, labels, strict=True):
+            label[:-1] = torch.where(mask[1:].bool(), ids[1:], IGNORE)
         return cls(
             torch.cat(input_ids),
             torch.cat(labels),
@@ -283,27 +273,25 @@ class PackedBatch:
     def concat(batches: list[PackedBatch]) -> PackedBatch:
         """One batch after the other. All must have the same fields."""
         first = batches[0]
+        fields: dict[str, dict[str, Tensor]] = {}
         for kind in ("token_fields", "sequence_fields", "media"):
-            names = [sorted(getattr(batch, kind)) for batch in batches]
+            each = [getattr(batch, kind) for batch in batches]
+            names = [sorted(one) for one in each]
             if any(other != names[0] for other in names):
                 raise ValueError(f"cannot concatenate batches with different {kind}: {names}")
+            if kind != "media":
+                fields[kind] = {name: torch.cat([one[name] for one in each]) for name in each[0]}
         offsets = torch.tensor([0, *(batch.num_tokens for batch in batches)]).cumsum(0).tolist()
         pairs = zip(batches, offsets, strict=False)
         ends = [batch.cu_seqlens[1:] + offset for batch, offset in pairs]
         sizes = [batch.num_sequences for batch in batches]
-
-        def joined(kind: str) -> dict[str, Tensor]:
-            fields = [getattr(batch, kind) for batch in batches]
-            return {name: torch.cat([each[name] for each in fields]) for name in fields[0]}
-
         return PackedBatch(
             torch.cat([batch.input_ids for batch in batches]),
             torch.cat([batch.labels for batch in batches]),
             torch.cat([batch.position_ids for batch in batches], dim=-1),
             torch.cat([first.cu_seqlens[:1], *ends]).int(),
-            joined("token_fields"),
-            joined("sequence_fields"),
-            {
+            **fields,
+            media={
                 kind: concat_media(kind, [batch.media[kind] for batch in batches], sizes)
                 for kind in first.media
             },
@@ -477,12 +465,6 @@ class PackedBatch:
 def tensor_versions(*tensors: Tensor) -> list[int]:
     """Counters that in-place changes raise; tensors made in inference mode have none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _shift_labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
-    labels = torch.full_like(input_ids, IGNORE)
-    labels[:-1] = torch.where(loss_mask[1:].bool(), input_ids[1:], IGNORE)
-    return labels
 
 
 def _check_lengths(name: str, values: list[Tensor], input_ids: list[Tensor], dim: int) -> None:

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -57,14 +57,6 @@ def seed_everything(seed: int, cuda: bool = True) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextmanager
-def keep_rng_state() -> Iterator[None]:
-    """torch's DataLoader draws a seed from the global generator when it starts: keep that off the training's stream."""
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-
-
 def rng_state() -> dict[str, Any]:
     """All generators of this process, as values that `torch.load(weights_only=True)` reads back."""
     version, keys, gauss = random.getstate()
@@ -90,6 +82,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def keep_rng_state() -> Iterator[None]:
+    """A context after which all generators of this process are as before it: what it draws leaves no trace."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 MediaKinds = frozenset[str]  # keys of PackedBatch.media, such as "pixel_values"
@@ -407,7 +409,7 @@ class SampleLoader:
             timeout=self._timeout,
             worker_init_fn=partial(start_worker, end_with_this_process()),
         )
-        with keep_rng_state():
+        with keep_rng_state():  # it draws a seed when it starts
             return iter(loader)
 
     def sample_ids(self, first: int, last: int) -> list[int]:
@@ -468,21 +470,18 @@ class _SeededDataset(Dataset[Any]):
             # Batched reading: the dataset itself must be a function of the indices.
             ROW_TIMER.begin(indices)
             return without_stop_iteration(self.dataset.__getitems__, indices)
-        outside = None if get_worker_info() else rng_state()
         items: list[Any] = []
-        try:
+        with nullcontext() if get_worker_info() else keep_rng_state():
             for index in indices:
                 ROW_TIMER.begin(index)
                 seed = derived_seed(self.seed, "sample", self.epoch, index)
                 seed_everything(seed, cuda=False)
-                items.append(without_stop_iteration(self.dataset.__getitem__, index))
-            return items
-        except Exception as error:
-            error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
-            raise
-        finally:
-            if outside is not None:
-                set_rng_state(outside)
+                try:
+                    items.append(without_stop_iteration(self.dataset.__getitem__, index))
+                except Exception as error:
+                    error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
+                    raise
+        return items
 
 
 def pinned(items: Iterator[Any], prefetch: int = 2) -> Iterator[Any]:

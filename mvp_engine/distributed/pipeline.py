@@ -1,4 +1,4 @@
-"""Pipeline parallel: the order of forwards and backwards, and what the stages of a pipeline send to each other.
+"""Pipeline parallel: what the stages of a pipeline send to each other.
 
 Every rank of a pipeline holds the same micro-batches, so a stage knows the shapes of what it receives. Activations and
 their gradients have a process group each: a send of one never waits behind a receive of the other, so no order of the
@@ -25,20 +25,6 @@ DTYPES = (
     torch.bfloat16,
     torch.float16,
 )  # of activations; a code is an index into them
-
-
-def one_forward_one_backward(micro_batches: int, stage: int, stages: int) -> Iterator[bool]:
-    """The 1F1B schedule of a stage: True for a forward, False for the backward of the oldest forward that has none.
-
-    A stage starts with as many forwards as stages follow it, so it keeps the activations of at most `stages - stage`
-    micro-batches. One stage alternates.
-    """
-    ahead = min(stages - stage - 1, micro_batches)
-    yield from [True] * ahead
-    for _ in range(micro_batches - ahead):
-        yield True
-        yield False
-    yield from [False] * ahead
 
 
 @dataclass

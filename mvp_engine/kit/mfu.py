@@ -92,7 +92,7 @@ class MFUKit:
         works = [self.model.other_work(costs, batch)]
         for name, media in batch.media.items():
             if len(media.row_counts):
-                works.append(self.encoder_work(name, media, ids_with_own_media(batch, media)))
+                works.append(self.encoder_work(name, media, batch))
         for kind, amount, pair_cost in chain.from_iterable(works):
             if pair_cost is None:
                 matmul += amount * costs.rows.get(kind, 0.0)
@@ -100,8 +100,8 @@ class MFUKit:
                 attention += amount * pair_cost
         return matmul, attention
 
-    def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[Work]:
-        """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""
+    def encoder_work(self, name: str, media: Media, batch: PackedBatch) -> Iterator[Work]:
+        """The rows and attention pairs of the encoder that reads `media`, which is `batch.media[name]`."""
         if media.is_target:
             yield from self.model.target_work(self.costs, media)
             return
@@ -117,6 +117,7 @@ class MFUKit:
         if name == "input_features":
             yield from self._spectrograms(media.values, total_pair_cost)
         elif name == "pixel_values" and media.values.ndim >= 4:
+            ids = _ids_with_own_media(batch, media)
             yield from self._images(media.values, ids, total_pair_cost)
         else:
             raise UserError(
@@ -166,7 +167,7 @@ class MFUKit:
         yield "pair", num_clips * half**2, pair_cost
 
 
-def ids_with_own_media(batch: PackedBatch, media: Media) -> Tensor:
+def _ids_with_own_media(batch: PackedBatch, media: Media) -> Tensor:
     """The token ids, with -1 in sequences that use the items of another one: an encoder reads those once."""
     if media.shared_with is None:
         return batch.input_ids

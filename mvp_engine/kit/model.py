@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mvp_engine.config.schema import Model, Part
-from mvp_engine.data import rng_state, set_rng_state
+from mvp_engine.data import keep_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
@@ -192,12 +192,12 @@ def compile_blocks(engine: Any) -> None:
         return
     if not engine.world.any(engine.data.is_measuring)[0]:
         return
-    random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    _forward_backward(engine, repeated(engine.data.sample(), engine.config.data.tokens_per_pack))
+    rows = repeated(engine.data.sample(), engine.config.data.tokens_per_pack)
+    with keep_rng_state():
+        _forward_backward(engine, rows)
     for buffer, before in buffers:
         buffer.copy_(before)
-    set_rng_state(random_state)
 
 
 def _forward_backward(engine: Any, batch: PackedBatch) -> None:

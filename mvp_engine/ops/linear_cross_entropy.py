@@ -346,5 +346,4 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError(
                 "linear_loss computed its gradients in forward and has already returned them: backward runs once"
             )
-        gradients.multiply_(d_loss)
-        return *gradients.in_input_dtypes(), None, None, None
+        return *gradients.in_input_dtypes(d_loss), None, None, None

@@ -246,8 +246,7 @@ class HeadGradients:
         """`needs_grad`: of hidden states, weight, bias; what follows is not read."""
         self.weight = weight_VD.to(spec.dtype)
         self.spec = spec
-        self.weight_dtype = weight_VD.dtype
-        self.bias_dtype = None if bias_V is None else bias_V.dtype
+        self.dtypes = [None if x is None else x.dtype for x in (hidden_TD, weight_VD, bias_V)]
         self.d_hidden_TD: Tensor | None = None
         self.d_weight_VD: Tensor | None = None
         self.d_bias_V: Tensor | None = None
@@ -273,17 +272,11 @@ class HeadGradients:
         if self.d_bias_V is not None:
             self.d_bias_V += d_raw_CV.sum(0, dtype=torch.float32)
 
-    def multiply_(self, factor: Tensor) -> None:
-        for gradient in (self.d_hidden_TD, self.d_weight_VD, self.d_bias_V):
+    def in_input_dtypes(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """The gradients of hidden states, weight and bias in the dtypes of these, multiplied by `factor` in place."""
+        gradients = [self.d_hidden_TD, self.d_weight_VD, self.d_bias_V]
+        for i, dtype in enumerate(self.dtypes):
+            gradient = gradients[i]
             if gradient is not None:
-                gradient.mul_(factor)
-
-    def in_input_dtypes(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias, in the dtypes of these."""
-        d_weight = self.d_weight_VD
-        if d_weight is not None:
-            d_weight = d_weight.to(self.weight_dtype)
-        d_bias = self.d_bias_V
-        if d_bias is not None:
-            d_bias = d_bias.to(self.bias_dtype)
-        return self.d_hidden_TD, d_weight, d_bias
+                gradients[i] = (gradient if factor is None else gradient.mul_(factor)).to(dtype)
+        return gradients

@@ -135,11 +135,12 @@ class ConfigKey:
 
 def config_keys(*schemas: type[Config]) -> list[ConfigKey]:
     """All keys of the schemas, each section before its own; a key of several is that of the first."""
+    defaults = dict(flat_keys(load_yaml(DEFAULTS)))
+    comments = engine_comments()
     keys: dict[str, ConfigKey] = {}
     for schema in schemas:
         tree = schema.model_json_schema()
-        found = _walk(tree, tree.get("$defs", {}), "", _engine_defaults(), engine_comments())
-        for key in found:
+        for key in _walk(tree, tree.get("$defs", {}), "", defaults, comments):
             keys.setdefault(key.name, key)
     return list(keys.values())
 
@@ -208,10 +209,6 @@ def type_in_words(node: dict[str, Any], sections: dict[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {_as_yaml(node[name])}" for name, sign in signs.items() if name in node]
     return " ".join([kind, " and ".join(limits)]).strip()
-
-
-def _engine_defaults() -> dict[str, Any]:
-    return dict(flat_keys(load_yaml(DEFAULTS)))
 
 
 def engine_comments() -> dict[str, str]:

@@ -155,18 +155,15 @@ def run_module(
         ):
             imported = importlib.import_module(module)
         return int(imported.main(arguments, composed) if composed else imported.main(arguments))
-    return _torchrun(module, nodes, arguments)
-
-
-def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
-    """Run the ranks; those that want to start again (`TryAgain`) are started again if all are on this node."""
-    while True:
-        code = _torchrun_once(module, nodes, arguments)
+    while (
+        True
+    ):  # ranks that want to start again (`TryAgain`) are started again if all are on this node
+        code = _torchrun(module, nodes, arguments)
         if code != EXIT_TRY_AGAIN or nodes.count > 1:
             return code
 
 
-def _torchrun_once(module: str, nodes: Nodes, arguments: list[str]) -> int:
+def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
     """Run torchrun in this process; returns the exit code of this node's rank that failed first."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes.nproc)))
     from torch.distributed import DistError

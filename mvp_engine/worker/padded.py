@@ -40,10 +40,11 @@ def infer(
     batch = pack(inputs, response_length, media)
     found = group.infer(batch, outputs, budget=budget, **options)
     device = rows["input_ids"].device
-    return {
-        name: _widened(responses(value, batch), response_length).to(device)
-        for name, value in found.items()
-    }
+    padded = {}
+    for name, value in found.items():
+        short = responses(value, batch)  # it has the columns of the longest response only
+        padded[name] = F.pad(short, (0, response_length - short.shape[1])).to(device)
+    return padded
 
 
 def update(
@@ -102,11 +103,6 @@ def pack(
     )
     batch.token_fields |= {n: from_responses(value, batch) for n, value in per_token.items()}
     return batch
-
-
-def _widened(value: Tensor, columns: int) -> Tensor:
-    """(B, R) of a (B, C) tensor, which has the columns of the longest response only."""
-    return F.pad(value, (0, columns - value.shape[1]))
 
 
 # Between padded prompt-response tensors, as reinforcement learning hands them around, and PackedBatch.

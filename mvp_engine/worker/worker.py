@@ -22,7 +22,7 @@ from torch import Tensor
 from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.config.schema import Config, Model, Parallel, default_values
-from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.data import derived_seed, keep_rng_state, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.monitor import peak_memory
@@ -233,13 +233,12 @@ class Worker:
     @contextmanager
     def own_random_state(self) -> Iterator[None]:
         """A context with this worker's random state: dropout must not depend on what else the process draws."""
-        outside = rng_state()
-        set_rng_state(self._rng)
-        try:
-            yield
-        finally:
-            self._rng = rng_state()
-            set_rng_state(outside)
+        with keep_rng_state():
+            set_rng_state(self._rng)
+            try:
+                yield
+            finally:
+                self._rng = rng_state()
 
     # ---- Inference ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The data of the CPU configs, built once into a folder: sums of three numbers, and chats that compute them by a tool."""
+"""The data of the CPU configs, built once into a folder: sums of three numbers, and chats that compute them."""
 
 import json
 import zlib
@@ -61,7 +61,7 @@ def build(folder: Path, rows: int) -> None:
 
 def chat(a: int, b: int, c: int) -> dict[str, Any]:
     """A conversation that adds twice."""
-    messages = [{"role": "user", "content": PROMPT.format(a, b, c)}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": PROMPT.format(a, b, c)}]
     for x, y in ((a, b), (a + b, c)):
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": x, "b": y}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -21,7 +21,7 @@ def prepare(made: Any) -> None:
 
 
 def build(folder: Path, rows: int) -> None:
-    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with first observations and seeds, the tokenizer."""
+    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with first observations and seeds, a tokenizer."""
     for split, seeds in (("eval", range(HELD_OUT)), ("train", range(HELD_OUT, HELD_OUT + rows))):
         starts = [{"prompt": GridWorld().reset(seed)[0], "seed": seed} for seed in seeds]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))

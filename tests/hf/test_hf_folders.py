@@ -15,7 +15,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.weights import export as hf_export
-from mvp_engine.hf.weights.export import ExportPlan
+from mvp_engine.hf.weights.export import ExportPlan, write_side_files
 from mvp_engine.hf.weights.load import INDEX, WeightFiles
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, ValueModelEngine
 from mvp_engine.runs import list_runs
@@ -190,6 +190,16 @@ def test_export_writes_side_files_and_an_index(tmp_path):
         assert dict(entries(tmp_path / "out" / file))[name].dtype == torch.bfloat16
     with user_error("exists and is not empty"):
         engine.export_hf(tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", [name for name in VISION if "three axes" in VISION[name][0]])
+def test_export_says_where_positions_are_interleaved(family, tmp_path):
+    """vLLM reads `mrope_interleaved` and takes a config without it as not interleaved; transformers has its own way."""
+    model = LanguageModel.from_config(config_of(family))
+    write_side_files(model.export_target(), tmp_path)
+    config = read_json(tmp_path / "config.json")
+    rope = config.get("text_config", config)["rope_parameters"]
+    assert rope.get("mrope_interleaved", False) == family.startswith("qwen3_vl")
 
 
 @pytest.mark.slow

@@ -169,7 +169,9 @@ def lengths_only(sizes, budget, window, lanes):
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
     mixture = StreamMixture([stream], [1.0])
-    dataset = StreamPackDataset(mixture, Sized(), budget=budget, window=window, lanes=lanes)
+    dataset = StreamPackDataset(
+        mixture, Sized(), budget=budget, window=window, lanes_per_epoch=lanes
+    )
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
     return StreamLoader(dataset, BadRows(settings, 0))
 

@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed.dtensor import local_tensor
-from mvp_engine.distributed.pipeline import one_forward_one_backward
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model.pipeline import stage_bounds
+from mvp_engine.model_engine.fsdp.engine import one_forward_one_backward
 
 FOUR = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}

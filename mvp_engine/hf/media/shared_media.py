@@ -104,7 +104,9 @@ def encoder_inputs(
     `shard`: of the batch, with sequence parallel; its ranks share the items.
     """
     if "target_sizes" in media.fields:
-        return {kind: _as_strip(media), **_unshared(media).fields}
+        # Patches side by side in one row, (1, channels, p, p * patches), as MiniCPM-V takes them.
+        own = _unshared(media)
+        return {kind: own.values.permute(1, 2, 0, 3).flatten(2)[None], **own.fields}
     if media.shared_with is not None:
         if _METHODS.get(kind, "") in base.__dict__:
             _USES[media.values] = _Uses.of(media)
@@ -149,11 +151,6 @@ def _unshared(media: Media) -> Media:
     if media.shared_with is None:
         return media
     return media.select(list(range(len(media.shared_with))), share=False)
-
-
-def _as_strip(media: Media) -> Tensor:
-    """Patches side by side in one row, (1, channels, p, p * patches), as MiniCPM-V takes them."""
-    return _unshared(media).values.permute(1, 2, 0, 3).flatten(2)[None]
 
 
 def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -238,11 +238,13 @@ def packed_attention(
         k_KTd = qkv[1]
         v_KTd = qkv[2]
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[heads.rank]
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
     spec = AttnSpec(
         cu_seqlens=cu_seq_lens_q,
         max_seqlen=max_length_q,
         scale=scaling,
-        causal=_is_causal(module, is_causal, default=True),
+        causal=is_causal,
         window=_window(layer, sliding_window, attention_mask),
         dropout=dropout,
         softcap=softcap,
@@ -289,7 +291,8 @@ def encoder_attention(
     """
     layer = type(module).__name__
     check_options(layer, others)
-    causal = _is_causal(module, is_causal, default=False)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", False))
     q_NHLd = _as_autocast(query)
     k_NKLd = _as_autocast(key)
     v_NKLd = _as_autocast(value)
@@ -304,7 +307,7 @@ def encoder_attention(
             f"{layer} received boundaries that do not end at its number of tokens",
         )
         max_seqlen = tokens if max_length_q is None else int(max_length_q)
-        spec = AttnSpec(cu_seq_lens_q, max_seqlen, scaling, causal, dropout=dropout)
+        spec = AttnSpec(cu_seq_lens_q, max_seqlen, scaling, is_causal, dropout=dropout)
         out_HTd = varlen_attention(q_NHLd[0], k_NKLd[0], v_NKLd[0], spec)
         return out_HTd.transpose(0, 1)[None], None
     if attention_mask is not None and attention_mask.ndim != 4:
@@ -317,7 +320,7 @@ def encoder_attention(
         and short_attention.is_supported(q_NHLd, k_NKLd, v_NKLd)
     ):
         return short_attention.short_attention(
-            q_NHLd, k_NKLd, v_NKLd, scale=scaling, causal=causal
+            q_NHLd, k_NKLd, v_NKLd, scale=scaling, causal=is_causal
         ), None
     out_NHLd = F.scaled_dot_product_attention(
         q_NHLd,
@@ -325,7 +328,7 @@ def encoder_attention(
         v_NKLd,
         attn_mask=attention_mask,
         dropout_p=dropout,
-        is_causal=causal and attention_mask is None,
+        is_causal=is_causal and attention_mask is None,
         scale=scaling,
         enable_gqa=q_NHLd.shape[1] != k_NKLd.shape[1],
     )
@@ -340,13 +343,6 @@ def check_options(layer: str, others: dict[str, Any]) -> None:
         raise UnsupportedAttention(
             f"{layer} passes {', '.join(unknown)} to attention, which packed attention does not support"
         )
-
-
-def _is_causal(module: nn.Module, is_causal: bool | None, default: bool) -> bool:
-    """The argument if the layer passes it, else the layer's attribute."""
-    if is_causal is not None:
-        return is_causal
-    return bool(getattr(module, "is_causal", default))
 
 
 def _window(layer: str, sliding_window: int | None, mask: Any) -> int | None:

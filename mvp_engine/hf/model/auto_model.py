@@ -219,9 +219,10 @@ def media_inputs(
     token_types = ["token_type_ids", "moe_mm_token_type_ids"]
     if not has_mrope:
         token_types.append("mm_token_type_ids")
+    taken = inspect.signature(base.forward).parameters
     for field in token_types:
         given = field in batch.token_fields
-        if not (has_media or given) or not _takes(base, field):
+        if not (has_media or given) or field not in taken:
             continue
         if not given and not need_types:
             continue
@@ -232,7 +233,3 @@ def media_inputs(
             )
         inputs[field] = batch.token_fields[field][None]
     return inputs
-
-
-def _takes(module: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(module.forward).parameters

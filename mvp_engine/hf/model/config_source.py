@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from mvp_engine import plugins
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.model.attention import config_tree
@@ -278,12 +281,10 @@ def num_heads(config: Any) -> tuple[int, int]:
         layers = [per_layer[index] for index in range(config.num_hidden_layers)]
     layers = [layer for layer in layers if getattr(layer, "num_attention_heads", None)]
     query_heads = [layer.num_attention_heads for layer in layers]
-    kv_heads = [_num_kv_heads(layer) for layer in layers]
+    kv_heads = [
+        getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers
+    ]
     return min(query_heads, default=0), min(kv_heads, default=0)
-
-
-def _num_kv_heads(layer: Any) -> int:
-    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
 def placeholder_tokens(config: Any, vocab_size: int) -> list[int]:
@@ -306,12 +307,17 @@ def packed_length_limit(config: Any) -> int | None:
     """
     limits = []
     for part in config_tree(config):
-        rope_parameters = getattr(part, "rope_parameters", None) or {}
-        by_layer_type = [value for value in rope_parameters.values() if isinstance(value, dict)]
-        for rope in (rope_parameters, *by_layer_type):
+        for rope in _rope_settings(part):
             if rope.get("rope_type") in ("longrope", "dynamic"):
                 limits.append(_original_length(rope, part))
     return min(limits, default=None)
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """`rope_parameters` of a text config, and those of its layer types where they differ."""
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope_parameters.values() if isinstance(value, dict)]
+    return [rope_parameters, *by_layer_type]
 
 
 def _original_length(rope: dict[str, Any], config: Any) -> int:
@@ -333,3 +339,36 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
             'and a section "Args:" with a line "NAME: TEXT" for each argument'
         ) from None
     return schema
+
+
+def declare_interleaved_mrope(config: Any, model: Any) -> None:
+    """Write `mrope_interleaved` into `config` where the code of `model` interleaves the axes of positions.
+
+    transformers ignores the key: a model type always interleaves them or never does. vLLM reads it and takes a config
+    without it as not interleaved, so its log-probs of images would differ. Asking the code, not the type, is right
+    for new types too: some config classes whose code interleaves do not know the key.
+    """
+    interleaved = {type(module.config) for module in model.modules() if _interleaves(module)}
+    for part in config_tree(config):
+        if type(part) in interleaved:
+            for rope in _rope_settings(part):
+                if "mrope_section" in rope:
+                    rope["mrope_interleaved"] = True
+
+
+def _interleaves(module: nn.Module) -> bool:
+    """Whether frequency i of a rotary embedding turns with axis i % 3, up to the section of each axis."""
+    sections = getattr(module, "mrope_section", None)
+    if not sections or not hasattr(module, "recomposition_frequencies"):
+        return False
+    layer_type = next(iter(sections)) if isinstance(sections, dict) else None
+    section = sections if layer_type is None else sections[layer_type]
+    # Built again, since that of an export is on the meta device. Token i has position 1 on axis i, 0 on the others.
+    rotary: Any = type(module)(module.config)
+    positions = torch.eye(len(section))[:, None]
+    _, sin = rotary(torch.zeros(1), positions, *([layer_type] if layer_type else []))
+    axes = sin[0, :, : sin.shape[-1] // 2].ne(0).long().argmax(0)
+    expected = torch.zeros_like(axes)
+    for axis, length in enumerate(section):
+        expected[axis : 3 * length : 3] = axis
+    return torch.equal(axes, expected)

@@ -52,7 +52,8 @@ def flop_costs(hf: Any) -> FlopCosts:
     input_has_grad = False  # a module before this one trains
     for module, name, is_text in modules_in_forward_order(hf):
         gets_grad = is_text or _block_index(name) < _num_blocks_with_grad(hf.config)
-        if _is_attention(module):
+        # An attention layer: not one without weights.
+        if hasattr(module, "is_causal") and next(module.parameters(), None) is not None:
             window = getattr(module, "sliding_window", None)
             if not is_text:
                 window = _encoder_window(hf.config, name)
@@ -107,10 +108,6 @@ def _num_experts(text_config: Any) -> int:
         if number:
             return number
     return 0
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "is_causal") and next(module.parameters(), None) is not None
 
 
 def _trains(parameters: Iterator[nn.Parameter]) -> bool:

@@ -67,14 +67,10 @@ def _part_roots(model: PackedModel) -> dict[nn.Module, Part]:
     encoders = _encoders(base, decoder)
     roots |= encoders
     connectors = [child for child in base.children() if child not in (decoder, *encoders)]
-    if not any(_has_parameters(child) for child in connectors):
+    if not any(True for child in connectors for _ in child.parameters()):
         for encoder in encoders:
             roots |= dict.fromkeys(_after_blocks(encoder), "projector")
     return roots
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _encoders(base: Any, decoder: nn.Module) -> dict[nn.Module, Part]:

@@ -24,6 +24,7 @@ from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import leads_out, publish, remove, temporary_path
 from mvp_engine.hf.model.attention import config_tree
+from mvp_engine.hf.model.config_source import declare_interleaved_mrope
 from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE, Entries, Index, WeightFiles
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def write_side_files(target: Target, folder: Path) -> None:
     config.architectures = [type(model).__name__]
     for part in config_tree(config):
         part.dtype = target.dtype
+    declare_interleaved_mrope(config, model)
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

@@ -173,8 +173,8 @@ class NewRows:
             return torch.cat(rows).mean(0)
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(ids), 8192):  # in slices: a vocabulary may have gigabytes
-            rows = slice(start, min(start + 8192, len(ids)))
-            total = total + source.read((rows, *others)).sum(0, dtype=torch.float64)
+            part = slice(start, min(start + 8192, len(ids)))
+            total = total + source.read((part, *others)).sum(0, dtype=torch.float64)
         return (total / len(ids)).float()
 
 
@@ -238,11 +238,6 @@ def load_entries(
                 )
             loaded.add(name)
     return loaded, unused
-
-
-def load_by_name(folder: Path, params: Mapping[str, Tensor]) -> None:
-    """Fill `params` from entries of the same names, such as heads that are not part of the Hugging Face model."""
-    load_entries_by_name(WeightFiles(folder), params, str(folder))
 
 
 def load_entries_by_name(files: Entries, params: Mapping[str, Tensor], folder: str) -> None:
@@ -324,26 +319,20 @@ def _entries_by_parameter(
     return by_parameter
 
 
+@dataclass(eq=False)
 class _Converted:
     """Parameters that one of transformers' weight converters computes from several entries."""
 
-    def __init__(
-        self,
-        files: Entries,
-        model: Any,
-        converter: Any,
-        first_name: str,
-        entries: dict[str, list[str]],
-        keep: bool,
-    ) -> None:
-        self.files = files
-        self.model = model
-        self.converter = converter
-        self.first_name = first_name  # of the parameters: transformers converts them under it
-        self.entries = entries  # by source pattern
-        self.keep = keep
-        self._cached: dict[str, Tensor] | None = None
-        on_meta = self._convert(files.meta)  # for the shapes, without reading data
+    files: Entries
+    model: Any
+    converter: Any
+    first_name: str  # of the parameters: transformers converts them under it
+    entries: dict[str, list[str]]  # by source pattern
+    keep: bool
+    _cached: dict[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        on_meta = self._convert(self.files.meta)  # for the shapes, without reading data
         self.shapes = {name: value.shape for name, value in on_meta.items()}
         self._is_stacked = self._has_one_entry_per_row()
 

@@ -48,7 +48,8 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
         loaded |= _tied_to(skeleton, found) & others
     heads = [name for name in own if view.folder_name(name) is None and name in unused]
     if heads:
-        load.load_by_name(model.source, {name: own[name] for name in heads})
+        files = load.WeightFiles(model.source)
+        load.load_entries_by_name(files, {name: own[name] for name in heads}, str(model.source))
         loaded |= set(heads)
     _check_missing(model, skeleton, [name for name in own if name not in loaded])
     unexpected = [name for name in unused if name not in heads]

@@ -187,7 +187,7 @@ class MLLMDataKit(MeasuredSources):
             self.row_encoder,
             budget=self.settings.tokens_per_pack,
             window=STREAM_WINDOW,
-            lanes=lanes,
+            lanes_per_epoch=lanes,
             rank=rank,
             world_size=world_size,
             seed=seed,

@@ -24,7 +24,7 @@ from mvp_engine.hf.model.flop_costs import PlanFacts, matmul_flops, modules_in_f
 from mvp_engine.hf.model.model_parts import blocks_by_part, by_part
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.imports import load_spec
-from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
+from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.plan.hardware import gpu_by_name
 from mvp_engine.model_engine import Settings
@@ -287,7 +287,7 @@ class BlockCosts:
             if mode == "none":
                 eager = 1.0 if self.compiled.get(block.part) else EAGER
                 per_row = size * elements.none * eager / ranks
-                if self.fp8.get(block.part) == "all" and self._compiles_fp8(block):
+                if self.fp8.get(block.part) == "all" and self.compiled.get(block.part):
                     per_row -= elements.fp8_gradients
             elif mode == "selective":
                 per_row = size * elements.selective / ranks
@@ -324,8 +324,7 @@ class BlockCosts:
         for name, media in batch.media.items():
             if not len(media.row_counts):
                 continue
-            ids = ids_with_own_media(batch, media)
-            for kind, number, pair in self.mfu.encoder_work(name, media, ids):
+            for kind, number, pair in self.mfu.encoder_work(name, media, batch):
                 if pair is None:
                     rows[kind] = rows.get(kind, 0.0) + float(number)
         return rows
@@ -364,9 +363,6 @@ class BlockCosts:
             return layers
         stacked = moe_layers.modules(block.module).values()
         return [*layers, *(module for module in stacked if moe_layers.fit_fp8(module))]
-
-    def _compiles_fp8(self, block: Block) -> bool:
-        return bool(self.fp8.get(block.part) and self.compiled.get(block.part))
 
     def gathered_in_fp8(self) -> set[nn.Parameter]:
         """The weights that FSDP gathers as float8 values: `hf/experts/fp8_layers.py`."""

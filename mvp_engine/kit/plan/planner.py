@@ -92,7 +92,8 @@ class Planner:
         if not 0 <= question.media_share <= 1:
             raise UserError(f"--media-share {question.media_share}: it is a share, from 0 to 1")
         self.question = question
-        self.gpu = question.gpu or _gpu_of_machine()
+        of_machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
+        self.gpu = question.gpu or of_machine
         gpu_by_name(self.gpu)  # an unknown GPU is an error before the data is read
         self.config = config
         self.data_kit = data_kit
@@ -360,10 +361,6 @@ def _kind_facts(
         "collectives": list(rows.values()),
         "communication": network.communication(calls, facts["step_s"]),
     }
-
-
-def _gpu_of_machine() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
 
 
 def _replica_size(parallel: Any) -> int:

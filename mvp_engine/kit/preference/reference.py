@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.config.schema import Experts
-from mvp_engine.data import rng_state, set_rng_state
+from mvp_engine.data import keep_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
@@ -79,13 +79,12 @@ def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings | None = No
 
 def open_reference(engine: Any, splits: Iterable[str]) -> Reference | None:
     """The reference of `config.reference`, for a policy that has its weights. The random state stays as it is."""
-    outside = rng_state()  # a resumed run has its random state by now
+    with keep_rng_state():  # a resumed run has its random state by now
+        if engine.config.reference == "adapters_off":
+            return AdaptersOffReference(engine)
+        if engine.config.reference == "cached":
+            return CachedReference(engine, splits)
     reference: Reference | None = engine.reference  # a copy was opened with the model
-    if engine.config.reference == "adapters_off":
-        reference = AdaptersOffReference(engine)
-    elif engine.config.reference == "cached":
-        reference = CachedReference(engine, splits)
-    set_rng_state(outside)
     return reference
 
 
@@ -97,10 +96,8 @@ class ForwardReference:
 
     @cached_property
     def mfu(self) -> MFUKit:
-        outside = rng_state()
-        kit = MFUKit(frozen_model(self.config, self.config.type))
-        set_rng_state(outside)
-        return kit
+        with keep_rng_state():
+            return MFUKit(frozen_model(self.config, self.config.type))
 
     def count_flops(self, ctx: StepContext) -> None:
         self.mfu.count(ctx)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,6 @@ from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
 from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector, StatusReader
-
-if TYPE_CHECKING:
-    pass
 
 
 class DevicePrefetcher:

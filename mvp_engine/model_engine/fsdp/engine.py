@@ -8,6 +8,7 @@ one step later, so a step has no host sync.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import UnusedParameterTracker
 from mvp_engine.distributed.dtensor import local_tensor
-from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward
+from mvp_engine.distributed.pipeline import StageCall
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.log.metrics import device_scalar
@@ -322,3 +323,17 @@ class ValueModelEngine(PackedModelEngine):
     """A value model: one number per token."""
 
     model_class = ValueModel
+
+
+def one_forward_one_backward(micro_batches: int, stage: int, stages: int) -> Iterator[bool]:
+    """The 1F1B schedule of a stage: True for a forward, False for the backward of the oldest forward that has none.
+
+    A stage starts with as many forwards as stages follow it, so it keeps the activations of at most `stages - stage`
+    micro-batches. One stage alternates.
+    """
+    ahead = min(stages - stage - 1, micro_batches)
+    yield from [True] * ahead
+    for _ in range(micro_batches - ahead):
+        yield True
+        yield False
+    yield from [False] * ahead

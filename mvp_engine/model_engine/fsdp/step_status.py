@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -208,24 +208,19 @@ class _PendingCode(NamedTuple):
     copy_done: torch.cuda.Event | None  # recorded after the copy; None if it was synchronous
 
 
+@dataclass(eq=False)
 class StatusReader:
     """Copies the result code of a step to the host asynchronously. The caller reads it just before the next update.
 
     By then the forward and backward of the next step are queued, so the GPU stays busy while the host waits.
     """
 
-    def __init__(
-        self,
-        has_loss_scale: bool,
-        on_update: Callable[[], None],
-        find_bad_grad: Callable[[], str | None],
-    ) -> None:
-        self.has_loss_scale = has_loss_scale
-        self.on_update = on_update  # advances the learning-rate schedule
-        # Returns the name of a parameter with a non-finite gradient in the step whose code is read.
-        self.find_bad_grad = find_bad_grad
-        self._pending: _PendingCode | None = None
-        self._statuses: list[StepStatus] = []
+    has_loss_scale: bool
+    on_update: Callable[[], None]  # advances the learning-rate schedule
+    # Returns the name of a parameter with a non-finite gradient in the step whose code is read.
+    find_bad_grad: Callable[[], str | None]
+    _pending: _PendingCode | None = None
+    _statuses: list[StepStatus] = field(default_factory=list)
 
     def put(self, values: Tensor, non_blocking: bool) -> None:
         """Start copying [code, loss scale, loss, ...] of the step that just ended to the host."""

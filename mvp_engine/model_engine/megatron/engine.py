@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -254,16 +255,16 @@ class LayerForward:
         return self.without_view(out_1TD, out_1TD.requires_grad, True)
 
 
+@dataclass(eq=False)
 class _RunExperts:
     """Runs the router and the experts of the Hugging Face layer, which may be spread over ranks (parallel.expert).
 
     Tensor-parallel ranks all run them on all tokens, so with sequence parallel the tokens are gathered first.
     """
 
-    def __init__(self, mlp: nn.Module, sequence_group: Any, tokens: int) -> None:
-        self.mlp = mlp
-        self.sequence_group = sequence_group
-        self.tokens = tokens
+    mlp: nn.Module
+    sequence_group: Any
+    tokens: int
 
     def __call__(self, x_T1D: Tensor) -> Tensor:
         if self.sequence_group is None:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.checkpoint import state
-from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.data import derived_seed, keep_rng_state, seed_everything
 from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.world import raise_on_all_ranks
@@ -273,14 +273,13 @@ def split_stage(record: CheckRecord, engine: CheckedEngine) -> None:
     record.begin_stage("split")
     micro_batches = engine.first_micro_batches or []
     exact = engine.model_engine.settings.precision == "fp32"
-    outside = rng_state()
     if norms := batch_norms(engine.model):
         kind = f"{type(norms[0]).__name__} module"
         record.warning(
             f"{count(len(norms), kind)} with statistics of one micro-batch of one rank: "
             f"results depend on data.micro_batch_size and the number of ranks. See {PAGE}"
         )
-    with _without_batch_norm_statistics(engine.model):
+    with keep_rng_state(), _without_batch_norm_statistics(engine.model):
         other = _other_split(engine, micro_batches)
         if not any(engine.world.any(other is not None)):
             kinds = {type(micro_batch).__name__ for micro_batch in micro_batches}
@@ -296,7 +295,6 @@ def split_stage(record: CheckRecord, engine: CheckedEngine) -> None:
         if noise.exceeds(exact, NO_NOISE):  # two losses may be close by chance
             first, noise = _run_repeatedly(engine, micro_batches, RANDOM_RUNS)
         second = _run(engine, other if other is not None else micro_batches, seed=RANDOM_RUNS)
-    set_rng_state(outside)
     results = [first, second]
     if not all(result.weight > 0 and math.isfinite(result.loss) for result in results):
         record.end_stage(

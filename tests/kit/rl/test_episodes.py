@@ -118,7 +118,7 @@ def counts(text, sample):
 
 
 def test_episode_turns_are_one_sequence_with_labels_on_what_was_sampled(play):
-    samples, rewards, batch, policy = play(asks_three_times, counts, samples=2)
+    _, rewards, batch, policy = play(asks_three_times, counts, samples=2)
     assert [reward.value for reward in rewards] == [0.75 + 1 + 6] * 6
     assert rewards[0].parts == {"first": 1.0, "last": 6.0, "turns": 0.75}
     text = WORDS.decode(batch.select([0]).input_ids)
@@ -190,7 +190,7 @@ def test_episode_another_conversation_is_a_sequence_of_the_same_episode(play):
         chat.user(advice)
         return float(len(chat.answer().text)) * (1 + row["n"])
 
-    samples, rewards, batch, policy = play(asks_a_helper, counts, samples=2)
+    _, rewards, batch, policy = play(asks_a_helper, counts, samples=2)
     assert sorted(written(batch)) == sorted(policy.written)
     assert batch.num_sequences == 12
     assert batch.sequence_fields["episode"].tolist() == [i for i in range(6) for _ in range(2)]
@@ -235,7 +235,8 @@ def test_episode_tool_calls_are_parsed_and_errors_are_texts_for_the_policy(play)
 
     def say(text, sample):
         if "tool_response" not in text:
-            return 'so <tool_call>{"name": "double", "arguments": {"n": 4}}</tool_call><tool_call>{"name": "halve"}</tool_call><tool_call>{"na}</tool_call>'
+            calls = ('{"name": "double", "arguments": {"n": 4}}', '{"name": "halve"}', '{"na}')
+            return "so " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
         assert "<tool_response>\n8\n</tool_response>" in text
         assert "error: there is no tool 'halve'; tools are double" in text
         return "done"
@@ -328,9 +329,7 @@ def test_episode_that_fails_costs_no_other_and_leaves_no_process(play, kind):
         return float(len(chat.answer().text))
 
     before = descendants(os.getpid())
-    samples, rewards, batch, _ = play(
-        episode, counts, samples=2, timeout=1.0 if "1 s" in error else 20.0
-    )
+    _, rewards, _, _ = play(episode, counts, samples=2, timeout=1.0 if "1 s" in error else 20.0)
     assert [reward.value for reward in rewards] == [6.0, 6.0, None, None, 6.0, 6.0]
     assert all(error in rewards[i].error for i in (2, 3)), rewards[2]
     alive = lambda: len(descendants(os.getpid()) - before)  # noqa: E731

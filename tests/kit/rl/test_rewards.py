@@ -243,7 +243,9 @@ def test_rewards_worker_killed_while_idle_is_replaced(made):
     assert len(processes._processes) == 2
     for process in processes._processes:
         os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: processes._read_control(0.0) or process.pid in processes._exit_codes)
+        wait_until(
+            lambda pid=process.pid: processes._read_control(0.0) or pid in processes._exit_codes
+        )
     assert rewards(prompts(3), samples(3, 2)) == before
 
 

@@ -79,14 +79,13 @@ class ProcessorRunner:
         other = getattr(self.processor, f"{kind}_placeholder_token", None)
         return other or getattr(self.processor, f"{kind}_token")
 
-    def call(self, items: Items) -> tuple[list[str], Outputs]:
-        """The expansion of each item, and the model's inputs. All items have one pixel budget."""
-        return self._call(self._processor_for(items[0][0]), items)
-
-    def _call(
-        self, processor: Any, items: Items, short_audio: bool = False
+    def call(
+        self, items: Items, processor: Any = None, short_audio: bool = False
     ) -> tuple[list[str], Outputs]:
+        """The expansion of each item, and the model's inputs. All items have one pixel budget."""
         kind = items[0][0].kind
+        if processor is None:
+            processor = self._processor_for(items[0][0])
         before, after = self._enclosed.get(kind, ("", ""))
         texts, outputs = call_processor(
             processor,
@@ -113,7 +112,7 @@ class ProcessorRunner:
             setattr(processor, name, part)
         device = "meta" if self._uses_meta[info.kind] else self._blank_device[info.kind]
         blank = blank_item(info, device)
-        return self._call(processor, [(info, blank)], short_audio=True)
+        return self.call([(info, blank)], processor, short_audio=True)
 
     def expansions_together(self, infos: Sequence[MediaInfo]) -> list[str]:
         """The expansions of several items of one kind in one sequence."""
@@ -297,9 +296,6 @@ class ProcessorRunner:
         gap = context.gap(ITEM_SEPARATOR)
         return {kind: context} if together == [alone[0] + gap, alone[1]] else {}
 
-    def _trial_before(self, kind: str, text: str) -> str:
-        return self.trial_expansion(kind, self.placeholder(kind) + text)
-
     def _find_blank_device(self, info: MediaInfo) -> None:
         """Find what trials need: PIL images where tensors are not accepted, tokens around a placeholder."""
         if info.kind != "image":
@@ -316,6 +312,9 @@ class ProcessorRunner:
             return
         self._enclosed = {}
 
+    def _trial_before(self, kind: str, text: str) -> str:
+        return self.trial_expansion(kind, self.placeholder(kind) + text)
+
     def token_type_names(self) -> list[str]:
         """The per-token types that the processor returns by default, for a text or, where it needs one, an item."""
         try:
@@ -323,12 +322,10 @@ class ProcessorRunner:
         except TRIAL_ERRORS:
             kind = next(kind for kind in self.kinds if kind not in self.refused)
             info = _small_info(kind, self.sampling_rate)
-            outputs = default_outputs(
-                self.processor,
-                [(info, blank_item(info, self._blank_device[kind]))],
-                self.placeholder(kind),
-                self.sampling_rate,
-            )
+            items = [(info, blank_item(info, self._blank_device[kind]))]
+            token = self.placeholder(kind)
+            arguments = _arguments(self.processor, items, token, self.sampling_rate, True)
+            outputs = self.processor(**arguments)
         self.types_are_turns = "labels" in outputs
         return [name for name in TOKEN_TYPE_NAMES if name in outputs]
 
@@ -475,12 +472,12 @@ ITEM_SEPARATOR = "\ufdd3"  # between two placeholders; a noncharacter, which no 
 _cached_encode = lru_cache(maxsize=512)(fast_encode)
 
 
+@dataclass(eq=False)
 class _RecordingTokenizer:
     """Stands in for a processor's tokenizer, and keeps the text that the processor made."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.texts: list[str] = []
+    tokenizer: Any
+    texts: list[str]
 
     def __call__(self, text: list[str], **options: Any) -> Any:
         from transformers import BatchEncoding
@@ -511,7 +508,7 @@ def call_processor(
     `separator`: between placeholders in one text; None: each item has a text of its own.
     """
     copied = copy.copy(processor)
-    recorder = _RecordingTokenizer(processor.tokenizer)
+    recorder = _RecordingTokenizer(processor.tokenizer, [])
     copied.tokenizer = recorder
     arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
     placeholders = [placeholder] * len(items)
@@ -522,13 +519,6 @@ def call_processor(
         outputs.pop(name, None)
     texts = recorder.texts if separator is None else recorder.texts[0].split(ITEM_SEPARATOR)
     return texts, outputs
-
-
-def default_outputs(
-    processor: Any, items: Sequence[tuple[MediaInfo, Any]], placeholder: str, sampling_rate: int
-) -> dict[str, Any]:
-    """All outputs of a processor for some items, with its own defaults for the text."""
-    return dict(processor(**_arguments(processor, items, placeholder, sampling_rate, True)))
 
 
 def _arguments(

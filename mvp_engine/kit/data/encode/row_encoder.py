@@ -114,10 +114,6 @@ class EncodedSequence:
         """What `mvp data inspect` shows more: entries of the extension point `inspect`."""
         return {}
 
-    def shares_media(self, other: EncodedSequence) -> bool:
-        """Whether both have the same items, of the same sizes."""
-        return self.infos == other.infos and same_items(self.parts, other.parts)
-
 
 class InsertedTurn(NamedTuple):
     """Messages between two answers: their tokens and media, for a sequence whose answers were sampled."""
@@ -142,8 +138,9 @@ class FullSequence:
     target_positions: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens.ids)
+    def num_positions(self) -> int:
+        """As that of an `EncodedSequence`."""
+        return len(self.tokens.ids) + self.target_positions
 
     @property
     def media_order(self) -> list[int]:
@@ -169,7 +166,7 @@ class FullSequence:
         if self.rendered.prompt_only:
             raise BadRow(
                 "overlong",
-                f"{self.num_tokens} tokens; {max_tokens} are allowed, and a prompt is not truncated",
+                f"{len(full.ids)} tokens; {max_tokens} are allowed, and a prompt is not truncated",
             )
         cut = truncate(full.ids, full.loss, full.spans, max_tokens)
         kept = cut.num_media
@@ -193,11 +190,6 @@ def same_items(ones: Sequence[Part], others: Sequence[Part]) -> bool:
         return same and one.kind == other.kind and one.options == other.options
 
     return len(ones) == len(others) and all(map(is_same, ones, others))
-
-
-def total_tokens(sequences: Sequence[FullSequence]) -> int:
-    """The tokens of all sides of a row, and the positions of targets."""
-    return sum(sequence.num_tokens + sequence.target_positions for sequence in sequences)
 
 
 class RopePositions:
@@ -425,14 +417,14 @@ class RowEncoder:
         if self.row_part is not None:
             targets = self.row_part.read(row, root)
             sides = [self._with_targets(sides[0], targets)]
-        total = total_tokens(sides)
+        total = sum(side.num_positions for side in sides)
         if not fit or total <= self.max_tokens:
             return [side.encoded() for side in sides]
         if self.overlong == "truncate" and not sides[0].targets:  # their end would not be learnt
             return self._truncate(sides)
         if self.overlong == "shrink":
             sides = self._shrink(sides, total)
-            if total_tokens(sides) <= self.max_tokens:
+            if sum(side.num_positions for side in sides) <= self.max_tokens:
                 return [side.encoded() for side in sides]
         detail = f"{total} tokens; {self.max_tokens} are allowed"
         if self.row_part is not None and sides[0].target_positions:
@@ -516,7 +508,7 @@ class RowEncoder:
         """One sequence cut to `max_tokens`; of two sides, the longer one gives way first."""
         if len(sides) == 1:
             return [sides[0].truncated(self.max_tokens)]
-        shorter = min(side.num_tokens for side in sides)
+        shorter = min(len(side.tokens.ids) for side in sides)
         room = max(self.max_tokens - shorter, self.max_tokens // 2)
         return [side.truncated(room) for side in sides]
 
@@ -597,7 +589,9 @@ class RowEncoder:
         batches = []
         media: dict[str, Media] = {}
         for index, (side, sign) in enumerate(zip(sides, signs, strict=True)):
-            if index == 0 or not side.shares_media(sides[0]):
+            first = sides[0]
+            same = side.infos == first.infos and same_items(side.parts, first.parts)
+            if index == 0 or not same:
                 media = self._load_media(side, root)
             media_end = max((end for _, end in side.spans), default=0)
             numbers = {**side.fields, **fields}

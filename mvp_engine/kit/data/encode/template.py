@@ -90,6 +90,7 @@ class ChatTemplate:
                 candidates[kind] = {token}
             for kind, tokens in candidates.items():
                 self._find_placeholder(kind, tokens)
+        self._media_token = any_of({written.token for written in self.placeholders.values()})
         reserved = set().union(*known_tokens.values()) & self.tokenizer.get_vocab().keys()
         reserved |= {written.token for written in self.placeholders.values()}
         self._reserved = any_of(reserved)  # what no text of a row may hold
@@ -111,7 +112,7 @@ class ChatTemplate:
         has_loss = _messages_with_loss(row)
         rendered = self._render_conversation(row, has_loss)
         text = rendered.text
-        media = locate_placeholders(text, row.media(), self.placeholders)
+        media = locate_placeholders(text, row.media(), self.placeholders, self._media_token)
         finder = LossSpans(self.renderer, self.special, self.stop_token, rendered)
         incomplete = self._turns_without_their_reasoning(row, rendered)
         spans: list[Span] = []

@@ -149,7 +149,8 @@ def compile_with_marks(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     if _MARK_FUNCTION in source:
         raise jinja2.TemplateError(f"{_MARK_FUNCTION} is a name that templates may not use")
     tree = env.parse(_generation_blocks_to_ifs(source))
@@ -293,10 +294,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _generation_blocks_to_ifs(source: str) -> str:
     """{% generation %} is a tag of transformers: here an `if` on `mvp_mark`, which is always true."""
     source = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", rf"\1if {_MARK_FUNCTION}\2", source)
@@ -400,7 +397,7 @@ class TemplateRenderer:
 
     def source(self, tools: Tools) -> str:
         """The template for a conversation with these tools."""
-        source = self.chat_template
+        source = self.owner.chat_template
         if isinstance(source, Mapping):
             source = (tools and source.get("tool_use")) or source.get("default")
         if source is None:
@@ -474,7 +471,10 @@ class TemplateRenderer:
             content = empty_content
         elif has_text_only and not self.typed_content:
             content = "".join(block["text"] for block in content)
-        extra = _with_reasoning_keys(message.extra)
+        extra = dict(message.extra)
+        reasoning = [extra[key] for key in REASONING_KEYS if extra.get(key) is not None]
+        if reasoning:  # under both names that templates of transformers read
+            extra = {"thinking": reasoning[0], **extra, "reasoning_content": reasoning[0]}
         if json_arguments and extra.get("tool_calls"):
             extra["tool_calls"] = [_with_json_arguments(call) for call in extra["tool_calls"]]
         return {**extra, "role": message.role, "content": content}
@@ -505,11 +505,3 @@ def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     if call.get("function"):
         return {**call, "function": _with_json_arguments(call["function"])}
     return {**call, "arguments": arguments_as_json(call.get("arguments", {}))}
-
-
-def _with_reasoning_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra fields with reasoning under both names that templates of transformers read."""
-    found = [extra[key] for key in REASONING_KEYS if extra.get(key) is not None]
-    if not found:
-        return dict(extra)
-    return {"thinking": found[0], **extra, "reasoning_content": found[0]}

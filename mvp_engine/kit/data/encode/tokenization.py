@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,15 +37,16 @@ def locate_placeholders(
     text: str,
     media: Sequence[Part],
     tokens: Mapping[str, PlaceholderToken],
+    any_token: re.Pattern[str],
 ) -> tuple[Placeholder, ...]:
-    """The placeholders of all media in a rendered text, in its order.
+    """The placeholders of all media in a rendered text, in its order. `any_token` matches those of all kinds.
 
     The n-th placeholder of a kind is the n-th item of that kind: no text of the row holds a
     placeholder, and their numbers must be equal.
     """
     waiting = {index: part.kind for index, part in enumerate(media)}
     places = []
-    for found in any_of({token.token for token in tokens.values()}).finditer(text):
+    for found in any_token.finditer(text):
         same_token = (i for i, kind in waiting.items() if tokens[kind].token == found[0])
         index = next(same_token, None)
         if index is None:

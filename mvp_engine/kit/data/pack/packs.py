@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import wait
 from operator import itemgetter
 from typing import Any
@@ -27,7 +28,7 @@ from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
 from mvp_engine.kit.data.pack.plan import Plan, make_packs, make_plan
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
@@ -246,35 +247,25 @@ def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterato
 STALE_CACHE = "Were its media replaced? Then remove the cached costs (data.cache; by default ~/.cache/mvp_engine/data)"
 
 
+@dataclass(eq=False, repr=False)
 class PackDataset(Dataset[Any]):
     """The packs of an epoch: item i is (PackedBatch, the rows that turned out bad and were left out)."""
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        formats: Sequence[RowFormat | str | None],
-        costs: list[Costs],
-        row_encoder: RowEncoder,
-        *,
-        budget: int,
-        packs_per_step: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        max_packs: int | None = None,
-    ) -> None:
-        """`max_packs`: so many packs drawn from all rows, the same ones with any seed."""
-        self.mixture = mixture
-        self.formats = formats
-        self.costs = costs
-        self.row_encoder = row_encoder
-        self.budget = budget
-        self.packs_per_step = packs_per_step
-        self.seed = seed
-        self.shuffle = shuffle
-        self.max_packs = max_packs
+    mixture: Mixture
+    formats: Sequence[RowFormat | str | None]
+    costs: list[Costs]
+    row_encoder: RowEncoder
+    _: KW_ONLY
+    budget: int
+    packs_per_step: int
+    seed: int = 0
+    shuffle: bool = True
+    max_packs: int | None = None  # so many packs drawn from all rows, the same ones with any seed
+
+    def __post_init__(self) -> None:
         self.watchdog = WorkerWatchdog()
         # The sample id of the first row of each source: ids count through all sources.
-        self.first = np.cumsum([0, *(len(source) for source in mixture.sources)])
+        self.first = np.cumsum([0, *(len(source) for source in self.mixture.sources)])
         self.epoch = -1
         self.set_epoch(0)
 
@@ -365,7 +356,17 @@ class PackDataset(Dataset[Any]):
             fields = {"source": which, "sample": int(self.first[which]) + row}
             self.watchdog.set_position(source.where(row))
             try:
-                sides, grown = self._prepare(source, which, row, planned_tokens, free_tokens)
+                raw, format = source[row], self.formats[which]
+                sides = self.row_encoder.encode(raw, format, source.root, decode=True)
+                tokens = sum(side.num_positions for side in sides)
+                # A row may have other tokens than when it was measured, for example if its template writes today's
+                # date. But a pack never exceeds its budget.
+                grown = max(0, tokens - planned_tokens)
+                if grown > free_tokens:
+                    raise BadRow(
+                        "changed",
+                        f"{tokens} tokens, but {planned_tokens} when it was planned. {STALE_CACHE}",
+                    )
                 free_tokens -= grown
                 batches += self.row_encoder.load(sides, source.root, fields)
             except BadRow as error:
@@ -377,25 +378,6 @@ class PackDataset(Dataset[Any]):
         if not batches:
             batches = [self.row_encoder.empty_batch({"source": 0, "sample": -1})]
         return (PackedBatch.concat(batches) if len(batches) > 1 else batches[0]), bad
-
-    def _prepare(
-        self, source: Source, which: int, row: int, planned_tokens: int, free_tokens: int
-    ) -> tuple[list[EncodedSequence], int]:
-        """The encoded row, and how many tokens more it has than planned: at most `free_tokens`.
-
-        A row may have other tokens than when it was measured, for example if its template writes today's date. But a
-        pack never exceeds its budget.
-        """
-        raw, format = source[row], self.formats[which]
-        sides = self.row_encoder.encode(raw, format, source.root, decode=True)
-        tokens = sum(side.num_positions for side in sides)
-        grown = max(0, tokens - planned_tokens)
-        if grown > free_tokens:
-            raise BadRow(
-                "changed",
-                f"{tokens} tokens, but {planned_tokens} when it was planned. {STALE_CACHE}",
-            )
-        return sides, grown
 
 
 class PackLoader(SampleLoader):

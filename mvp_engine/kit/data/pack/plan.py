@@ -132,10 +132,6 @@ class _Pool:
     def index(self, size: int, row: int) -> int:
         return bisect_left(self.rows, (size, row))
 
-    def num_fitting(self, room: int) -> int:
-        """The first rows of the pool, this many, have at most `room` tokens."""
-        return bisect_left(self.rows, (room + 1, -1))
-
     def pop(self, index: int) -> int:
         del self.density[index]
         return self.rows.pop(index)[1]
@@ -205,7 +201,9 @@ class _WindowPacker:
         largest = 0
         num_candidates = 1 if density is None else NUM_CANDIDATES
         for pool in (self.media, self.text):
-            end = pool.num_fitting(room)
+            end = bisect_left(
+                pool.rows, (room + 1, -1)
+            )  # the rows before it have at most `room` tokens
             for index in range(max(0, end - num_candidates), end):
                 error = 0.0 if density is None else abs(pool.density[index] - density)
                 size = pool.rows[index][0]

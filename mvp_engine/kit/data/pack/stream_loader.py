@@ -24,7 +24,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -145,34 +145,25 @@ class LaneOutput:
         return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
+@dataclass(eq=False, repr=False)
 class StreamPackDataset(IterableDataset[Any]):
     """The packs of a rank from the cursors on, as `LaneOutput`; None for the turn of a lane that is at its end."""
 
-    def __init__(
-        self,
-        streams: StreamMixture,
-        row_encoder: RowEncoder,
-        *,
-        budget: int,
-        window: int,
-        lanes: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        shares_lanes: bool = False,
-    ) -> None:
-        """`shares_lanes`: all ranks have the same lanes, and each of them its own packs of these."""
-        self.streams = streams
-        self.row_encoder = row_encoder
-        self.budget = budget
-        self.window = window
-        self.lanes_per_epoch = lanes  # of this rank, in an epoch that starts on as many ranks
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.shares_lanes = shares_lanes
+    streams: StreamMixture
+    row_encoder: RowEncoder
+    _: KW_ONLY
+    budget: int
+    window: int
+    lanes_per_epoch: int  # of this rank, in an epoch that starts on as many ranks
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    shares_lanes: bool = (
+        False  # all ranks have the same lanes, and each of them its own packs of these
+    )
+
+    def __post_init__(self) -> None:
         self.max_packs: float = math.inf  # of an epoch
         self.watchdog = WorkerWatchdog()
         self.set_cursors(0, self.first_cursors(), 0)

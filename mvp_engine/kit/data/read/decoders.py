@@ -223,7 +223,10 @@ def _inline_waveform(part: Part) -> tuple[Any, int]:
         array = part.value.get("array")
         sampling_rate = part.value.get("sampling_rate")
         if isinstance(array, list | tuple):
-            array = _array_from_list(array)
+            try:
+                array = np.array(array, dtype=np.float32)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise BadRow("wrong_type", f"audio array: {error}") from None
     if not isinstance(array, np.ndarray):
         return None, 0
     is_mono = array.dtype.kind == "f" and array.ndim == 1
@@ -232,13 +235,6 @@ def _inline_waveform(part: Part) -> tuple[Any, int]:
             "wrong_type", "a waveform must be floats of one channel, with an int as sampling_rate"
         )
     return array, sampling_rate
-
-
-def _array_from_list(values: list[Any] | tuple[Any, ...]) -> np.ndarray:
-    try:
-        return np.array(values, dtype=np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRow("wrong_type", f"audio array: {error}") from None
 
 
 # Formats that PIL decodes itself. EPS is left out: PIL would start ghostscript.

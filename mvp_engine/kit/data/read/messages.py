@@ -120,7 +120,7 @@ def read_message(raw: Any, where: str) -> Message:
         shown = f"{role_name!r:.40}" if isinstance(role_name, str) else type_name(role_name)
         raise BadRow("unknown_role", f"{where} has role {shown}; roles are {', '.join(ROLES)}")
     _refuse_media_keys(fields, where)
-    if loss is not None and not _is_loss_flag(loss):
+    if loss is not None and not (isinstance(loss, bool | int | float) and loss in (0, 1)):
         raise BadRow("wrong_type", f"{where}.loss is {type_name(loss)}, wanted true or false")
     if role_name.lower() in _TOOL_CALL_ROLES:
         fields["tool_calls"] = _sharegpt_tool_calls(content, f"{where}.value")
@@ -133,8 +133,15 @@ def read_message(raw: Any, where: str) -> Message:
         tool_calls = _read_tool_calls(fields.pop("tool_calls"), f"{where}.tool_calls")
         if tool_calls:  # some templates take an empty list for a turn with tool calls
             fields["tool_calls"] = tool_calls
-    parts = _read_content(content, where)
-    message = Message(role, parts, None if loss is None else bool(loss), fields)
+    if content is not None and not isinstance(content, str | Mapping | list | tuple):
+        found = type_name(content)
+        raise BadRow(
+            "wrong_type", f"{where}.content is {found}, wanted a string or a list of parts"
+        )
+    blocks = [content] if isinstance(content, str | Mapping) else content or []
+    parts = [_read_block(block, f"{where}.content[{i}]") for i, block in enumerate(blocks)]
+    kept = tuple(part for part in parts if part.kind != "text" or part.value)
+    message = Message(role, kept, None if loss is None else bool(loss), fields)
     if content is None and not has_actions(message):
         others = [key for key in fields if key not in KNOWN_KEYS]
         found = f", only {', '.join(others)[:80]}" if others else ""
@@ -170,10 +177,6 @@ def _take_actions(blocks: Sequence[Any], fields: dict[str, Any], where: str) -> 
     return content
 
 
-def _is_loss_flag(value: Any) -> bool:
-    return isinstance(value, bool | int | float) and value in (0, 1)
-
-
 def _sharegpt_tool_calls(content: Any, where: str) -> list[dict[str, Any]]:
     """ShareGPT writes calls as JSON in the text of a turn with a role of its own."""
     calls = parse_json(content, where)
@@ -201,17 +204,6 @@ def _read_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         check_json_serializable(function, place)
         calls.append({**call, "function": function} if "function" in call else function)
     return calls
-
-
-def _read_content(content: Any, where: str) -> tuple[Part, ...]:
-    if content is not None and not isinstance(content, str | Mapping | list | tuple):
-        raise BadRow(
-            "wrong_type",
-            f"{where}.content is {type_name(content)}, wanted a string or a list of parts",
-        )
-    blocks = [content] if isinstance(content, str | Mapping) else content or []
-    parts = [_read_block(block, f"{where}.content[{i}]") for i, block in enumerate(blocks)]
-    return tuple(part for part in parts if part.kind != "text" or part.value)
 
 
 def _read_block(block: Any, where: str) -> Part:
@@ -336,10 +328,10 @@ def fill_placeholders(
         places = count_places(messages, kind, media_tags)
         items = columns.get(kind)
         if items is None:
-            if places.total:
+            if sum(places):
                 check_no_places(places, kind, row.unused())
             roles[kind] = set()
-        elif items and not places.total and not _has_media(messages, kind):
+        elif items and not sum(places) and not _has_media(messages, kind):
             first_items += columns.pop(kind)
             roles[kind] = set()
         else:
@@ -392,10 +384,6 @@ class Places(NamedTuple):
     in_questions: int  # tags
     in_answers: int
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
 
 def count_places(messages: Sequence[Message], kind: str, media_tags: bool) -> Places:
     blocks = 0
@@ -434,7 +422,7 @@ def _roles_with_tags(places: Places, kind: str, items: int) -> set[str]:
         return set()
     if places.blocks + places.in_questions == items:
         return set(ROLES) - {"assistant"}
-    if places.total == items:
+    if sum(places) == items:
         return set(ROLES)
     questions = f"{count(places.blocks + places.in_questions, 'place')} in the questions"
     raise BadRow(

@@ -418,12 +418,13 @@ class Stream:
     @property
     def is_pipe(self) -> bool:
         """Whether a part of it is a pipe, which one process can read, once."""
-        return any(_is_pipe_part(part) for part in self.parts)
+        return any(isinstance(p, str) and (p == _STDIN or _is_fifo(p)) for p in self.parts)
 
     def __iter__(self) -> Iterator[tuple[str, ReadRow]]:
         for part in self.parts:
             if not isinstance(part, str):
-                yield from _function_rows(part, self.name)
+                for number, row in enumerate(part()):
+                    yield f"{self.name}[{number}]", functools.partial(_copy_mapping, row)
             elif part.lower().endswith(_TARS):
                 yield from _tar_rows(Path(part))
             else:
@@ -452,15 +453,6 @@ def _open_parts(path: str) -> Sequence[str | RowFunction]:
 
 def _is_fifo(path: str) -> bool:
     return stat.S_ISFIFO(os.stat(path).st_mode)
-
-
-def _is_pipe_part(part: str | RowFunction) -> bool:
-    return isinstance(part, str) and (part == _STDIN or _is_fifo(part))
-
-
-def _function_rows(function: RowFunction, name: str) -> Iterator[tuple[str, ReadRow]]:
-    for number, row in enumerate(function()):
-        yield f"{name}[{number}]", functools.partial(_copy_mapping, row)
 
 
 def _copy_mapping(row: Any) -> dict[str, Any]:
