@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -66,7 +67,8 @@ def check(form, role, thinks):
     ):  # DeepSeek wants the latter
         raw = [form.renderer.message(one, **options) for one in chat]
         options = {"tools": tools or None, "add_generation_prompt": True, **form.renderer.options}
-        whole = form.renderer.owner.apply_chat_template(raw, **options)
+        with contextlib.suppress(TypeError):
+            whole = form.renderer.owner.apply_chat_template(raw, **options)
         if "Bern" in whole or not has_calls:
             break
     assert whole.endswith(text)

@@ -97,6 +97,12 @@ class ChatSettings:
                 found[role] = bad.detail
         return found
 
+    def roles_that_drop_reasoning(self) -> list[str]:
+        """The roles after whose messages the chat template leaves out the reasoning of earlier answers."""
+        new = {role: Message(role, (Part("text", "M"),)) for role in ("user", "tool")}
+        template = self.encoder.template
+        return [role for role, message in new.items() if template.drops_reasoning(message)]
+
     def check(self, has_tools: bool) -> None:
         """Raise if the chat template cannot write conversations of several turns, or results of tools."""
         verdicts = self.verdicts()

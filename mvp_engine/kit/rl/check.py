@@ -22,7 +22,7 @@ OWN_ANSWERS = 16  # rows whose own answers are scored
 FEW_FINISHED = 0.5  # of the completions that end by themselves
 LONG_REWARDS = 0.5  # of the step time
 LONG_REWARD_SECONDS = 1.0
-METRICS = ("reward", "length", "finished", "with_signal", "gap", "reward_errors")
+METRICS = ("reward", "length", "turns", "finished", "with_signal", "gap", "reward_errors")
 
 
 def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResult:
@@ -35,6 +35,9 @@ def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResul
     facts["gap_by_modality"] = _largest_gaps(records)
     facts["own_answers"] = _own_answer_reward(engine)
     facts["seconds"] = seconds
+    chat = engine.episodes.chat
+    facts["template"] = None if chat is None else chat.verdicts()
+    facts["drops_reasoning"] = [] if chat is None else chat.roles_that_drop_reasoning()
     rewards = " ".join(number(value) for value in facts["reward"])
     return StageResult(f"rewards {rewards}", facts, _figures(facts), _warnings(engine, facts))
 
@@ -56,9 +59,33 @@ def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(("", f"{number(facts['own_answers'])} for the rows' own answers"))
     seconds = [f"{name} {number(value)} s" for name, value in facts["seconds"].items()]
     figures.append(("rollouts", f"{number(facts['length'][-1])} tokens each; {', '.join(seconds)}"))
+    if facts["template"] is not None:
+        figures += _turn_figures(facts)
     gaps = [f"{kind} {number(gap)}" for kind, gap in facts["gap_by_modality"].items()]
     if gaps:
         figures.append(("gap", f"{', '.join(gaps)} between sampler and trainer at most"))
+    return figures
+
+
+def _turn_figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Turns, and what the chat template can continue a conversation with."""
+    verdicts = facts["template"].items()
+    works = " and ".join(role for role, problem in verdicts if not problem)
+    figures = [
+        (
+            "turns",
+            f"{number(facts['turns'][-1])} each; the chat template writes messages of {works}",
+        )
+    ]
+    figures += [("", f"no messages of {role}: {problem}") for role, problem in verdicts if problem]
+    if facts["drops_reasoning"]:
+        roles = " or ".join(facts["drops_reasoning"])
+        figures.append(
+            (
+                "",
+                f"after a message of {roles} a chat server drops earlier reasoning; training keeps it",
+            )
+        )
     return figures
 
 

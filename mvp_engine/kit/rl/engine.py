@@ -616,11 +616,15 @@ def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> No
 
 
 def _metrics(made: Experience) -> dict[str, tuple[float, float]]:
-    """Of rewards; the mean number of tokens, and the share of samples that ended with a stop token."""
-    tokens = sum(len(sample.tokens) for sample in made.samples)
+    """Of rewards; the mean numbers of sampled tokens and turns, the share of samples that ended with a stop token."""
+    sequences = [one for sample in made.samples for one in sample.sequences()]
+    tokens = sum(end - start for one in sequences for start, end in one.written())
     finished = sum(sample.reason == "stop" for sample in made.samples)
     total = len(made.samples)
-    return reward_metrics(made.rewards) | {"length": (tokens, total), "finished": (finished, total)}
+    found = {"length": (tokens, total), "finished": (finished, total)}
+    if turns := sum(len(one.turns) for one in sequences):
+        found["turns"] = (turns, total)
+    return reward_metrics(made.rewards) | found
 
 
 def _step_numbers(updates: Updates) -> StepNumbers:

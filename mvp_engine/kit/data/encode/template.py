@@ -196,7 +196,9 @@ class ChatTemplate:
                             "template",
                             f"the chat template leaves out or rewrites a message of the role {message.role}",
                         )
-        media = locate_placeholders(text, Row(tuple(new)).media(), self.placeholders, self._media_token)
+        media = locate_placeholders(
+            text, Row(tuple(new)).media(), self.placeholders, self._media_token
+        )
         places = tuple(_moved(place, len(self.stop_token)) for place in media)
         return Rendered(self.stop_token + text, (), places, prompt_only=True)
 
