@@ -651,7 +651,7 @@ def _kill_worker(pid: int) -> None:
 
 
 def _report_deaths(workers: set[int], control: Connection) -> None:
-    """Tell the controller which processes of episodes have died, after what they have started."""
+    """Report to the controller which processes of episodes have died, after what they have started."""
     died = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
