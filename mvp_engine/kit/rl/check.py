@@ -22,7 +22,7 @@ OWN_ANSWERS = 16  # rows whose own answers are scored
 FEW_FINISHED = 0.5  # of the completions that end by themselves
 LONG_REWARDS = 0.5  # of the step time
 LONG_REWARD_SECONDS = 1.0
-METRICS = ("reward", "length", "turns", "finished", "with_signal", "gap", "reward_errors")
+METRICS = ("reward", "length", "finished", "with_signal", "gap", "reward_errors")
 
 
 def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResult:
@@ -36,8 +36,10 @@ def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResul
     facts["own_answers"] = _own_answer_reward(engine)
     facts["seconds"] = seconds
     chat = engine.episodes.chat
-    facts["template"] = None if chat is None else chat.verdicts()
-    facts["drops_reasoning"] = [] if chat is None else chat.roles_that_drop_reasoning()
+    if chat is not None:
+        facts["turns"] = [record.get("turns") for record in records]
+        facts["template"] = chat.verdicts()
+        facts["drops_reasoning"] = chat.roles_that_drop_reasoning()
     rewards = " ".join(number(value) for value in facts["reward"])
     return StageResult(f"rewards {rewards}", facts, _figures(facts), _warnings(engine, facts))
 
@@ -59,7 +61,7 @@ def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(("", f"{number(facts['own_answers'])} for the rows' own answers"))
     seconds = [f"{name} {number(value)} s" for name, value in facts["seconds"].items()]
     figures.append(("rollouts", f"{number(facts['length'][-1])} tokens each; {', '.join(seconds)}"))
-    if facts["template"] is not None:
+    if "template" in facts:
         figures += _turn_figures(facts)
     gaps = [f"{kind} {number(gap)}" for kind, gap in facts["gap_by_modality"].items()]
     if gaps:
