@@ -477,10 +477,7 @@ def doctor(
     **options: Any,
 ) -> int:
     if models:
-        from mvp_engine.tools.models import print_models
-
-        print_models(config, as_json=as_json)
-        return 0
+        return call("tools.models:print_models", name=config, as_json=as_json)
     from mvp_engine.config import compose
     from mvp_engine.tools import doctor
 

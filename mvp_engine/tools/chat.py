@@ -249,6 +249,7 @@ def output_of(options: Mapping[str, Any]) -> Any:
 # The data kit renders prompts and processes media, as in a training with the same processor.
 
 Message = Mapping[str, Any]
+_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 _ADAPTER_PREFIX = "base_model.model."  # in peft's names, before the name in the base model
 # Options of peft that change what an adapter computes, each with the only value that `merge_adapter` supports.
 _SUPPORTED_OPTIONS = {
@@ -437,6 +438,16 @@ def merge_adapter(model: Any, folder: Path) -> None:
             lora_b = tensors[name.replace(".lora_A.", ".lora_B.")]
             delta = scale * (lora_b.float() @ tensor.float())
             _weight(model, f"{layer}.weight", folder).add_(delta)
+        elif name.endswith(_TOKEN_ROWS):  # of tokens that were added to the vocabulary
+            embedding = name.removesuffix(_TOKEN_ROWS)
+            ids = config["trainable_token_indices"][embedding]
+            weight = _weight(model, f"{embedding}.weight", folder)
+            if max(ids) >= len(weight):
+                raise UserError(
+                    f"{folder} trains the row of token {max(ids)}, and the model has {len(weight)}: merge the adapter "
+                    "in its run (mvp merge RUN OUT), or resize the embeddings of the model's folder"
+                )
+            weight[ids] = tensor.to(weight)
         elif ".lora_" not in name:  # trained in full
             _weight(model, name, folder).copy_(tensor)
 

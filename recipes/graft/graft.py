@@ -134,15 +134,15 @@ def _compose(
     """The grafted model, on the meta device."""
     import transformers
 
-    default = transformers.LlavaForConditionalGeneration
+    default: Any = transformers.LlavaForConditionalGeneration
     if settings.tiles > 1:
         default = transformers.LlavaNextForConditionalGeneration
     model_class = model_class or default
     text_config.vocab_size = rows
     options: dict[str, Any] = {"image_grid_pinpoints": processor.grid} if settings.tiles > 1 else {}
     config = model_class.config_class(
-        vision_config=vision_config.to_dict(),
-        text_config=text_config.to_dict(),
+        vision_config=_settings_of(vision_config),
+        text_config=_settings_of(text_config),
         image_token_index=processor.image_token_id,
         vision_feature_layer=settings.feature_layer,
         tie_word_embeddings=text_config.tie_word_embeddings,
@@ -157,6 +157,11 @@ def _compose(
             f"graft.vision={settings.vision}: {kind} is no encoder that {model_class.__name__} can have "
             f"({type(error).__name__}: {error}). Give a model such as SigLIP, CLIP or DINOv2"
         ) from error
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
+    """A config without the path that it was read from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
 
 
 def _read(model: Any, folder: Path) -> dict[str, FolderParameter]:

@@ -119,7 +119,8 @@ class OmniEngine(MLLMEngine):
     def after_generation(self, ctx: StepContext, completions: Completions) -> None:
         """Speak the answers; an error is a warning while a training runs, and they are then answers in text alone."""
         self.answers = answers = [speech.SpokenAnswer(**vars(answer)) for answer in self.answers]
-        settings = self.config.eval.generation.speech
+        generation = self.config.eval.generation
+        settings = None if generation is None else generation.speech
         if settings is None:
             return
         with self.keep_training(ctx, "speech"):
@@ -131,7 +132,7 @@ class OmniEngine(MLLMEngine):
     def judge(self) -> Judge:
         return Judge()
 
-    def score(self, ctx: StepContext, name: str, answers: list[speech.SpokenAnswer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[Any]) -> None:
         """Log the exact answers in text; of synthetic speech, also the share of words that the judge hears right."""
         super().score(ctx, name, answers)
         spoken = [answer for answer in answers if answer.speech]

@@ -1,7 +1,7 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit.speech import SpeechConfig
+from mvp_engine.kit.speech import SpeechConfig, SpeechLoss
 
 
 class Spoken(Section):
@@ -17,3 +17,5 @@ class Spoken(Section):
 
 class OmniConfig(SpeechConfig):
     spoken: Spoken | None = None  # synthetic speech with a small codec; null: rows, processor and codec of your own
+    speech_loss: SpeechLoss = SpeechLoss()
+    """The loss of speech, next to that of text."""

@@ -68,7 +68,8 @@ class TableEngine(MLLMEngine):
         super().load_extra_state(state)
         self.data.load_normalization(state["normalization"], is_resumed=self._training)
         if self.world.is_main:
-            self.data.normalization.save(self.model.side_files)
+            folder: Any = self.model.side_files
+            self.data.normalization.save(folder)
 
     # ---- Optimizer and schedule ------------------------------------------------------------------
 

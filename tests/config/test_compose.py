@@ -39,7 +39,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(tmp_path, mo
     composed = compose("sft/lora", ["model.path=model", "data.sources.rows.path=rows.jsonl"])
     assert composed.config.run_name == "sft_lora"
     assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
-    assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
+    assert "The recipe has: sft/base, sft/full, sft/full_gpu8, sft/lora" in error("sft/qlora")
     words = ["model.path=m", "data.sources.rows.path=r.jsonl", "data.global_batch_tokens=1000"]
     assert error("sft/lora", *words).startswith(
         "data.global_batch_tokens=1000 is less than one row may have"

@@ -145,7 +145,7 @@ def on_layout(base, sizes, lora, settings):
     ids=["replicate", "shard", "ulysses", "context"],
 )
 def test_lora_layouts_train_to_the_same_weights(ranks2, base, sizes, settings):
-    lora = Lora(rank=3)
+    lora = Lora(rank=3, alpha=10.4)
     single = engine_of(base, lora)
     first = weights(single)
     steps(single)

@@ -149,7 +149,7 @@ def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(on_rank
     "sizes, family, message",
     [
         ({"tensor": 4}, "qwen3", "parallel.tensor=4 cannot share 4 query and 2 key/value heads"),
-        ({"tensor": 3}, "qwen3", "do not multiply to the 4 process"),
+        ({"tensor": 3}, "qwen3", "do not divide the 4 process"),
         ({"ulysses": 2, "tensor": 2}, "gpt2", "gpt2 has no tensor-parallel plan"),
     ],
     ids=str,

@@ -1,6 +1,9 @@
 """The graft recipe: composed folders, their processors, errors, the stages, and plain transformers on the export."""
 
 import json
+import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +14,9 @@ from conftest import CAMPAIGN, ROOT, mvp, read_metrics, readme_commands, user_er
 from PIL import Image
 
 from mvp_engine.imports import import_file
+from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.tiny_processors import train_tokenizer
+from mvp_engine.tools.chat import ChatModel
 
 graft_module = import_file(ROOT / "recipes" / "graft" / "graft.py")
 Graft = graft_module.Graft
@@ -220,8 +225,6 @@ def test_stages_train_their_parts_and_export_what_transformers_computes(stages):
 
 def check_export(stages):
     """Plain transformers and the engine write equal answers to held-out questions, with equal log-probs."""
-    from mvp_engine.tools.chat import ChatModel
-
     folder = (stages / "graft" / "instruct").resolve()
     model, processor = load(folder)
     chat = ChatModel(folder, device="cpu")
@@ -240,11 +243,11 @@ def check_export(stages):
             with torch.no_grad():
                 theirs = model(**inputs).logits[0, -1]
                 written = model.generate(**inputs, do_sample=False, max_new_tokens=8)
-            ours = chat.engine.infer_batch(batch, ["next_logits"])["next_logits"][0]
+                ours = chat.engine.model(batch, ["next_logits"])["next_logits"][0]
             assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
             completion = written[0, inputs["input_ids"].shape[1] :]
-            expected = processor.decode(completion, skip_special_tokens=True)
-            assert "".join(chat.answer(batch, 8)) == expected
+            answer = chat.answer([question], Decoding(max_new_tokens=8))
+            assert list(answer.tokens) == completion.tolist()
 
 
 @CAMPAIGN
@@ -256,3 +259,38 @@ def test_grafted_model_learns_the_digits(tmp_path, monkeypatch):
     assert last["accuracy_one"] >= 0.9
     assert last["accuracy_two"] >= 0.9
     check_export(stages)
+
+
+def patched(tmp_path, recipe, heading):
+    """A copy of a recipe with the diff of a section of docs/graft.md, which changes at most 25 lines."""
+    section = (ROOT / "docs" / "graft.md").read_text().partition(f"# {heading}\n")[2]
+    diff = re.search(r"```diff\n(.*?)```", section, re.DOTALL)[1]
+    lines = [line for line in diff.splitlines() if line[:1] in "+-"]
+    assert len([line for line in lines if line[:4] not in ("+++ ", "--- ")]) <= 25
+    shutil.copytree(ROOT / "recipes" / recipe, tmp_path / "recipes" / recipe)
+    subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=tmp_path, check=True)
+    return tmp_path / "recipes" / recipe
+
+
+@pytest.mark.slow
+def test_projector_of_the_docs_trains_and_loads_with_its_class(stages, tmp_path):
+    recipe = patched(tmp_path, "graft", "A projector of your own")
+    options = ["train.max_steps=2", f"graft.folder={tmp_path}/model"]
+    options += [f"export_link={tmp_path}/export", *QUICK]
+    assert mvp(f"train {recipe}/configs/align.yaml output_dir={stages}", *options) == 0
+    model, processor = load(tmp_path / "export")
+    assert type(model).__name__ == "RowLlava"
+    inputs = inputs_of(processor, [(24, 24)])
+    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 3
+    assert model(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_new_tokens_of_the_docs_train(vlm_folder):
+    recipe = patched(vlm_folder, "sft", "New tokens")
+    rows = [{"prompt": f"Is it {i}?", "completion": ["<yes>", "<no>"][i % 2]} for i in range(60)]
+    (vlm_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["model.path=model", "data.sources.rows.path=rows.jsonl", "train.max_steps=1"]
+    assert mvp(f"train {recipe}/configs/lora.yaml", *options, "data.num_workers=0") == 0
+    processor = hf.AutoProcessor.from_pretrained("outputs/sft_lora_model")
+    assert {"<yes>", "<no>"} <= processor.tokenizer.get_vocab().keys()

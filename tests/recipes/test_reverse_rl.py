@@ -198,11 +198,11 @@ def test_rl_under_torchrun_is_refused_with_the_fix():
         ("generation.max_new_tokens=5000", "data.pack_tokens"),
         (
             "workers.where=spawn groups.actor.ranks=3 groups.actor.parallel.shard=2",
-            "groups.actor.parallel (shard=2) does not multiply to groups.actor.ranks=3: set groups.actor.ranks=2",
+            "groups.actor.parallel (shard=2) does not divide groups.actor.ranks=3: set groups.actor.ranks=2",
         ),
         (
             "groups.critic.parallel.tensor=2",
-            "does not multiply to groups.actor.ranks=1: set groups.actor.ranks=2",
+            "does not divide groups.actor.ranks=1: set groups.actor.ranks=2",
         ),
     ],
 )

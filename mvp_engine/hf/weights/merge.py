@@ -6,6 +6,7 @@ The tensors of one output file are in memory at a time. The command line is in `
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -248,6 +249,8 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
         info = json.loads(file.read_text())
         lora = info.get("lora")
         uses_dora = lora is not None and lora.pop("dora", False)  # files of older versions
+        if lora is not None and lora.pop("rslora", False):
+            lora["alpha"] = (lora["alpha"] or 2 * lora["rank"]) * math.sqrt(lora["rank"])
         base = info.get("base")
         found = ModelInfo(
             model_type=info["model_type"],

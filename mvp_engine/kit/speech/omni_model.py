@@ -412,8 +412,8 @@ class OmniAdapter(HFAdapter):
 
     def balance_experts(self, settings: Experts, device: torch.device) -> NoReturn:
         raise _unsupported(
-            "the section experts",
-            "no section experts",
+            "experts.aux_loss_coef, experts.bias_update_rate or experts.router_z_loss_coef",
+            "experts.aux_loss_coef=null, experts.bias_update_rate=null and experts.router_z_loss_coef=0",
         )
 
 

@@ -92,8 +92,6 @@ class SpeechConfig(MLLMConfig):
 
     data: SpeechMLLMData
     eval: SpeechEval
-    speech_loss: SpeechLoss = SpeechLoss()
-    """The loss of the speech of Omni models."""
 
     @model_validator(mode="after")
     def _check_speech(self) -> SpeechConfig:
