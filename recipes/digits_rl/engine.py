@@ -68,7 +68,7 @@ class DigitsEngine(RLEngine):
         return self.update(ctx, batch, partial(self.policy_loss, self.config, self.ratio_to(experience)))
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        """(T,): the reward minus the mean of the prompt's completions, over their standard deviation (not in Dr.GRPO)."""
+        """(T,): the reward minus the mean of the prompt's completions, over their deviation (not in Dr.GRPO)."""
         rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
         advantages_S = policy.group_advantages(rewards_S, groups_S, std=self.config.rl.algorithm != "dr_grpo")
         return policy.spread(advantages_S, batch)
