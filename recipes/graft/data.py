@@ -86,12 +86,12 @@ def _train_encoder(digits: list[tuple[str, int]], folder: Path) -> None:
     from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
     processor = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
-    images = [Image.open(folder / name) for name, _ in digits]
+    images: Any = [Image.open(folder / name) for name, _ in digits]
     pixels = processor(images=images, return_tensors="pt")["pixel_values"]
     labels = torch.tensor([digit for _, digit in digits])
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+        sizes: Any = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
         encoder = SiglipVisionModel(SiglipVisionConfig(image_size=SIDE, patch_size=8, **sizes))
         head = torch.nn.Linear(64, 10)
         optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=2e-3)

@@ -134,7 +134,7 @@ def _compose(
     """The grafted model, on the meta device."""
     import transformers
 
-    default = transformers.LlavaForConditionalGeneration
+    default: Any = transformers.LlavaForConditionalGeneration
     if settings.tiles > 1:
         default = transformers.LlavaNextForConditionalGeneration
     model_class = model_class or default

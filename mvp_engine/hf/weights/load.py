@@ -173,8 +173,8 @@ class NewRows:
             return torch.cat(rows).mean(0)
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(ids), 8192):  # in slices: a vocabulary may have gigabytes
-            rows = slice(start, min(start + 8192, len(ids)))
-            total = total + source.read((rows, *others)).sum(0, dtype=torch.float64)
+            part = slice(start, min(start + 8192, len(ids)))
+            total = total + source.read((part, *others)).sum(0, dtype=torch.float64)
         return (total / len(ids)).float()
 
 
