@@ -43,7 +43,7 @@ def core(tmp_path_factory):
     }
     unwanted = shutil.ignore_patterns("__pycache__", "outputs", *PLUGIN_KITS, *of_kits)
     for name in ("mvp_engine", "recipes", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=unwanted)
     left_out = {".git", ".venv", ".venvs", "outputs", "build", "mvp_engine", "recipes", "tests"}
     for path in ROOT.iterdir():
         if path.name not in left_out:

@@ -1,7 +1,8 @@
-"""Reinforcement learning on images: the policy learns to name handwritten digits, from rewards alone.
+"""GRPO on images: the policy learns to name handwritten digits, from rewards alone.
 
 This file is the whole experiment: models, data, reward, one step, loss, evaluation. One controller process runs it; it
-calls the models in their worker groups. Legend: T tokens, S sequences, which are the completions of a step.
+calls the models in their worker groups. `recipes/reverse_rl` has the same step for all algorithms, PPO among them.
+Legend: T tokens, S sequences, which are the completions of a step.
 """
 
 from functools import partial
@@ -27,8 +28,6 @@ class DigitsEngine(RLEngine):
     def start_models(self, models: ModelGroups) -> None:
         """Each role is a worker group, on the processes of the actor or on its own. An evaluation has no optimizer."""
         models.start_actor()  # the policy, which is trained
-        if self.config.rl.algorithm == "ppo":
-            models.start_critic(lr=self.config.rl.critic_lr)  # its value model
         if self.config.rl.kl_coef:
             models.start_copy("reference")  # frozen; with LoRA it is the actor without its adapters
         models.start_copy("rollout")  # generates, if there is `groups.rollout`; else the actor does, or a server
@@ -63,64 +62,40 @@ class DigitsEngine(RLEngine):
 
     def train_step(self, ctx: StepContext, experience: Experience) -> Updates:
         """Advantages of the completions, then `rl.updates` optimizer steps on them."""
-        # A sequence per completion, with the log-probs of sampler, actor and reference, and the critic's values.
+        # A sequence per completion, with the log-probs of sampler, actor and reference.
         batch = self.prepare_batch(ctx, experience)
-        batch.token_fields |= self.advantages(batch)
-        policy_loss = partial(self.policy_loss, self.config, self.ratio_to(experience))
-        return self.update(ctx, batch, policy_loss, policy.ValueLoss(clip=self.config.rl.value_clip))
+        batch.token_fields["advantages"] = self.advantages(batch)
+        return self.update(ctx, batch, partial(self.policy_loss, self.config, self.ratio_to(experience)))
 
-    def advantages(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """(T,): how much better than expected a token is, or its whole completion; of ppo also the critic's targets."""
-        rl, fields = self.config.rl, batch.token_fields
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        """(T,): the reward minus the mean of the prompt's completions, over their deviation (not in Dr.GRPO)."""
         rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
-        kl_T = torch.zeros(batch.num_tokens)  # these three subtract the KL divergence from the rewards
-        if rl.kl_coef and rl.algorithm in ("rloo", "reinforce_pp", "ppo"):
-            reference_T = fields["reference_log_probs"]
-            kl_T = policy.kl_penalty(policy.old_log_probs(batch), reference_T, "k1")
-        match rl.algorithm:
-            case "rloo":  # minus the mean of the prompt's other completions
-                rewards_S = rewards_S - rl.kl_coef * policy.sums_of_actions(kl_T, batch)
-                advantages_S = policy.group_advantages(rewards_S, groups_S, std=False, leave_one_out=True)
-            case "reinforce_pp":  # the return of each token, whitened over the step
-                rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                return {"advantages": policy.reinforce_pp(rewards_T, batch)}
-            case "ppo":  # generalized advantage estimation with the critic's values
-                rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
-                advantages_T, returns_T = policy.gae(fields["old_values"], rewards_T, batch, lam=rl.gae_lambda)
-                return {"advantages": policy.whiten(advantages_T, batch), "returns": returns_T}
-            case name:  # minus the mean of the prompt's completions; but for dr_grpo, over their standard deviation
-                advantages_S = policy.group_advantages(rewards_S, groups_S, std=name != "dr_grpo")
-        return {"advantages": policy.spread(advantages_S, batch)}
+        advantages_S = policy.group_advantages(rewards_S, groups_S, std=self.config.rl.algorithm != "dr_grpo")
+        return policy.spread(advantages_S, batch)
 
     @staticmethod
     def policy_loss(config: Any, ratio_to: str, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
         """The loss of a micro-batch, summed, and its weight. It runs in the actor's processes, without the engine."""
         rl, fields = config.rl, batch.token_fields
         outputs = model(batch, ["log_probs", "label_entropy"], temperature=config.generation.temperature)
-        log_probs_T, entropy_T, advantages_T = outputs["log_probs"], outputs["label_entropy"], fields["advantages"]
+        log_probs_T, advantages_T = outputs["log_probs"], fields["advantages"]
         # Of the policy before the step. Without the field it is the same one: this is the only update of the step.
         old_T = fields.get(f"{ratio_to}_log_probs", log_probs_T.detach())
-        ratio_T = policy.probability_ratios(log_probs_T, old_T, batch, of_sequence=rl.algorithm == "gspo")
+        ratio_T = policy.probability_ratios(log_probs_T, old_T, batch)
         low, high = rl.clip_range
-        clipped_T = ratio_T.clamp(1 - low, 1 + high)
-        if rl.algorithm == "cispo":  # the clipped ratio is a weight without gradient
-            loss_T = -clipped_T.detach() * advantages_T * log_probs_T
-            is_clipped_T = clipped_T != ratio_T
-        else:
-            loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
-            loss_T = policy.dual_clipped(loss_T, advantages_T, rl.dual_clip)
-            is_clipped_T = loss_T != -advantages_T * ratio_T
+        plain_T = -advantages_T * ratio_T
+        loss_T = torch.maximum(plain_T, -advantages_T * ratio_T.clamp(1 - low, 1 + high))
+        is_clipped_T = loss_T != plain_T
         if rl.max_importance is not None and ratio_to == "old":  # for a sampler that is not the actor
             loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
         if rl.kl_coef:
-            is_in_loss = rl.algorithm not in ("rloo", "reinforce_pp", "ppo")
             kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], "k3")
-            loss_T = loss_T + is_in_loss * rl.kl_coef * kl_T
+            loss_T = loss_T + rl.kl_coef * kl_T
             policy.log_tokens(log, batch, kl=kl_T)
-        if rl.entropy:
-            loss_T = loss_T - rl.entropy * entropy_T
+        entropy_T = outputs["label_entropy"]
         policy.log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
         policy.log_distances(log, batch, log_probs_T, old_T)
+        # GRPO: the mean of each completion; DAPO: over all tokens; Dr.GRPO: over the longest possible completion.
         return policy.normed(loss_T, batch, rl.loss_norm, config.generation.max_new_tokens)
 
     # ---- Evaluation: held-out prompts ------------------------------------------------------------

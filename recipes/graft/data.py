@@ -86,7 +86,7 @@ def _train_encoder(digits: list[tuple[str, int]], folder: Path) -> None:
     from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
     processor = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
-    images: list[Any] = [Image.open(folder / name) for name, _ in digits]
+    images: Any = [Image.open(folder / name) for name, _ in digits]
     pixels = processor(images=images, return_tensors="pt")["pixel_values"]
     labels = torch.tensor([digit for _, digit in digits])
     with torch.random.fork_rng([]):

@@ -1,13 +1,16 @@
-"""The Push-T task of LeRobot's dataset: an ActionEngine that is evaluated in the environment gym_pusht."""
+"""The Push-T task of LeRobot's dataset: the engine of this recipe, evaluated in the environment gym_pusht."""
 
-from mvp_engine.kit.actions import ActionEngine
 from mvp_engine.kit.actions.gym_env import GymEnv
+
+from .engine import TableEngine
+from .pusht_settings import PushTConfig
 
 NAMES = {"pixels": "observation.image", "agent_pos": "observation.state"}
 TASK = "Push the T-shaped block onto the T-shaped target."  # as in meta/tasks.parquet of the dataset
 
 
-class PushTEngine(ActionEngine):
+class PushTEngine(TableEngine):
+    config_class = PushTConfig
     title = "What pi0 does on Push-T"
 
     def make_env(self, num_envs: int) -> GymEnv:

@@ -39,6 +39,8 @@ EXPERTS |= {
     "vocab_size": 32000,
 }
 EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8}
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304}
+SIGLIP |= {"num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 384, "patch_size": 14}
 PACKS = "data.pack_tokens=4096"
 FIXED = ["data.pack_tokens=8192", "model.activation_checkpointing=none"]
 SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
@@ -52,6 +54,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     for name, shape in SHAPES.items():
         AutoConfig.for_model(**shape).save_pretrained(folder / name)
+    for name in ("model", "align"):  # what recipes/graft writes: SigLIP 2 on Qwen3
+        graft = {"vision_config": SIGLIP, "text_config": SHAPES["Qwen/Qwen3-1.7B"]}
+        graft |= {"vision_feature_select_strategy": "full", "image_token_index": 151655}
+        AutoConfig.for_model("llava", **graft).save_pretrained(
+            folder / "outputs" / "graft_gpu" / name
+        )
     AutoConfig.for_model(**EXPERTS).save_pretrained(folder / "experts")
     whole = {**EXPERTS, "num_hidden_layers": 48, "vocab_size": 151936}
     AutoConfig.for_model(**whole).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CAMPAIGN, ROOT, read_metrics, readme_commands
+from conftest import CAMPAIGN, ROOT, read_metrics, readme_commands, user_error
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -87,6 +87,12 @@ def test_digits_rl_gpu_configs_compose(name):
     assert (config.groups.actor.ranks, config.lora is None) == (
         (8, True) if name == "gpu8" else (None, False)
     )
+
+
+@pytest.mark.parametrize("word", ["rl.algorithm=ppo", "rl.algorithm=gspo", "rl.entropy=0.1"])
+def test_digits_rl_option_that_its_loss_has_not_is_refused(word):
+    with user_error("engine: reverse_rl"):
+        compose(CONFIGS / "grpo.yaml", [word])
 
 
 @CAMPAIGN

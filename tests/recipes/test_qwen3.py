@@ -23,7 +23,7 @@ QUICK = {
         "eval.generation.max_samples=3",
         "eval.generation.max_new_tokens=4",
     ],
-    "sft_cpu": ["eval.generation.max_samples=3"],
+    "sft_cpu": ["eval.generation.max_samples=8"],
 }
 QUICK["sft_cpu"] += [
     "train.max_steps=6",

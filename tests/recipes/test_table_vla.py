@@ -157,19 +157,6 @@ def test_table_vla_gpu_configs_train_a_folder_of_pi0(words, tmp_path, capsys):
     assert facts["ok"], facts
 
 
-def test_action_engine_of_0_2_is_the_engine_of_table_vla_and_warns(monkeypatch):
-    """Run folders of 0.2 name it in their config."""
-    name = "mvp_engine.kit.actions.engine"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.warns(FutureWarning, match="write `engine: table_vla`"):
-        found, spec = find_engine(f"{name}:ActionEngine", CONFIGS / "cpu.yaml")
-    table, _ = find_engine("table_vla", CONFIGS / "cpu.yaml")
-    assert issubclass(found, table)
-    assert found.config_class is table.config_class
-    assert spec == f"{name}:ActionEngine"
-    assert find_engine(name, CONFIGS / "cpu.yaml")[0] is found
-
-
 def test_rollouts_of_a_robot_without_an_environment_are_a_user_error():
     engine_class, _ = find_engine("table_vla", CONFIGS / "cpu.yaml")
     engine = SimpleNamespace(config=SimpleNamespace(table=None))

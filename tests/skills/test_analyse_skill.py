@@ -14,16 +14,18 @@ from mvp_engine.runs import Run, list_runs
 CHECK = import_file(ROOT / "skills" / "analyse-a-run" / "check.py")
 WORDS = """data.pack_tokens=64 data.max_length=64 data.global_batch_tokens=null data.global_batch_size=2
     data.num_workers=0 model.activation_checkpointing=none optim.lr=0.01 eval.generation=null
-    eval.steps=6 checkpoint.interval=30
+    eval.steps=6 checkpoint.interval=24
     log.interval=1 log.backends=[jsonl,file] export_link=null train.epochs=null
-    train.max_steps=30 optim.schedule=constant""".split()
+    train.max_steps=24 optim.schedule=constant""".split()
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
     """The folder of a training of a tiny model that learns; the times in its records are those of a good GPU run."""
+    import torch
     import transformers as hf
 
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("run")
     hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**TEXT)).save_pretrained(folder / "model")
     tokenizer("qwen3").save_pretrained(folder / "model")

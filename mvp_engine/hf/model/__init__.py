@@ -14,7 +14,9 @@ DOOR = {
         "packed_attention register register_variant use without_mask"
     ),
     "auto_model": "from_auto media_inputs",
-    "config_source": "num_heads read_config warn_of_custom_code with_vocabulary",
+    "config_source": (
+        "declare_interleaved_mrope num_heads read_config warn_of_custom_code with_vocabulary"
+    ),
     "flop_costs": "FlopCosts PlanFacts Work attention_flops matmul_flops modules_in_forward_order",
     "input_hooks": "BlockContext cast_decoder_inputs embedding_dtype mark_sizes",
     "kv_cache": "KVCache",

@@ -365,6 +365,8 @@ def _interleaves(module: nn.Module) -> bool:
     section = sections if layer_type is None else sections[layer_type]
     # Built again, since that of an export is on the meta device. Token i has position 1 on axis i, 0 on the others.
     rotary: Any = type(module)(module.config)
+    if len(getattr(rotary, f"{layer_type}_inv_freq" if layer_type else "inv_freq")) != sum(section):
+        return False  # it raises when it is called
     positions = torch.eye(len(section))[:, None]
     _, sin = rotary(torch.zeros(1), positions, *([layer_type] if layer_type else []))
     axes = sin[0, :, : sin.shape[-1] // 2].ne(0).long().argmax(0)

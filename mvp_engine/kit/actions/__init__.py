@@ -6,7 +6,6 @@ from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
     from mvp_engine.kit.actions.action_model import ActionModel, ActionModelEngine
-    from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
     from mvp_engine.kit.actions.policy import sample_actions
     from mvp_engine.kit.actions.settings import ActionConfig, ActionData
@@ -26,7 +25,6 @@ __all__ = [
     "ActionConfig",
     "ActionData",
     "ActionDataKit",
-    "ActionEngine",
     "ActionModel",
     "ActionModelEngine",
     "EpisodeResult",

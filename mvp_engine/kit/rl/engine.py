@@ -483,10 +483,15 @@ class RLEngine(Engine):
         return "old" if is_old else "sampler"
 
     def update(
-        self, ctx: StepContext, batch: PackedBatch, policy_loss: Loss, value_loss: Loss
+        self,
+        ctx: StepContext,
+        batch: PackedBatch,
+        policy_loss: Loss,
+        value_loss: Loss | None = None,
     ) -> Updates:
         """`rl.updates` optimizer steps of critic and actor, after `train_pre_step`, where the batch is the micro-batch.
 
+        A critic, if there is one, needs `value_loss`.
         A loss runs in the processes of its model: a function at the top of a module or a static method, perhaps with a
         `functools.partial`, or a frozen dataclass.
         """
@@ -499,7 +504,7 @@ class RLEngine(Engine):
         rl, models = self.config.rl, self.model_engine
         options: Any = {"budget": self.config.budget, "cuts": rl.updates, "together": "group"}
         updates = Updates()
-        if models.critic is not None:
+        if models.critic is not None and value_loss is not None:
             updates.critic.extend(models.critic.update(batch, value_loss, **options))
         if ctx.step > rl.critic_warmup or models.critic is None:
             updates.actor.extend(models.actor.update(batch, policy_loss, **options))

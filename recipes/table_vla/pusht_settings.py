@@ -1,0 +1,7 @@
+"""The config keys of `pusht.py`."""
+
+from .settings import TableConfig
+
+
+class PushTConfig(TableConfig):
+    pass
