@@ -56,6 +56,31 @@ def test_recipe_of_episodes_repeats_and_resumes_bit_for_bit(base):
     )
 
 
+def test_recipe_of_an_agent_has_the_turns_of_a_loop_bit_for_bit(base):
+    """The program that knows the address alone draws the same tokens as the engine's own loop."""
+    configs, folder = base
+    if configs.parent.name != "grid_rl":
+        pytest.skip("calculator_rl has no agent")
+    trained(base, "loop", 1, "run_id=loop")
+    words = [
+        *SMALL,
+        *TINY,
+        f"output_dir={folder}",
+        "export_link=null",
+        "train.max_steps=1",
+        "run_id=agent",
+    ]
+    assert launch(str(configs / "agent.yaml"), words) == 0
+    texts = []
+    for run in ("loop", "agent"):
+        records = read_rollouts(folder / run / "rollouts.jsonl")
+        texts.append([one["completions"][0]["text"] for one in records])
+    assert texts[0] == texts[1]
+    record = json.loads((folder / "agent" / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["reward_errors"] == 0
+    assert record["gap/turn2+"] < 2e-5
+
+
 def test_report_of_episodes_shows_who_wrote_what(base):
     _, folder = base
     trained(base, "shown", 2, "run_id=shown", "log.backends=[jsonl,plot]", "eval.steps=2")

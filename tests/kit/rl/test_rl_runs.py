@@ -128,7 +128,7 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path,
     )
     assert mvp(f"train {config}") == EXIT_USER_ERROR
     assert (
-        "Scored has no reward: define reward(self, row, answer), or set reward.model"
+        "Scored has no reward: define reward(self, row, answer) or episode(self, row, chat), or set reward.model"
         in capfd.readouterr().err
     )
     torch.manual_seed(1)
