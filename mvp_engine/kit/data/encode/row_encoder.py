@@ -307,9 +307,7 @@ class RowEncoder:
         self.positions = positions
         self.fields = dict(fields or {})
         self.row_part = row_part
-        self.tools: tuple[
-            dict[str, Any], ...
-        ] = ()  # declarations for rows without tools of their own
+        self.tools: tuple[Any, ...] = ()  # declarations for rows without tools of their own
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -373,11 +371,12 @@ class RowEncoder:
         Raises BadRow. With `fit`, an over-long row is handled as `overlong` says. With `decode`, media
         that will not be truncated or shrunk are decoded on the way; images are opened once in any case.
         """
-        row = self.read(raw, format)
+        row = self.read(raw, format) if self.tools else read_row(raw, format)
         sides = self._encode_row(row, root, fit, decode)
         return [replace(side, fields=row.fields) for side in sides]
 
     def read(self, raw: Mapping[str, Any], format: RowFormat | str | None) -> Row:
+        """The row, with `tools` unless it has its own."""
         row = read_row(raw, format)
         if self.tools and row.text is None and not row.tools:
             row = replace(row, tools=self.tools)
@@ -388,8 +387,8 @@ class RowEncoder:
     ) -> InsertedTurn:
         """The messages `new` between an answer, which ends the conversation `before`, and the next answer."""
         rendered = self.template.between_turns(before, new, tools)
-        parts = Row(tuple(new)).media()
-        side = self._with_media(rendered, parts, Path(), decode=True).encoded()
+        row = Row(tuple(new))
+        side = self._full_sequence(row, Path(), decode=True, rendered=rendered).encoded()
         media = self._load_media(side, Path()) if side.parts else {}
         first = 1 if self.template.stop_token else 0  # which the answer has already
         text_ids = self.template.tokenize(rendered).ids[first:]
@@ -442,17 +441,21 @@ class RowEncoder:
             raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
 
     def _full_sequence(
-        self, row: Row, root: Path, decode: bool, chosen: FullSequence | None = None
+        self,
+        row: Row,
+        root: Path,
+        decode: bool,
+        chosen: FullSequence | None = None,
+        rendered: Rendered | None = None,
     ) -> FullSequence:
-        """The sequence of one side. `chosen` is the other side, if both have the same media."""
-        rendered = self.template.render(row)
+        """The sequence of one side, or of a text that is `rendered` already.
+
+        `chosen` is the other side, if both have the same media.
+        """
+        rendered = rendered or self.template.render(row)
         if chosen is not None and chosen.media_order == [place.index for place in rendered.media]:
             return self._tokenize(replace(chosen, rendered=rendered))
-        return self._with_media(rendered, row.media(), root, decode)
-
-    def _with_media(
-        self, rendered: Rendered, row_media: Sequence[Part], root: Path, decode: bool
-    ) -> FullSequence:
+        row_media = row.media()
         parts = [row_media[place.index] for place in rendered.media]
         if decode and self.overlong in ("truncate", "shrink"):
             decode = False  # not before it is known what of them is needed
