@@ -91,7 +91,8 @@ class ChatSettings:
         for role in ("user", "tool"):
             new = Message(role, (Part("text", "M"),), extra={"name": "f"} if role == "tool" else {})
             try:
-                self.encoder.template.between_turns(before, [new])
+                tools = self.encoder.tools if role == "tool" else ()
+                self.encoder.template.between_turns(before, [new], tools)
                 found[role] = ""
             except BadRow as bad:
                 found[role] = bad.detail

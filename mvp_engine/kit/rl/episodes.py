@@ -237,7 +237,7 @@ class Episodes:
     def _work(self, connection: Connection) -> None:
         # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
         torch.set_num_threads(1)
-        folder = os.getcwd()
+        folder, pid = os.getcwd(), os.getpid()
 
         def send(ask: Ask) -> Answer:
             connection.send_bytes(pickle.dumps(ask))
@@ -250,6 +250,8 @@ class Episodes:
             except EOFError:
                 os._exit(0)
             outcome = self.run(task, send)
+            if os.getpid() != pid:  # a fork of the episode that returned from it, too
+                os._exit(0)
             # What an episode leaves behind ends with its process: threads, and processes that it started.
             outcome.is_last = threading.active_count() > 1 or _has_children()
             connection.send_bytes(pickle.dumps(outcome))
@@ -261,7 +263,7 @@ class Episodes:
         """One episode in this process. Each has a row of its own to change, and its own random numbers."""
         seed_everything(task.seed, cuda=False)
         rewards: dict[int, list[float]] = {}
-        is_cut = False
+        is_cut = is_credited = False
         try:
             given = pickle.loads(task.given)
             if self.chat is None or send is None:
@@ -274,11 +276,12 @@ class Episodes:
                 except ContextFull:
                     value = 0.0
                     is_cut = True
-                if value is None and shared.is_credited:
+                is_credited = shared.is_credited
+                if value is None and is_credited:
                     value = 0.0
             total, parts = _checked(value)
             of_turns = sum(map(sum, rewards.values()))
-            if of_turns:
+            if is_credited:
                 parts["turns"] = of_turns
             return Outcome((total + of_turns, parts), rewards=rewards, is_cut=is_cut)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything

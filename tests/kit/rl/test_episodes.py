@@ -43,10 +43,12 @@ class Policy:
         self.say = say
         self.calls: list[list[str]] = []
         self.written: list[list[int]] = []
+        self.keys: list[int] = []  # of the noise
 
     def __call__(self, prompts, number):
         texts = [WORDS.decode(prompt.batch.input_ids) for prompt in prompts]
         self.calls.append(texts)
+        self.keys += [prompt.key for prompt in prompts]
         found = []
         for place, text in enumerate(texts):
             for sample in range(number):
@@ -129,6 +131,7 @@ def test_episode_turns_are_one_sequence_with_labels_on_what_was_sampled(play):
     )
     assert sorted(written(batch)) == sorted(policy.written)  # what was sampled is what is trained
     assert len(policy.calls) == 3  # rounds
+    assert len(set(policy.keys)) == 3 + 6 + 6  # no turn and no sample has the noise of another
     assert policy.calls[1] == [text for text in policy.calls[1] if text.count("assistant") == 2]
     sampled_T = batch.labels != IGNORE
     log_probs_T = batch.token_fields["sampler_log_probs"]
@@ -357,6 +360,7 @@ def test_episode_processes_and_threads_that_it_leaves_end_with_it(play, tmp_path
         sleeper = subprocess.Popen(["setsid", "sleep", "600"])
         (tmp_path / f"{row['n']}.pid").write_text(str(sleeper.pid))
         os.chdir("/")
+        os.fork()  # both return
         return float(Path.cwd() == Path("/"))
 
     _, rewards, _, _ = play(episode, counts, workers=1)
@@ -455,9 +459,11 @@ def by_url(row, chat):
 
 
 def plain(row, chat):
-    found = asks_three_times(row, chat)
-    chat._shared.rewards[0][:] = [0.0] * 3
-    return found
+    first = chat.answer()
+    chat.tool("12 degrees")
+    chat.answer()
+    chat.user("And then?")
+    return {"first": float(first.text == "call 1"), "last": float(len(chat.answer().text))}
 
 
 def test_chat_url_gives_a_program_the_same_episode_as_a_loop(play):
