@@ -61,10 +61,8 @@ def check(form, role, thinks):
     if thinks:
         extra["reasoning_content"] = "hm"
     chat = [message("user", "Q1"), message("assistant", *answer, **extra), NEW[role]]
-    for options in (
-        {},
-        {"empty_content": None, "json_arguments": True},
-    ):  # DeepSeek wants the latter
+    whole = ""
+    for options in ({}, {"empty_content": None, "json_arguments": True}):  # the latter for DeepSeek
         raw = [form.renderer.message(one, **options) for one in chat]
         options = {"tools": tools or None, "add_generation_prompt": True, **form.renderer.options}
         with contextlib.suppress(TypeError):

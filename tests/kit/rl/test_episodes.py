@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -307,7 +308,10 @@ def fork_and_hang():
 FAULTS: dict[str, tuple[Any, str]] = {
     "hang": (lambda chat: time.sleep(600), "no result after 1 s"),
     "fork": (lambda chat: fork_and_hang(), "no result after 1 s"),
-    "segfault": (lambda chat: os.kill(os.getpid(), signal.SIGSEGV), "its process died (SIGSEGV)"),
+    "segfault": (
+        lambda chat: [faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)],
+        "its process died (SIGSEGV)",
+    ),
     "exit": (lambda chat: os._exit(5), "its process died (exit code 5)"),
     "raise": (lambda chat: {}["answer"], "KeyError: 'answer'"),
     "nan": (lambda chat: chat.reward(float("nan")), "ValueError: chat.reward(x) is nan"),
