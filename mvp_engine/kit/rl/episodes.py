@@ -253,7 +253,7 @@ class Episodes:
             if os.getpid() != pid:  # a fork of the episode that returned from it, too
                 os._exit(0)
             # What an episode leaves behind ends with its process: threads, and processes that it started.
-            outcome.is_last = threading.active_count() > 1 or _has_children()
+            outcome.is_last = _has_threads() or _has_children()
             connection.send_bytes(pickle.dumps(outcome))
             if outcome.is_last:
                 os._exit(0)
@@ -379,6 +379,12 @@ def _user_frames(error: BaseException) -> Any:
     while frames and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
         frames = frames.tb_next
     return frames
+
+
+def _has_threads() -> bool:
+    """Do threads run that an episode has started? Those that decode media wait for the next item."""
+    others = set(threading.enumerate()) - {threading.main_thread()}
+    return any(thread.name != "media" for thread in others)
 
 
 def _has_children() -> bool:

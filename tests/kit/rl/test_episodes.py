@@ -565,6 +565,7 @@ def test_episode_with_images_between_turns_has_no_gap_to_the_trainer(tmp_path):
         try:
             samples, _ = episodes.play(prompts, 2, complete)
             again, _ = episodes.play(prompts, 2, complete)
+            assert not episodes._processes._exit_codes  # decoding leaves no process behind
         finally:
             episodes.close()
         batch = rollout_batch(prompts, samples)
