@@ -213,7 +213,9 @@ def map_logits(
     def of_chunk(hidden_CD: Tensor, *inputs: Tensor) -> Tensor:
         # The weight is cast here, so that the gradients of the chunks are added in its own dtype.
         weight_VD = head["weight_VD"].to(spec.dtype)
-        return compute(logits_of(head_output(hidden_CD, weight_VD, head["bias_V"], spec), spec), *inputs)
+        return compute(
+            logits_of(head_output(hidden_CD, weight_VD, head["bias_V"], spec), spec), *inputs
+        )
 
     chunks = zip(*(tensor.split(head["chunk"]) for tensor in (hidden_TD, *per_token)), strict=True)
     with torch.autocast(hidden_TD.device.type, enabled=False):

@@ -353,7 +353,8 @@ def test_linear_logits_of_an_own_output_have_the_values_and_gradients_of_all_log
     leaves = (hidden, weight, bias)
     upstream = torch.arange(len(labels)).float()
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
     )
 
 

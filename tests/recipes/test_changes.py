@@ -407,10 +407,8 @@ def test_changes_two_stages_switch_the_optimizer_and_restart_the_schedule(change
     for state, expected in (("exp_avg", [1, 1, 0, 0, 0]), ("momentum_buffer", [0, 0, 1, 1, 1])):
         has = [any(name.endswith(state) for name in saved(run, n)) for n in range(1, 6)]
         assert has == expected, state
-    rates = [record["lr"] for record in records(run)]
-    assert rates[0] > rates[1]
-    assert rates[2] > rates[3] > rates[4] > 0  # the second schedule is over the three steps that are left
-    assert rates[2] == pytest.approx(10 * rates[0])
+    # Each has a warm-up of a step and then decays, over two steps and over the three that are left.
+    assert [record["lr"] for record in records(run)] == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
     check_resume(changed, run, STAGES, *words, step=step)
 
 
