@@ -58,25 +58,27 @@ class Qwen3Engine(MLLMEngine):
             # One pass over the logits computes the sum and its gradient. Without `loss.*` and token weights it is
             # the loss below; a loss of your own replaces both.
             outputs = self.model(micro_batch, ["loss", "losses"])
-            self.log_nll(ctx, micro_batch, outputs["losses"])
+            self.data.log_sources(ctx, micro_batch, outputs["losses"])
+            self.log_bits(ctx, micro_batch, outputs["loss"].detach())
             return outputs["loss"], micro_batch.num_loss_tokens
         outputs = self.model(micro_batch, self.loss.outputs)  # per token: log_probs, and what `loss.*` needs
-        self.log_nll(ctx, micro_batch, -outputs["log_probs"].detach())
+        nll_T = -outputs["log_probs"].detach()
+        self.data.log_sources(ctx, micro_batch, nll_T)
+        self.log_bits(ctx, micro_batch, nll_T.sum())
         loss_T = self.loss.per_token(outputs, micro_batch.labels)  # -log p of the label, 0 without one
         weight_T = self.loss.weights(micro_batch)  # 1 for a label, times the weight that the row gives it
         self.loss.log_nll(ctx, outputs, weight_T)
         return (loss_T * weight_T).sum(), weight_T.sum()
 
-    def log_nll(self, ctx: StepContext, micro_batch: PackedBatch, nll_T: Tensor) -> None:
-        """What is logged of -log p of the labels, whatever the loss is made of it.
+    def log_bits(self, ctx: StepContext, micro_batch: PackedBatch, nll: Tensor) -> None:
+        """In evaluations, the bits per byte of text: comparable between tokenizers, unlike the loss.
 
-        The mean of each source, and in evaluations the bits per byte of text: comparable between tokenizers.
+        `nll` is the sum of -log p of the labels, whatever loss is made of it.
         """
-        self.data.log_sources(ctx, micro_batch, nll_T)
         if ctx.split != "train":
             labels = micro_batch.labels[micro_batch.labels != IGNORE]
             num_bytes = self.token_bytes.to(labels.device)[labels].sum()
-            ctx.log("bits_per_byte", nll_T.sum() / math.log(2), num_bytes)
+            ctx.log("bits_per_byte", nll / math.log(2), num_bytes)
 
     # ---- Evaluation ------------------------------------------------------------------------------
 
