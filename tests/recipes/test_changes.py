@@ -273,6 +273,8 @@ def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_mode
     words = [f"export_link={workspace}/export", "optim.schedule=constant"]
     run = changed(section, *words, rows=rows)
     plain = changed("A gradient statistic", "train.max_steps=1", rows=rows, name="plain")
+    size = TEXT["hidden_size"] + 1
+    assert re.search(rf"^score\.\* +{size} +{size} +100 %", (run.dir / "log.txt").read_text(), re.M)
     first = records(run)[0]
     assert first["loss"] == pytest.approx(records(plain)[0]["loss"] + 0.1 * first["score_error"])
     head = load_file(workspace / "export" / "heads.safetensors")
