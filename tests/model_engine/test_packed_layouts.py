@@ -71,6 +71,7 @@ def expected(family):
     return gradients(family, ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, families", LAYOUTS, ids=str)
 def test_every_layout_gives_the_gradients_of_one_rank(on_ranks, sizes, families):
     for result in on_ranks(sizes, of_families, families):
