@@ -189,15 +189,20 @@ def trained_parts(
     """One dict per part, then one for `all` of the model; `param_groups` are those of its optimizer.
 
     Keys: `part`, `parameters`, `trained` (how many are not frozen), `rates` (their learning rates
-    before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone.
+    before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone. A head next to the
+    Hugging Face model has a dict of its own, named by the pattern of its parameters, such as `score.*`.
     """
-    parts = parts_of(model)
+    parts: dict[str, str] = {
+        name: part if part != "llm" or name.startswith("hf.") else f"{name.partition('.')[0]}.*"
+        for name, part in parts_of(model).items()
+    }
+    heads = [part for part in dict.fromkeys(parts.values()) if part not in PARTS]
     named = dict(model.named_parameters())
     learning_rates = _learning_rates(param_groups)
     sizes = num_parameters(model)
     facts = []
     others = [one for one in _elsewhere(model).values() if one.part]
-    for part in PARTS:
+    for part in (*PARTS, *heads):
         members = {name: param for name, param in named.items() if parts.get(name) == part}
         of_part = [one for one in others if one.part == part]
         if members or of_part:

@@ -83,7 +83,11 @@ def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) 
         )
     new = [name for name in names if ".lora_" not in name]  # no base folder has adapters
     if new:
-        LOGGER.info("not in %s, initialized from the seed: %s", model.source, _first(new))
+        LOGGER.info(
+            "not in %s, so initialized from the seed (a resume then loads its checkpoint): %s",
+            model.source,
+            _first(new),
+        )
 
 
 def _first(names: list[str]) -> str:
