@@ -5,18 +5,21 @@ import re
 import pytest
 import torch
 from conftest import ROOT, mvp, read_metrics, user_error
-from families import config_of, overrides_of
+from families import overrides_of
 from run_files import log_of
 from safetensors.torch import load_file
 from test_optim import IDS, net, settings
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
 from mvp_engine.engine import Engine
+from mvp_engine.errors import UserError
+from mvp_engine.hf.lora.lora_layers import add_adapters
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit import OptimKit
-from mvp_engine.model_engine import FSDPEngine, Settings
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
 from mvp_engine.runs import list_runs
+from mvp_engine.worker import WorkerGroup, WorkerSpec
 
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
@@ -139,15 +142,14 @@ def without(end):
 
 def test_parameters_in_no_group_of_the_optimizer_are_refused_unless_frozen():
     made = FSDPEngine(net(), ALONE)
-    names = [name for name, _ in made.model.named_parameters()]
-    assert len([name for name in names if name.endswith(".bias")]) == 1
-    with user_error("1 trainable parameter of .* in no parameter group of SGD", "bias. Put", "freeze it"):
-        made.initialize(without(".bias"))
+    message = r"^1 trainable parameter of Net in no parameter group of SGD.*: head.weight\. Put.* freeze it"
+    with user_error(message):
+        made.initialize(without("head.weight"))
 
     def freezing(model):
         for name, param in model.named_parameters():
-            param.requires_grad_(not name.endswith(".bias"))
-        return without(".bias")(model)
+            param.requires_grad_(not name.endswith("head.weight"))
+        return without("head.weight")(model)
 
     FSDPEngine(net(), ALONE).initialize(freezing)
     FSDPEngine(net(), ALONE).initialize(without("nothing"))
@@ -180,8 +182,10 @@ def test_parameters_in_no_group_are_refused_on_all_ranks(on_ranks, sizes, end, l
 
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 def test_parameters_of_an_actor_or_critic_in_no_group_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(OptimKit, "build_optimizer", lambda kit, model: without("norm.weight")(model))
-    model = {"type": kind, "config": config_of("qwen3").to_dict()}
+    monkeypatch.setattr(
+        OptimKit, "build_optimizer", lambda kit, model: without("norm.weight")(model)
+    )
+    model = {"type": kind, "config": overrides_of("qwen3")}
     spec = WorkerSpec.of(model=model, optim={}, total_steps=2, device="cpu")
     with pytest.raises(UserError, match=r"in no parameter group of SGD.*norm\.weight"):
         WorkerGroup.start(spec)
