@@ -170,6 +170,6 @@ def test_docs_changes_to_the_step_apply_to_the_recipe_and_train(tmp_path):
     assert annealed[0]["kl"] > 0
     checkpoint = list_runs(folder / "out")[-1].checkpoint_list()[-1]
     actor, reference = (Reader(checkpoint / name) for name in ("actor", "reference"))
-    names = [name for name in reference if name.startswith("model.")]
+    names = [name for name in reference.entries if name.startswith("model.")]
     assert names
     assert all(torch.equal(actor.read(name), reference.read(name)) for name in names)
