@@ -124,7 +124,9 @@ REFRESH = """
     def train_post_step(self, ctx):
         if ctx.step == 1:
             models = self.model_engine
-            models.reference.load_weights(models.actor.weights(dtype=torch.float32))
+            buckets = models.actor.weights(dtype=torch.float32)
+            buckets = [[(name, 1.1 * value) for name, value in bucket] for bucket in buckets]
+            models.reference.load_weights(buckets)  # frozen weights are other ones, too
 """
 
 
