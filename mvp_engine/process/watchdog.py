@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +190,10 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants(root: int) -> None:
-    """Kill -9 every process below `root`, also in sessions of their own."""
+def kill_descendants(root: int, but: Collection[int] = ()) -> None:
+    """Kill -9 every process below `root`, also in sessions of their own; not the processes `but` and those below."""
     stopped: set[int] = set()
-    while new := descendants(root) - stopped:
+    while new := descendants(root, but) - stopped:
         _send(new, signal.SIGSTOP)  # so that they start no others
         stopped |= new
     _send(stopped, signal.SIGKILL)
@@ -205,8 +205,8 @@ def _send(pids: set[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def descendants(root: int) -> set[int]:
-    """The processes below `root`; none where there is no /proc."""
+def descendants(root: int, but: Collection[int] = ()) -> set[int]:
+    """The processes below `root`, without `but` and those below these; none where there is no /proc."""
     parents: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
@@ -216,6 +216,6 @@ def descendants(root: int) -> set[int]:
     found: set[int] = set()
     new = {root}
     while new:
-        new = {pid for pid, parent in parents.items() if parent in new}
+        new = {pid for pid, parent in parents.items() if parent in new and pid not in but}
         found |= new
     return found

@@ -18,7 +18,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.state import choose_start
 from mvp_engine.kit.rl import Prompt, RLEngine, Sample
-from mvp_engine.kit.rl.rewards import Rewards
+from mvp_engine.kit.rl.episodes import Episodes
 from mvp_engine.tools.skill_check import run_check
 
 COLUMNS = ("answer", "solution", "completion")
@@ -106,17 +106,17 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
         if columns == COLUMNS:
             return []  # nothing to compare with
         return [f"the rows have no column {columns[0]} of text"]
-    if type(engine).reward is RLEngine.reward:
-        return []  # a reward model alone
+    if type(engine).reward is RLEngine.reward or engine.has_turns():
+        return []  # a reward model alone, or episodes that are more than one answer
     right = wrong = 0.0
     # In processes, also where a training has none: a reward that hangs is named with its row.
     settings = engine.config.reward
-    settings = settings.model_copy(update={"workers": max(1, settings.workers), "max_errors": 0.0})
-    with closing(Rewards(engine.reward, engine.tokenizer, settings)) as rewards:
+    settings = settings.model_copy(update={"workers": max(1, settings.workers or 0), "max_errors": 0.0})
+    with closing(Episodes(engine.reward, engine.tokenizer, settings)) as episodes:
         for i, prompt in enumerate(prompts):
             others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}
             texts = [prompt.row[found], "", *sorted(others)[:3]]
-            own, *values = rewards([prompt], [_sample(engine, text) for text in texts])
+            own, *values = episodes.rewards([prompt], [_sample(engine, text) for text in texts])
             right += own.value or 0.0
             wrong += max(reward.value or 0.0 for reward in values)
     if right <= wrong:

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from mvp_engine.data.loader import SampleLoader
 from mvp_engine.kit.data.pack import stream_loader
 from mvp_engine.kit.data.pack.costs import MeasureWorkers
-from mvp_engine.kit.rl.rewards import Group, RewardWorkers, Task
+from mvp_engine.kit.rl.episodes import Episodes, Task
+from mvp_engine.kit.rl.settings import RewardSettings
 from mvp_engine.process.watchdog import descendants, end_with_this_process
 from mvp_engine.worker import launchers
 
@@ -74,10 +75,10 @@ def measuring():
 
 
 def rewards_of(reward):
-    workers = RewardWorkers(reward, 2, 1000.0)
-    for index, worker in enumerate(workers._workers):
-        workers._give(worker, Group(b"\x80\x04N.", deque([Task(index, 0, None)])))  # None, pickled
-    return workers
+    episodes = Episodes(reward, None, RewardSettings(timeout=1000.0))
+    row = b"\x80\x04N."  # None, pickled
+    episodes._processes._give(deque([Task(0, 0, row), Task(1, 0, row)]))
+    return episodes
 
 
 def rewards_with_the_gil():
@@ -106,7 +107,7 @@ def hold(start, ready, end_with_test):
 
 
 KINDS = {sample_loader: 2, sample_loader_in_a_thread: 2, stream_loader_of_packs: 2, measuring: 2}
-KINDS |= {rewards_with_the_gil: 4, rewards_with_sessions: 6, spawned_workers: 4}
+KINDS |= {rewards_with_the_gil: 3, rewards_with_sessions: 5, spawned_workers: 4}
 
 
 @pytest.mark.parametrize("start", KINDS, ids=lambda start: start.__name__)

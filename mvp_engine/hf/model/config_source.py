@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,21 @@ def _original_length(rope: dict[str, Any], config: Any) -> int:
     length = rope.get("original_max_position_embeddings")
     length = length or getattr(config, "original_max_position_embeddings", None)
     return int(length or config.max_position_embeddings)
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The declaration of a tool for chat templates, from the type hints and the docstring of its function."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # noqa: BLE001 - several of its own, which are not public
+        name = getattr(function, "__name__", function)
+        raise UserError(
+            f"tool {name}: {error} A tool needs a type hint for each argument, and a docstring with a line about it "
+            'and a section "Args:" with a line "NAME: TEXT" for each argument'
+        ) from None
+    return schema
 
 
 def declare_interleaved_mrope(config: Any, model: Any) -> None:

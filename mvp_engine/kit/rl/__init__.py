@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from mvp_engine.kit.rl.chat import Answer, Chat, ContextFull
     from mvp_engine.kit.rl.collector import Experience, Updates
     from mvp_engine.kit.rl.engine import RLEngine
     from mvp_engine.kit.rl.model_groups import ModelGroups
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         whiten,
     )
     from mvp_engine.kit.rl.prompts import Prompt, prompt_loader
-    from mvp_engine.kit.rl.rewards import Answer
     from mvp_engine.kit.rl.rollout import Rollout, Sample, Sampling
     from mvp_engine.kit.rl.settings import ALGORITHMS, Algorithm, RLConfig
 else:  # configs name `RLConfig`, and `mvp config CONFIG` imports no torch
@@ -32,6 +32,8 @@ __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "Answer",
+    "Chat",
+    "ContextFull",
     "Experience",
     "ModelGroups",
     "PolicyLoss",

@@ -35,6 +35,11 @@ def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResul
     facts["gap_by_modality"] = _largest_gaps(records)
     facts["own_answers"] = _own_answer_reward(engine)
     facts["seconds"] = seconds
+    chat = engine.episodes.chat
+    if chat is not None:
+        facts["turns"] = [record.get("turns") for record in records]
+        facts["template"] = chat.verdicts()
+        facts["drops_reasoning"] = chat.roles_that_drop_reasoning()
     rewards = " ".join(number(value) for value in facts["reward"])
     return StageResult(f"rewards {rewards}", facts, _figures(facts), _warnings(engine, facts))
 
@@ -56,9 +61,33 @@ def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
         figures.append(("", f"{number(facts['own_answers'])} for the rows' own answers"))
     seconds = [f"{name} {number(value)} s" for name, value in facts["seconds"].items()]
     figures.append(("rollouts", f"{number(facts['length'][-1])} tokens each; {', '.join(seconds)}"))
+    if "template" in facts:
+        figures += _turn_figures(facts)
     gaps = [f"{kind} {number(gap)}" for kind, gap in facts["gap_by_modality"].items()]
     if gaps:
         figures.append(("gap", f"{', '.join(gaps)} between sampler and trainer at most"))
+    return figures
+
+
+def _turn_figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Turns, and what the chat template can continue a conversation with."""
+    verdicts = facts["template"].items()
+    works = " and ".join(role for role, problem in verdicts if not problem)
+    figures = [
+        (
+            "turns",
+            f"{number(facts['turns'][-1])} each; the chat template writes messages of {works}",
+        )
+    ]
+    figures += [("", f"no messages of {role}: {problem}") for role, problem in verdicts if problem]
+    if facts["drops_reasoning"]:
+        roles = " or ".join(facts["drops_reasoning"])
+        figures.append(
+            (
+                "",
+                f"after a message of {roles} a chat server drops earlier reasoning; training keeps it",
+            )
+        )
     return figures
 
 
@@ -81,10 +110,10 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
     seconds = facts["seconds"]
     share = seconds["reward"] / max(sum(seconds.values()), 1e-9)
     is_long = share > LONG_REWARDS and seconds["reward"] > LONG_REWARD_SECONDS
-    if is_long and config.reward.model is None:
+    if is_long and config.reward.model is None and engine.episodes.chat is None:
         warnings.append(
-            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers}), which may "
-            "be more than the cores where a reward waits for something else"
+            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers or 2}), which "
+            "may be more than the cores where a reward waits for something else"
         )
     finished = [value for value in facts["finished"] if value is not None]
     if finished and mean(finished) < FEW_FINISHED:
@@ -96,7 +125,9 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
 
 
 def _own_answer_reward(engine: RLEngine) -> float | None:
-    """The mean reward of the answers that rows have themselves; None without any."""
+    """The mean reward of the answers that rows have themselves; None without any, and for episodes of several turns."""
+    if engine.episodes.chat is not None:
+        return None
     dataset: Any = engine.feed.loader.dataset  # type: ignore[attr-defined]
     prompts: list[Prompt] = []
     samples: list[Sample] = []
@@ -112,7 +143,7 @@ def _own_answer_reward(engine: RLEngine) -> float | None:
         tokens += engine.data.eos_token_ids[-1:]
         samples.append(Sample(len(prompts), tokens, [0.0] * len(tokens), 0, "stop"))
         prompts.append(prompt)
-    rewards = engine.rewards(prompts, samples) if prompts else []
+    rewards = engine.episodes.rewards(prompts, samples) if prompts else []
     values = [reward.value for reward in rewards if reward.value is not None]
     return mean(values) if values else None
 

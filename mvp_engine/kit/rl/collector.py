@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mvp_engine.engine.feed import Feed
+from mvp_engine.kit.rl.episodes import Reward
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.worker.worker import UpdateNumbers
@@ -90,7 +90,7 @@ class Experience:
         """Everything but the prompts, which are read from the data again."""
         return {
             "keys": [prompt.key for prompt in self.prompts],
-            "samples": [dict(vars(sample)) for sample in self.samples],
+            "samples": [sample.state_dict() for sample in self.samples],
             "rewards": [dict(vars(reward)) for reward in self.rewards],
             "batches": self.batches,
             "epoch": self.epoch,
@@ -104,7 +104,7 @@ class Experience:
         by_key = {prompt.key: prompt for prompt in read}
         return cls(
             [by_key[key] for key in state["keys"]],
-            [Sample(**sample) for sample in state["samples"]],
+            [Sample.from_state(sample) for sample in state["samples"]],
             [Reward(**reward) for reward in state["rewards"]],
             state["batches"],
             state["epoch"],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,16 +31,18 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.hooks import CheckStage
 from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
+from mvp_engine.hf.model.config_source import tool_schema
 from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.examples import end_training, page_figures, write_report_of
 from mvp_engine.kit.rl import policy
+from mvp_engine.kit.rl.chat import Answer, Chat, ChatSettings
 from mvp_engine.kit.rl.check import rollout_stage
 from mvp_engine.kit.rl.collector import Collector, Experience, Updates
+from mvp_engine.kit.rl.episodes import Episodes, Reward, reward_metrics
 from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
-from mvp_engine.kit.rl.rewards import Answer, Reward, Rewards, reward_metrics
 from mvp_engine.kit.rl.rollout import (
     PackedRollout,
     Rollout,
@@ -69,15 +72,22 @@ class RLMeter(Meter):
     def __init__(self, world: World, folder: Path, step: int) -> None:
         super().__init__(world, folder, step)
         self.seconds: dict[str, float] = {}
+        self._timed = threading.local()  # what a thread is in: rollouts may run next to an update
         # Bytes of the rank that has most: the controller itself holds no model.
         self.peak_memory = 0
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """A context whose time is logged as `<name>_s` per step."""
+        """A context whose time is logged as `<name>_s` per step, without that of contexts inside."""
+        outer = getattr(self._timed, "name", None)
+        self._timed.name = name
         started = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._timed.name = outer
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if outer is not None:
+            self.seconds[outer] = self.seconds.get(outer, 0.0) - seconds
 
     def peak(self) -> int:
         return self.peak_memory or super().peak()
@@ -107,6 +117,9 @@ class RLEngine(Engine):
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
+    tools: Sequence[
+        Callable[..., Any]
+    ] = ()  # that answers may call; their docstrings are in the prompts
     _no_signal = 0  # steps in a row
 
     def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,6 +149,21 @@ class RLEngine(Engine):
         An engine that does not define it has the scores of `reward.model` alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define reward(row, answer)")
+
+    def episode(self, row: dict[str, Any], chat: Chat) -> float | dict[str, float]:
+        """One conversation of the policy, and its reward: by default one answer, after those that call `tools`.
+
+        It runs in a process of its own, which has what this engine had before its models were built.
+        """
+        answer = chat.answer()
+        while self.tools and answer.calls:
+            answer = chat.call(answer, self.tools)
+        return self.reward(row, answer)
+
+    @classmethod
+    def has_turns(cls) -> bool:
+        """Whether an episode is more than one answer."""
+        return cls.episode is not RLEngine.episode or bool(cls.tools)
 
     @property
     def parallel(self) -> Parallel:
@@ -200,7 +228,9 @@ class RLEngine(Engine):
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
         data = prompt_settings(config.data, config.generation.max_new_tokens)
         config = config.model_copy(update={"data": data})
-        return MLLMDataKit.of(config, cls.make_processor)
+        kit = MLLMDataKit.of(config, cls.make_processor)
+        kit.row_encoder.tools = tuple(map(tool_schema, cls.tools))
+        return kit
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -239,23 +269,31 @@ class RLEngine(Engine):
             groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
 
-    def _open_rewards(self) -> None:
-        """Before the models: the processes of rewards are forked from this one."""
+    def _open_episodes(self) -> None:
+        """Before the models: the processes of episodes are forked from this one."""
         settings = self.config.reward
-        compute = None if type(self).reward is RLEngine.reward else self.reward
+        chat = None
+        play: Any = self.reward
+        if self.has_turns():
+            play = self.episode
+            chat = ChatSettings.of(self.config, self.data)
+            chat.check(has_tools=bool(self.tools))
+        elif type(self).reward is RLEngine.reward:
+            play = None
         if settings.model is not None:
             check_reward_model(settings.model, self.tokenizer)
-        elif compute is None:
+        elif play is None:
             raise UserError(
-                f"{type(self).__name__} has no reward: define reward(self, row, answer), or set reward.model"
+                f"{type(self).__name__} has no reward: define reward(self, row, answer) or episode(self, row, chat), "
+                "or set reward.model"
             )
-        rewards = Rewards(compute, self.tokenizer, settings, self.config.seed)
-        self.rewards = self._closing.enter_context(closing(rewards))
+        episodes = Episodes(play, self.tokenizer, settings, self.config.seed, chat)
+        self.episodes = self._closing.enter_context(closing(episodes))
         self.rollout_log = RolloutLog(self.run.dir, self.tokenizer)
 
     def _connect_reward_model(self) -> None:
         if self.model_engine.reward is not None:
-            self.rewards.model = RewardModel(self.model_engine.reward, self.config.budget)
+            self.episodes.model = RewardModel(self.model_engine.reward, self.config.budget)
 
     def eval_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -295,7 +333,7 @@ class RLEngine(Engine):
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
         policy.PolicyLoss.of(self.config)  # refuses options that contradict each other
-        self._open_rewards()
+        self._open_episodes()
         super().before_train()
         self._connect_reward_model()
         self.meter = RLMeter(self.world, self.run.dir, self.step)
@@ -366,12 +404,20 @@ class RLEngine(Engine):
     # ---- One step ---------------------------------------------------------------------------------------------------
 
     def sample(self, prompts: list[Prompt]) -> Experience:
-        """Completions of prompts, and their rewards."""
-        with self.phase("generate"):
-            samples = self.rollout.generate(prompts, self.sampling)
-        with self.phase("reward"):
-            rewards = self.rewards(prompts, samples)
+        """Episodes of prompts, and their rewards."""
+        with self.phase("reward"):  # which `generate` interrupts
+            samples, rewards = self.episodes.play(prompts, self.sampling.samples, self.generate)
         return Experience(prompts, samples, rewards)
+
+    def generate(self, prompts: list[Prompt], number: int) -> list[Sample]:
+        """So many completions of each prompt, or of each conversation so far."""
+        with self.phase("generate"):
+            return self.rollout.generate(prompts, replace(self.sampling, samples=number))
+
+    @property
+    def rewards(self) -> Callable[[Sequence[Prompt], Sequence[Sample]], list[Reward]]:
+        """The rewards of completions, of an engine without turns."""
+        return self.episodes.rewards
 
     def train_step(self, ctx: StepContext, experience: Experience) -> Updates:
         """Advantages of the completions, and the updates of the models."""
@@ -396,14 +442,17 @@ class RLEngine(Engine):
         """
         rl, models = self.config.rl, self.model_engine
         chosen = experience.trainable()
-        batch = rollout_batch(experience.prompts, [experience.samples[i] for i in chosen])
-        rewards = [experience.rewards[i].value for i in chosen]
+        samples = [experience.samples[i] for i in chosen]
+        batch = rollout_batch(experience.prompts, samples)
+        rewards = []
+        for i, sample in zip(chosen, samples, strict=True):  # each sequence has that of its episode
+            rewards += [experience.rewards[i].value] * len(sample.sequences())
         batch.sequence_fields["reward"] = torch.tensor(rewards, dtype=torch.float64)
         fields = batch.token_fields
         on_policy = experience.is_of(self.step)
         if self._needs_old_log_probs(ctx.step, on_policy):
             fields["old_log_probs"] = models.log_probs(batch)
-            gap = measure_gap(batch, fields["old_log_probs"], experience.prompts)
+            gap = measure_gap(batch, fields["old_log_probs"], experience.prompts, samples)
             # The policy has moved since older weights sampled: no limit says what is too far.
             gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
@@ -499,7 +548,7 @@ class RLEngine(Engine):
     # ---- Evaluation -----------------------------------------------------------------------------------------------
 
     def before_evaluate(self) -> None:
-        self._open_rewards()
+        self._open_episodes()
         super().before_evaluate()
         self._connect_reward_model()
 
@@ -520,16 +569,18 @@ class RLEngine(Engine):
 
     def eval_sample(self, prompts: list[Prompt]) -> Experience:
         """Completions of all held-out prompts by the actor, and their rewards."""
-        samples = self.complete(prompts)
-        return Experience(prompts, samples, self.rewards(prompts, samples))
+        number = self.config.eval.samples
+        samples, rewards = self.episodes.play(prompts, number, self.complete)
+        return Experience(prompts, samples, rewards)
 
-    def complete(self, prompts: list[Prompt]) -> list[Sample]:
+    def complete(self, prompts: list[Prompt], number: int | None = None) -> list[Sample]:
         """Completions by the actor; unlike rollouts they may be greedy."""
         settings, length = self.config.eval, self.config.generation.max_new_tokens
         temperature = self.config.generation.temperature if settings.samples > 1 else 0.0
+        number = number or settings.samples
         seed, budget = derived_seed(self.config.seed, "evaluation"), self.config.budget
         decoding = Decoding(length, self.data.eos_token_ids, temperature)
-        decoding = replace(decoding, samples=settings.samples, seed=seed, budget=budget)
+        decoding = replace(decoding, samples=number, seed=seed, budget=budget)
         packed = PackedBatch.concat([prompt.batch for prompt in prompts])
         keys = [prompt.key for prompt in prompts]
         completions = self.model_engine.actor.generate(packed, decoding, keys)
@@ -570,11 +621,15 @@ def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> No
 
 
 def _metrics(made: Experience) -> dict[str, tuple[float, float]]:
-    """Of rewards; the mean number of tokens, and the share of samples that ended with a stop token."""
-    tokens = sum(len(sample.tokens) for sample in made.samples)
+    """Of rewards; the mean numbers of sampled tokens and turns, the share of samples that ended with a stop token."""
+    sequences = [one for sample in made.samples for one in sample.sequences()]
+    tokens = sum(end - start for one in sequences for start, end in one.written())
     finished = sum(sample.reason == "stop" for sample in made.samples)
     total = len(made.samples)
-    return reward_metrics(made.rewards) | {"length": (tokens, total), "finished": (finished, total)}
+    found = {"length": (tokens, total), "finished": (finished, total)}
+    if turns := sum(len(one.turns) for one in sequences):
+        found["turns"] = (turns, total)
+    return reward_metrics(made.rewards) | found
 
 
 def _step_numbers(updates: Updates) -> StepNumbers:

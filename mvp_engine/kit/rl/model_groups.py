@@ -23,7 +23,6 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.weights.hub import local_folder
 from mvp_engine.hf.weights.load import WeightFiles
 from mvp_engine.kit.data import load_processor
-from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
@@ -266,8 +265,7 @@ class RewardModel:
         """A score for each sample: of the tokens that were drawn, which are not tokenized again."""
         if not samples:
             return []
-        pairs = [(prompts[sample.prompt].batch, sample.tokens) for sample in samples]
-        batch = PackedBatch.concat([with_completion(one, None, tokens) for one, tokens in pairs])
+        batch = PackedBatch.concat([sample.batch(prompts[sample.prompt]) for sample in samples])
         values_T = self.group.infer(batch, ["values"], budget=self.budget)["values"]
         scores: list[float] = last_token_scores(values_T, batch).tolist()
         return scores

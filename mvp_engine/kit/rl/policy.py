@@ -64,13 +64,28 @@ def old_log_probs(batch: PackedBatch) -> Tensor:
 
 
 def group_advantages(
-    rewards_S: Tensor, groups_S: Tensor, *, std: bool = True, leave_one_out: bool = False
+    rewards_S: Tensor,
+    groups_S: Tensor,
+    *,
+    std: bool = True,
+    leave_one_out: bool = False,
+    episodes_S: Tensor | None = None,
 ) -> Tensor:
     """Each sample's reward minus the mean of its group: the samples with the same number in `groups_S`.
 
     `std` divides by the group's standard deviation. `leave_one_out` takes the mean of the other samples alone. Where
-    all rewards of a group are equal, as that of a sample without others, advantages are 0.
+    all rewards of a group are equal, as that of a sample without others, advantages are 0. Sequences with the same
+    number in `episodes_S` are one sample, whose reward is the mean of theirs.
     """
+    if episodes_S is not None:
+        numbers, episode_S = episodes_S.unique(return_inverse=True)
+        sizes_E = episode_S.bincount()
+        groups_E = torch.zeros_like(numbers).index_add(0, episode_S, groups_S) // sizes_E
+        sums_E = torch.zeros(len(numbers), dtype=torch.float64)
+        rewards_E = sums_E.index_add(0, episode_S, rewards_S.double()) / sizes_E
+        return group_advantages(rewards_E, groups_E, std=std, leave_one_out=leave_one_out)[
+            episode_S
+        ]
     rewards = rewards_S.double()
     numbers, group_S = groups_S.unique(return_inverse=True)
     zeros = rewards.new_zeros(len(numbers))
@@ -144,10 +159,19 @@ def spread(values_S: Tensor, batch: PackedBatch) -> Tensor:
 def token_rewards(
     rewards_S: Tensor, batch: PackedBatch, kl_T: Tensor | None = None, kl: float = 0.0
 ) -> Tensor:
-    """(T,): each sequence's reward at its last action, minus `kl` times the penalty `kl_T` at each action."""
+    """(T,): each sequence's reward at its last action, minus `kl` times the penalty `kl_T` at each action.
+
+    Of several turns, what the token field `turn_rewards` says is at the turns, and the rest at the last action. A
+    sequence gets what comes after its beginning: not the rewards of turns in the episode's sequences before it.
+    """
     actions = Actions.of(batch)
     rewards_A = torch.zeros(len(actions.tokens), dtype=torch.float64)
-    rewards_A[actions.last] = rewards_S.double()[actions.counts > 0]
+    rest_S = rewards_S.double()
+    if "turn_rewards" in batch.token_fields:
+        turn_rewards_T = batch.token_fields["turn_rewards"]
+        rewards_A += turn_rewards_T.double()[actions.tokens]
+        rest_S = rest_S - batch.sequence_fields["rewarded"] - sums_of_actions(turn_rewards_T, batch)
+    rewards_A[actions.last] += rest_S[actions.counts > 0]
     if kl_T is not None:
         rewards_A -= kl * kl_T.double()[actions.tokens]
     return actions.on_tokens(rewards_A, batch)
@@ -216,7 +240,11 @@ def advantage_fields(
             rewards_S = rewards_S.double() - kl * sums_of_actions(kl_T, batch)
         leave_one_out = algorithm.advantages == "leave_one_out"
         advantages_S = group_advantages(
-            rewards_S, groups_S, std=algorithm.std, leave_one_out=leave_one_out
+            rewards_S,
+            groups_S,
+            std=algorithm.std,
+            leave_one_out=leave_one_out,
+            episodes_S=batch.sequence_fields.get("episode"),
         )
         return {"advantages": spread(advantages_S, batch)}
     rewards_T = token_rewards(rewards_S, batch, kl_T, kl)

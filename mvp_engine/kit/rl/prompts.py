@@ -26,8 +26,7 @@ from mvp_engine.kit.data.measured_sources import no_rows
 from mvp_engine.kit.data.pack.packs import WorkerWatchdog, check_seconds
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
 from mvp_engine.kit.data.read.media_source import open_media
-from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
-from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.row_types import BadRow, Limits, Message, Part
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.examples import conversation_text
 
@@ -48,6 +47,8 @@ class Prompt:
     sample: int  # the index of the row in its split, as in `MLLMDataKit.row`
     text: str = ""  # the conversation as text, for people
     other_columns: tuple[str, ...] = ()  # of the row, which the prompt does not use
+    messages: tuple[Message, ...] = ()  # the conversation, without the values of media
+    tools: tuple[Any, ...] = ()  # declared in it
 
 
 def prompt_settings(data: MLLMData, max_new_tokens: int) -> MLLMData:
@@ -119,19 +120,21 @@ class PromptDataset(Dataset[Any]):
         (batch,) = self.encoder.load(sides, source.root, {})
         no_labels = torch.full_like(batch.labels, IGNORE)
         limits = self.encoder.media.limits
-        parsed = read_row(raw, format)
+        parsed = self.encoder.read(raw, format)
         rendered = self.encoder.template.render(parsed)
         return Prompt(
             key=key,
             row=dict(raw),
             batch=replace(batch, labels=no_labels, sequence_fields={}),
             text_ids=self.encoder.template.tokenize(rendered).ids,
-            media=[_media_item(part, limits, source.root) for part in sides[0].parts],
+            media=[media_item(part, limits, source.root) for part in sides[0].parts],
             source=self.mixture.names[which],
             where=source.where(row),
             sample=int(self.first[which]) + row,
             text=conversation_text(parsed.messages) if parsed.text is None else parsed.text,
             other_columns=tuple(name for name in parsed.unused if name in raw),
+            messages=tuple(map(without_values, parsed.messages)),
+            tools=parsed.tools,
         )
 
 
@@ -239,7 +242,12 @@ def prompt_loader(
     )
 
 
-def _media_item(part: Part, limits: Limits, root: Path) -> dict[str, Any]:
+def without_values(message: Message) -> Message:
+    parts = [part if part.kind == "text" else replace(part, value=None) for part in message.parts]
+    return replace(message, parts=tuple(parts))
+
+
+def media_item(part: Part, limits: Limits, root: Path) -> dict[str, Any]:
     value = part.value
     if isinstance(value, np.ndarray) and part.kind == "image":
         value = Image.fromarray(value.squeeze())

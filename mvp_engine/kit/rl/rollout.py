@@ -6,16 +6,18 @@ actor's own weights. Servers are in modules of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data import derived_seed
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.decoding import Completion, Decoding, with_completion
+from mvp_engine.kit.rl.chat import Answer, Ask
 from mvp_engine.kit.rl.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -23,27 +25,68 @@ if TYPE_CHECKING:
     from mvp_engine.worker.group import WorkerGroup
 
 Reason = Literal["stop", "length"]
+Complete = Callable[[list["Prompt"], int], "list[Sample]"]  # so many answers of each prompt
 Buckets = Iterable[list[tuple[str, Tensor]]]  # weights by their Hugging Face names
 
 
 @dataclass
 class Sample:
-    """One completion of a prompt.
+    """One completion of a prompt, or a conversation of several turns that begins with it.
 
     Log-probs are those of the distribution that the tokens were drawn from: at the temperature of the sampling, without
     placeholders of media.
     """
 
     prompt: int  # index in the list that was given to `generate`
-    tokens: list[int]  # with the stop token, if there is one
-    log_probs: list[float]
+    tokens: list[int]  # with the stop token, if there is one; all that follows the prompt
+    log_probs: list[float]  # 0 for tokens that the policy did not write
     version: int  # of the weights that wrote it
-    reason: Reason  # "length": cut after `max_new_tokens`
+    reason: Reason  # "length": cut after `max_new_tokens`, or no room was left for another turn
+    # Of several turns: the tokens of each that the policy wrote, as (first, end); empty: all tokens are one turn.
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)  # one for each turn
+    media: list[str] = field(default_factory=list)  # kinds of media between turns
+    # The whole sequence without labels, where it is not the prompt and text: with media between turns, or after another
+    # prompt than the row's. The tokens end it.
+    context: PackedBatch | None = None
+    others: list[Sample] = field(default_factory=list)  # further sequences of the same episode
+
+    def sequences(self) -> list[Sample]:
+        return [self, *self.others]
+
+    def written(self) -> list[tuple[int, int]]:
+        """The tokens that the policy wrote, as (first, end)."""
+        return self.turns or [(0, len(self.tokens))]
+
+    def batch(self, prompt: Prompt) -> PackedBatch:
+        """The whole sequence, without labels."""
+        return self.context or with_completion(prompt.batch, None, self.tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors, numbers, lists and dicts, for a checkpoint."""
+        others = [other.state_dict() for other in self.others]
+        context = None if self.context is None else _plain(self.context)
+        return {**vars(self), "context": context, "others": others}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Sample:
+        sample = cls(**state)
+        sample.others = [cls.from_state(other) for other in state["others"]]
+        if state["context"] is not None:
+            media = {name: Media(**items) for name, items in state["context"]["media"].items()}
+            sample.context = PackedBatch(**{**state["context"], "media": media})
+        return sample
 
     @classmethod
     def of(cls, completion: Completion, version: int) -> Sample:
         reason: Reason = "stop" if completion.is_finished else "length"
         return cls(completion.prompt, completion.tokens, completion.log_probs, version, reason)
+
+
+def _plain(batch: PackedBatch) -> dict[str, Any]:
+    found = {one.name: getattr(batch, one.name) for one in fields(batch) if one.init}
+    media = {name: dict(vars(items)) for name, items in batch.media.items()}
+    return {**found, "media": media}
 
 
 @dataclass(frozen=True)
@@ -112,25 +155,177 @@ class PackedRollout:
 
 
 def rollout_batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> PackedBatch:
-    """One sequence per sample: its prompt and the tokens that were drawn, never tokenized again, which carry loss.
+    """One sequence per sample: its prompt and the tokens after it, never tokenized again. Drawn ones carry loss.
 
     Token field `sampler_log_probs`; sequence field `group`, the index of the prompt. Each sample has a token or more.
+    Of samples with several turns, each sequence of an episode is one, and there are the token fields `turn_rewards`, at
+    the last token of each turn, and `turn`, its number from 1; and the sequence fields `episode`, the index of the
+    sample, and `rewarded`, the rewards of turns in the sequences before it.
     """
-    sequences = [_sequence(prompts[sample.prompt], sample) for sample in samples]
+    has_turns = any(sample.turns for sample in samples)
+    sequences = []
+    for episode, sample in enumerate(samples):
+        rewarded = 0.0
+        for one in sample.sequences():
+            if one.tokens:
+                batch = _sequence(prompts[sample.prompt], one)
+                if has_turns:
+                    _add_turns(batch, one)
+                    batch.sequence_fields["episode"] = torch.tensor([episode])
+                    batch.sequence_fields["rewarded"] = torch.tensor(
+                        [rewarded], dtype=torch.float64
+                    )
+                    rewarded += sum(one.turn_rewards)
+                sequences.append(batch)
     return PackedBatch.concat(sequences)
 
 
 def _sequence(prompt: Prompt, sample: Sample) -> PackedBatch:
-    batch = with_completion(prompt.batch, None, sample.tokens)
+    batch = sample.batch(prompt)
     # The first new token is predicted at the last one of the prompt.
-    first = prompt.batch.num_tokens - 1
-    last = first + len(sample.tokens)
-    batch.labels[first:last] = batch.input_ids[first + 1 :]
+    first = batch.num_tokens - len(sample.tokens) - 1
     log_probs_T = torch.zeros(batch.num_tokens)
-    log_probs_T[first:last] = torch.tensor(sample.log_probs)
-    batch.token_fields["sampler_log_probs"] = log_probs_T
-    batch.sequence_fields["group"] = torch.tensor([sample.prompt])
-    return batch
+    log_probs_T[first:-1] = torch.tensor(sample.log_probs)
+    labels = torch.full_like(batch.labels, IGNORE)
+    for start, end in sample.written():
+        labels[first + start : first + end] = batch.input_ids[first + start + 1 : first + end + 1]
+    token_fields = {**batch.token_fields, "sampler_log_probs": log_probs_T}
+    sequence_fields = {"group": torch.tensor([sample.prompt])}
+    return replace(batch, labels=labels, token_fields=token_fields, sequence_fields=sequence_fields)
+
+
+def _add_turns(batch: PackedBatch, sample: Sample) -> None:
+    first = batch.num_tokens - len(sample.tokens) - 1
+    rewards_T = torch.zeros(batch.num_tokens)
+    turn_T = torch.zeros(batch.num_tokens, dtype=torch.int32)
+    credits = sample.turn_rewards or [0.0] * len(sample.written())
+    for number, ((start, end), reward) in enumerate(zip(sample.written(), credits, strict=True)):
+        turn_T[first + start : first + end] = number + 1
+        rewards_T[first + end - 1] = reward
+    batch.token_fields |= {"turn_rewards": rewards_T, "turn": turn_T}
+
+
+# Rounds: answers of many episodes at a time, and the sequences that they make.
+
+
+class GrowingSequence:
+    """The tokens of one conversation so far, as the controller knows them."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.batch = prompt.batch
+        self.since: list[int] = []  # tokens after those of `batch`
+        self.text_ids = list(prompt.text_ids)
+        self.media = list(prompt.media)
+        self.sample = Sample(0, [], [], 0, "stop")
+
+    def read(self, ask: Ask) -> None:
+        """Append what the policy reads before its next turn."""
+        self.sample.tokens += ask.ids
+        self.sample.log_probs += [0.0] * len(ask.ids)
+        self.sample.media += [str(item["type"]) for item in ask.media]
+        self.text_ids += ask.text_ids
+        self.media += ask.media
+        self.since += ask.ids
+        if ask.batch is not None:
+            self.batch = ask.batch
+            self.since = []
+
+    def context(self, key: int) -> Prompt:
+        """What the next turn is generated from."""
+        batch = with_completion(self.batch, None, self.since) if self.since else self.batch
+        return replace(
+            self.prompt, key=key, batch=batch, text_ids=list(self.text_ids), media=list(self.media)
+        )
+
+    def write(self, turn: Sample) -> None:
+        sample = self.sample
+        sample.turns.append((len(sample.tokens), len(sample.tokens) + len(turn.tokens)))
+        sample.tokens += turn.tokens
+        sample.log_probs += turn.log_probs
+        sample.version = turn.version
+        sample.reason = turn.reason
+        self.since += turn.tokens
+        self.text_ids += turn.tokens
+
+    def end(self, rewards: list[float]) -> Sample:
+        self.sample.turn_rewards = rewards or [0.0] * len(self.sample.turns)
+        if self.batch is not self.prompt.batch:
+            self.sample.context = with_completion(self.batch, None, self.since)
+        return self.sample
+
+
+class Rounds:
+    """The samples of a step in the making. `answers` generates what all running episodes ask for."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        number: int,
+        complete: Complete,
+        answer: Callable[[Sample], Answer],
+    ) -> None:
+        self.prompts = list(prompts)
+        self.number = number
+        self.complete = complete
+        self.answer = answer
+        self.sequences: list[dict[int, GrowingSequence]] = []
+        self.samples: list[Sample] = []
+        for place, prompt in enumerate(prompts):
+            for _ in range(number):
+                first = GrowingSequence(prompt)
+                first.sample.prompt = place
+                self.sequences.append({0: first})
+                self.samples.append(first.sample)
+        self._first: dict[int, Sample] = {}  # the first turns of whole groups, by episode
+
+    def answers(self, asks: Mapping[int, Ask]) -> dict[int, Answer]:
+        """The answer that each episode waits for, by its index."""
+        fresh: list[int] = []
+        contexts: list[Prompt] = []
+        later: list[int] = []
+        for index in sorted(asks):
+            ask = asks[index]
+            place, number = divmod(index, self.number)
+            prompt = self.prompts[place]
+            # The token ids of another prompt are in the batch of its first ask.
+            empty = replace(prompt, text_ids=[], media=[])
+            sequence = self.sequences[index].setdefault(ask.sequence, GrowingSequence(empty))
+            sequence.sample.prompt = place
+            sequence.read(ask)
+            turn = len(sequence.sample.turns)
+            if ask.sequence == 0 and turn == 0:
+                fresh.append(index)
+            else:
+                # Without the turn, each would be drawn with the noise of the first.
+                key = derived_seed(prompt.key, "turn", number, ask.sequence, turn)
+                contexts.append(sequence.context(key))
+                later.append(index)
+        # The samples of a prompt begin with one forward over it, also if some of them start in a later round.
+        places = sorted({index // self.number for index in fresh if index not in self._first})
+        if places:
+            found = self.complete([self.prompts[place] for place in places], self.number)
+            for at, sample in enumerate(found):
+                self._first[places[at // self.number] * self.number + at % self.number] = sample
+        turns = {index: self._first[index] for index in fresh}
+        if contexts:
+            turns |= dict(zip(later, self.complete(contexts, 1), strict=True))
+        for index, sample in turns.items():
+            self.sequences[index][asks[index].sequence].write(sample)
+        return {index: self.answer(sample) for index, sample in turns.items()}
+
+    def end(self, index: int, rewards: Mapping[int, list[float]], is_cut: bool) -> None:
+        """Complete the sample of an episode that has ended; `rewards` of turns, by sequence."""
+        sequences = self.sequences[index]
+        for number, sequence in sequences.items():
+            sequence.end(rewards.get(number, []))
+        main = self.samples[index]
+        others = [one.sample for number, one in sequences.items() if number and one.sample.turns]
+        if others and not main.turns:  # a program with a prompt of its own
+            vars(main).update(vars(others.pop(0)))
+        main.others = others
+        if is_cut:
+            main.reason = "length"
 
 
 # The gap between sampler and trainer: how far their log-probs of the same tokens are apart, by modality.
@@ -182,10 +377,12 @@ class WorstToken:
 class Gap:
     by_modality: dict[str, ModalityGap]  # text, image, ...; image+text where a prompt has several
     worst: list[WorstToken]  # the largest differences first
+    by_turn: dict[str, ModalityGap] = field(default_factory=dict)  # turn1, turn2+; of several turns
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """The mean gap of each modality, as (sum, weight)."""
-        return {f"gap/{name}": (gap.total, gap.tokens) for name, gap in self.by_modality.items()}
+        """The mean gap of each modality, and of first and later turns, as (sum, weight)."""
+        parts = {**self.by_modality, **self.by_turn}
+        return {f"gap/{name}": (gap.total, gap.tokens) for name, gap in parts.items()}
 
     def check(self, max_gap: float | None, tokenizer: Any) -> None:
         """Raise if a modality's mean gap is larger than `max_gap`; None: never."""
@@ -228,18 +425,24 @@ def check_mean_gap(gap: tuple[float, float] | None, max_gap: float | None) -> No
         )
 
 
-def modality(prompt: Prompt) -> str:
-    """The kinds of media in a prompt: image, audio+image, ...; text if it has none."""
-    return "+".join(sorted({str(item["type"]) for item in prompt.media})) or "text"
+def modality(prompt: Prompt, sample: Sample | None = None) -> str:
+    """The kinds of media in a prompt and its sample: image, audio+image, ...; text without any."""
+    kinds = {str(item["type"]) for item in prompt.media} | set(sample.media if sample else ())
+    return "+".join(sorted(kinds)) or "text"
 
 
 def measure_gap(
-    batch: PackedBatch, trainer_log_probs_T: Tensor, prompts: Sequence[Prompt], show: int = 5
+    batch: PackedBatch,
+    trainer_log_probs_T: Tensor,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample] = (),
+    show: int = 5,
 ) -> Gap:
     """Compare the trainer's log-probs with the token field `sampler_log_probs`, on the CPU.
 
     `batch` is that of `rollout_batch`: its labels are the sampled tokens, its sequence field `group` says the prompt of
-    each sequence. What is not finite counts as infinitely far apart.
+    each sequence. `samples` are its samples, which may have media between turns. What is not finite counts as
+    infinitely far apart.
     """
     sampler_T = batch.token_fields["sampler_log_probs"].double()
     trainer_T = trainer_log_probs_T.double()
@@ -247,14 +450,22 @@ def measure_gap(
     gap_T = torch.where(batch.labels == IGNORE, 0.0, gap_T)
     sequence_T = torch.arange(batch.num_sequences).repeat_interleave(batch.lengths)
     of_sequence = [prompts[index] for index in batch.sequence_fields["group"].tolist()]
+    trained = [one for sample in samples for one in sample.sequences() if one.tokens]
     modalities = [modality(prompt) for prompt in of_sequence]
+    if trained:
+        modalities = list(map(modality, of_sequence, trained))
     by_modality = {}
     for name in sorted(set(modalities)):
         has_name_S = torch.tensor([other == name for other in modalities])
         chosen_T = has_name_S[sequence_T] & (batch.labels != IGNORE)
         if bool(chosen_T.any()):
-            gaps = gap_T[chosen_T]
-            by_modality[name] = ModalityGap(float(gaps.sum()), float(gaps.max()), len(gaps))
+            by_modality[name] = _gap_of(gap_T[chosen_T])
+    by_turn = {}
+    turn_T = batch.token_fields.get("turn")
+    if turn_T is not None:
+        for name, chosen_T in (("turn1", turn_T == 1), ("turn2+", turn_T > 1)):
+            if bool(chosen_T.any()):
+                by_turn[name] = _gap_of(gap_T[chosen_T])
     worst = []
     for at in gap_T.topk(min(show, batch.num_tokens)).indices.tolist():
         sequence = int(sequence_T[at])
@@ -269,4 +480,8 @@ def measure_gap(
                 of_sequence[sequence].where,
             )
         )
-    return Gap(by_modality, [one for one in worst if one.token != IGNORE])
+    return Gap(by_modality, [one for one in worst if one.token != IGNORE], by_turn)
+
+
+def _gap_of(gaps: Tensor) -> ModalityGap:
+    return ModalityGap(float(gaps.sum()), float(gaps.max()), len(gaps))

@@ -16,8 +16,8 @@ from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.examples import media_files
 from mvp_engine.kit.rl.collector import Experience
+from mvp_engine.kit.rl.episodes import Reward
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.log.format import number
 from mvp_engine.report.facts import RunFacts
@@ -81,11 +81,26 @@ class RolloutLog:
             "reason": sample.reason,
             "version": sample.version,
         }
+        if sample.turns:
+            record["turns"] = [turn for one in sample.sequences() for turn in self._turns(one)]
         if reward.parts:
             record["parts"] = reward.parts
         if reward.error is not None:
             record["error"] = reward.error
         return record
+
+    def _turns(self, sample: Sample) -> list[Record]:
+        """What the policy wrote, each with its reward, and what it read in between."""
+        found: list[Record] = []
+        done = 0
+        rewards = sample.turn_rewards or [0.0] * len(sample.turns)
+        for (start, end), reward in zip(sample.turns, rewards, strict=True):
+            if start > done:
+                found.append({"by": "environment", "text": self._text(sample.tokens[done:start])})
+            text = self._text(sample.tokens[start:end])
+            found.append({"by": "policy", "text": text, "reward": reward})
+            done = end
+        return found
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -121,6 +136,8 @@ MAX_SHOWN = 2000  # of a completion on the page
 STYLE = """<style>
 .rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
 .rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
+.policy { background: color-mix(in srgb, var(--good) 18%, transparent); border-radius: 3px; }
+.environment { opacity: 0.65; }
 .reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 </style>"""
 
@@ -129,6 +146,7 @@ class RolloutText(NamedTuple):
     text: str
     reward: float | None  # None: it failed
     note: str = ""  # such as the step, or why the completion ended
+    turns: Sequence[Record] = ()  # who wrote what, of several turns
 
 
 @dataclass(frozen=True)
@@ -164,10 +182,27 @@ def _prompt_card(prompt: PromptRollouts, rewards: list[float]) -> str:
     for shown in prompt.completions:
         text = shown.text if len(shown.text) <= MAX_SHOWN else shown.text[:MAX_SHOWN] + " ..."
         written = escape(text) if text else "<span class=dim>(empty)</span>"
+        if shown.turns:
+            written = _turns_html(shown.turns)
         note = f"<span class=dim>{escape(shown.note)}</span>" if shown.note else ""
         html += f'<tr><td class="reward {_colour(shown.reward, rewards)}">{number(shown.reward)}'
         html += f"<td class=text>{written} {note}</tr>"
     return f"<div class=card>{html}</table></div>"
+
+
+def _turns_html(turns: Sequence[Record]) -> str:
+    """Turns coloured by who wrote them, each with its reward if it has one."""
+    html = ""
+    left = MAX_SHOWN
+    for turn in turns:
+        text = turn["text"]
+        html += f"<span class={turn['by']}>{escape(text[:left])}</span>"
+        if turn.get("reward"):
+            html += f" <span class=dim>{turn['reward']:+g}</span>"
+        left -= len(text)
+        if left <= 0:
+            return f"{html} ..."
+    return html
 
 
 def _colour(reward: float | None, rewards: list[float]) -> str:
@@ -236,7 +271,8 @@ def _prompt(record: Record, kit: MLLMDataKit) -> PromptRollouts:
         note = f"{one['tokens']} tokens{cut}"
         if one.get("parts"):
             note += "; " + ", ".join(f"{name} {value:g}" for name, value in one["parts"].items())
-        completions.append(RolloutText(one["text"], one["reward"], one.get("error", note)))
+        turns = one.get("turns", ())
+        completions.append(RolloutText(one["text"], one["reward"], one.get("error", note), turns))
     media = partial(_media, kit, record["split"], record["sample"])
     return PromptRollouts(record["prompt"], completions, media, record["columns"])
 

@@ -128,6 +128,8 @@ class GenerationSettings(Section):
     """packed: our own decode in the actor, or in the group `rollout`; vllm, openai: servers at `urls`."""
     max_new_tokens: Count = 64
     """The most tokens of a completion."""
+    max_turns: Count = 32
+    """The most completions of one episode, of engines that define `episode` or `tools`."""
     temperature: Positive = 1.0
     """Of sampling, and of the log-probs in the loss."""
     max_gap: Positive | None = 0.05
@@ -162,12 +164,13 @@ class RewardSettings(Section):
     """How rewards are computed."""
 
     timeout: Positive = 30.0
-    """Seconds after which a reward counts as failed."""
+    """Seconds after which a reward counts as failed, and an episode that has not asked for the next completion."""
     max_errors: Fraction = 0.05
     """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run. A
     completion whose reward failed is left out."""
-    workers: Annotated[int, Field(ge=0)] = 2
-    """Processes that compute rewards; 0: the controller itself, without a time-out."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes that compute rewards or play episodes; null: 2 for rewards, up to 256 for episodes of several turns. 0:
+    the controller itself computes rewards, without a time-out."""
     model: str | None = None
     """The folder of a reward model of the policy's family, whose score is added to the reward."""
 

@@ -12,8 +12,8 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.feed import Feed
 from mvp_engine.kit.rl.collector import Collector, Experience
+from mvp_engine.kit.rl.episodes import Reward
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Reward
 from mvp_engine.kit.rl.rollout import Sample, rollout_batch
 
 

@@ -14,9 +14,9 @@ from test_rewards import prompts as toy_prompts
 from tiny_vlm import TEXT, made, write
 
 from mvp_engine.kit import MLLMDataKit
+from mvp_engine.kit.rl.episodes import Episodes, RewardFailed
 from mvp_engine.kit.rl.model_groups import RewardModel, check_reward_model
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
-from mvp_engine.kit.rl.rewards import RewardFailed, Rewards
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.worker import WorkerSpec
@@ -44,9 +44,9 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
     spec = WorkerSpec.of(str(folder), model={"type": "value_model"}, device="cpu")
     with WorkerGroup.start(spec, name="reward") as group:
         scores = RewardModel(group, budget=64)(prompts, samples)
-        rewards = Rewards(lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0))
-        rewards.model = RewardModel(group, budget=64)
-        found = rewards(prompts, samples)
+        episodes = Episodes(lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0))
+        episodes.model = RewardModel(group, budget=64)
+        found = episodes.rewards(prompts, samples)
     model: Any = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for sample, score, reward in zip(samples, scores, found, strict=True):
         ids = prompts[sample.prompt].batch.input_ids.tolist() + sample.tokens
@@ -58,12 +58,12 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
 
 def test_rewards_without_a_function_are_the_scores_and_nan_is_named():
     samples = [Sample(0, [1], [0.0], 0, "stop")] * 2
-    rewards = Rewards(None, Letters(), settings(workers=2))
-    rewards.model = lambda prompts, samples: [1.5, 2.5]
-    assert [one.value for one in rewards(toy_prompts(1), samples)] == [1.5, 2.5]
-    rewards.model = lambda prompts, samples: [float("nan")] * 2
+    episodes = Episodes(None, Letters(), settings(workers=2))
+    episodes.model = lambda prompts, samples: [1.5, 2.5]
+    assert [one.value for one in episodes.rewards(toy_prompts(1), samples)] == [1.5, 2.5]
+    episodes.model = lambda prompts, samples: [float("nan")] * 2
     with pytest.raises(RewardFailed, match=r"toy.jsonl:0.*the reward model's score is nan"):
-        rewards(toy_prompts(1), samples)
+        episodes.rewards(toy_prompts(1), samples)
 
 
 def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder, tmp_path):

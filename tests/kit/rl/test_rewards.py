@@ -21,9 +21,10 @@ import torch
 from conftest import is_gone, user_error, wait_until
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit.rl import rewards
+from mvp_engine.kit.rl import episodes
+from mvp_engine.kit.rl.chat import Answer
+from mvp_engine.kit.rl.episodes import Episodes, RewardFailed, Task, reward_metrics
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rewards import Answer, Group, RewardFailed, Rewards, Task, reward_metrics
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.settings import RewardSettings
 
@@ -65,12 +66,12 @@ def settings(**values):
 
 @pytest.fixture
 def made(request):
-    """made(function, **settings): Rewards that are closed after the test."""
+    """made(function, **settings): `Episodes.rewards` of objects that are closed after the test."""
     opened = []
 
     def make(function, **values):
-        opened.append(Rewards(function, Letters(), settings(**values)))
-        return opened[-1]
+        opened.append(Episodes(function, Letters(), settings(**values)))
+        return opened[-1].rewards
 
     yield make
     for worker in opened:
@@ -87,11 +88,7 @@ class Limit:
         self.workers: list[Any] = []  # empty: there is only one
 
     def monotonic(self):
-        first = [
-            worker.group.tasks[0].answer.text
-            for worker in self.workers
-            if worker.group and worker.group.tasks
-        ]
+        first = [worker.task.answer.text for worker in self.workers if worker.task]
         if self.file.exists() and (first == ["bb"] or not self.workers):
             self.now += 1000.0
             if not self.workers:
@@ -102,7 +99,7 @@ class Limit:
 @pytest.fixture
 def limit(tmp_path, monkeypatch):
     made = Limit(tmp_path / "hangs")
-    monkeypatch.setattr(rewards, "time", made)
+    monkeypatch.setattr(episodes, "time", made)
     return made
 
 
@@ -191,7 +188,7 @@ def test_rewards_one_that_fails_is_named_and_costs_no_other(made, kind, monkeypa
     monkeypatch.setenv("REWARD_FAILS", kind)
     monkeypatch.setenv("REWARD_HANGS", str(limit.file))
     rewards = made(fails, timeout=0.3)
-    limit.workers = rewards._workers._workers
+    limit.workers = rewards.__self__._processes._processes
     found = rewards(prompts(3), samples(3, 3))
     assert [reward.value for reward in found] == [1.0] * 4 + [None] + [1.0] * 4
     assert found[4].error is not None
@@ -242,21 +239,25 @@ def test_rewards_function_with_other_arguments_is_refused_at_once(made):
 def test_rewards_worker_killed_while_idle_is_replaced(made):
     rewards = made(by_place)
     before = rewards(prompts(3), samples(3, 2))
-    for worker in rewards._workers._workers:
-        os.kill(worker.process.pid, signal.SIGKILL)
-        worker.process.join()
+    processes = rewards.__self__._processes
+    assert len(processes._processes) == 2
+    for process in processes._processes:
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(
+            lambda pid=process.pid: processes._read_control(0.0) or pid in processes._exit_codes
+        )
     assert rewards(prompts(3), samples(3, 2)) == before
 
 
 def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(made, limit):
     """The controller is busy for longer than the limit, and the result is there."""
-    worker = made(lambda row, answer: 1.0, workers=1)._workers._workers[0]
-    group = Group(pickle.dumps({}), deque([Task(0, 0, None)]))
-    worker.connection.send((group.row, list(group.tasks)))
-    assert worker.connection.poll(60)
+    processes = made(lambda row, answer: 1.0, workers=1).__self__._processes
+    processes._give(deque([Task(0, 0, pickle.dumps({}))]))
+    (process,) = processes._processes
+    assert process.connection.poll(60)
     limit.now = 1000.0
-    outcome = worker.outcome(False, 20)
-    assert (outcome.value, outcome.error, worker.is_lost) == ((1.0, {}), None, False)
+    outcome = processes._outcome(process)
+    assert (outcome.value, outcome.error, outcome.is_last) == ((1.0, {}), None, False)
 
 
 # A child, one in a session of its own, and one whose parent has ended since.
@@ -294,7 +295,7 @@ def run_endless_reward(out):
         while True:
             pass
 
-    Rewards(reward, Letters(), settings(workers=1))(prompts(1), samples(1, 1))
+    Episodes(reward, Letters(), settings(workers=1)).rewards(prompts(1), samples(1, 1))
 
 
 def test_rewards_controller_killed_leaves_no_worker():

@@ -17,7 +17,7 @@ from tiny_vlm import TEXT
 
 from mvp_engine.distributed import world
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.kit.rl import RLEngine, rewards
+from mvp_engine.kit.rl import RLEngine, episodes
 from mvp_engine.kit.rl.rollout_log import read_rollouts
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.runs import Run, list_runs
@@ -54,7 +54,7 @@ def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
     tmp_path, capfd, kind, monkeypatch
 ):
     limit = Limit(tmp_path / "hangs")
-    monkeypatch.setattr(rewards, "time", limit)
+    monkeypatch.setattr(episodes, "time", limit)
     config = write_recipe(tmp_path, f"{FAILING[kind].replace('HANGS', str(limit.file))}\n{LENGTH}")
     folder = trained(config, "reward.timeout=0.5", "reward.workers=1")
     assert sum(record["reward_errors"] for record in records(folder)) == pytest.approx(2 / 8)
@@ -177,7 +177,7 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path,
     )
     assert mvp(f"train {config}") == EXIT_USER_ERROR
     assert (
-        "Scored has no reward: define reward(self, row, answer), or set reward.model"
+        "Scored has no reward: define reward(self, row, answer) or episode(self, row, chat), or set reward.model"
         in capfd.readouterr().err
     )
     torch.manual_seed(1)

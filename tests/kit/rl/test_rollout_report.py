@@ -9,8 +9,8 @@ from tiny_vlm import made, model_config, qwen3_vl, with_images, write
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.rl import Experience
 from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
+from mvp_engine.kit.rl.episodes import Reward, reward_metrics
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
-from mvp_engine.kit.rl.rewards import Reward, reward_metrics
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.rollout_log import (
     RolloutLog,

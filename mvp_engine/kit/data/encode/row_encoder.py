@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
+from mvp_engine.kit.data.encode.processor import concat_media
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.template_marks import Span
@@ -112,6 +113,15 @@ class EncodedSequence:
     def facts(self) -> dict[str, Any]:
         """What `mvp data inspect` shows more: entries of the extension point `inspect`."""
         return {}
+
+
+class InsertedTurn(NamedTuple):
+    """Messages between two answers: their tokens and media, for a sequence whose answers were sampled."""
+
+    ids: list[int]
+    text_ids: list[int]  # with one placeholder for each item of media
+    parts: list[Part]
+    media: dict[str, Media]  # decoded
 
 
 @dataclass(frozen=True)
@@ -209,6 +219,10 @@ class RopePositions:
         with torch.device("meta"):
             return LanguageModel.from_config(copy.deepcopy(self.config)).base()
 
+    def prepare(self) -> None:
+        """Build the model now."""
+        assert self._model is not None
+
     @property
     def _num_axes(self) -> int:
         """Three: time, height and width; HunYuan-VL has the index of the token as well."""
@@ -293,6 +307,7 @@ class RowEncoder:
         self.positions = positions
         self.fields = dict(fields or {})
         self.row_part = row_part
+        self.tools: tuple[Any, ...] = ()  # declarations for rows without tools of their own
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -316,6 +331,11 @@ class RowEncoder:
                 "the model does not learn to stop"
             )
 
+    def prepare(self) -> None:
+        """Build what processes that are forked from this one would each build again."""
+        if isinstance(self.positions, RopePositions):
+            self.positions.prepare()
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that a row's cost depends on, except `max_tokens` and `overlong`."""
@@ -334,6 +354,7 @@ class RowEncoder:
             repr((self.pairs, self.media.limits)),
             processor,
             "" if self.row_part is None else self.row_part.fingerprint,
+            *([repr(self.tools)] if self.tools else []),
         ]
         return hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
 
@@ -350,9 +371,43 @@ class RowEncoder:
         Raises BadRow. With `fit`, an over-long row is handled as `overlong` says. With `decode`, media
         that will not be truncated or shrunk are decoded on the way; images are opened once in any case.
         """
-        row = read_row(raw, format)
+        row = self.read(raw, format) if self.tools else read_row(raw, format)
         sides = self._encode_row(row, root, fit, decode)
         return [replace(side, fields=row.fields) for side in sides]
+
+    def read(self, raw: Mapping[str, Any], format: RowFormat | str | None) -> Row:
+        """The row, with `tools` unless it has its own."""
+        row = read_row(raw, format)
+        if self.tools and row.text is None and not row.tools:
+            row = replace(row, tools=self.tools)
+        return row
+
+    def encode_turn(
+        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]
+    ) -> InsertedTurn:
+        """The messages `new` between an answer, which ends the conversation `before`, and the next answer."""
+        rendered = self.template.between_turns(before, new, tools)
+        row = Row(tuple(new))
+        side = self._full_sequence(row, Path(), decode=True, rendered=rendered).encoded()
+        media = self._load_media(side, Path()) if side.parts else {}
+        first = 1 if self.template.stop_token else 0  # which the answer has already
+        text_ids = self.template.tokenize(rendered).ids[first:]
+        return InsertedTurn(side.ids[first:], text_ids, side.parts, media)
+
+    def extend(
+        self, batch: PackedBatch, new: Sequence[int], media: Mapping[str, Media], answer: int
+    ) -> PackedBatch:
+        """One sequence with more tokens and the media in them, without labels.
+
+        `answer`: the index of the first token after the prompt.
+        """
+        ids = torch.cat([batch.input_ids, torch.tensor(new, dtype=batch.input_ids.dtype)])
+        merged = dict(batch.media)
+        for name, items in media.items():
+            had = [merged[name]] if name in merged and len(merged[name].row_counts) else []
+            merged[name] = concat_media([self.media.empty()[name], *had, items])
+        extended = self._batch(ids, torch.arange(len(ids)) >= answer, merged, {})
+        return replace(extended, labels=torch.full_like(ids, IGNORE))
 
     def _encode_row(self, row: Row, root: Path, fit: bool, decode: bool) -> list[EncodedSequence]:
         sides = [self._full_sequence(row, root, decode)]
@@ -386,10 +441,18 @@ class RowEncoder:
             raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
 
     def _full_sequence(
-        self, row: Row, root: Path, decode: bool, chosen: FullSequence | None = None
+        self,
+        row: Row,
+        root: Path,
+        decode: bool,
+        chosen: FullSequence | None = None,
+        rendered: Rendered | None = None,
     ) -> FullSequence:
-        """The sequence of one side. `chosen` is the other side, if both have the same media."""
-        rendered = self.template.render(row)
+        """The sequence of one side, or of a text that is `rendered` already.
+
+        `chosen` is the other side, if both have the same media.
+        """
+        rendered = rendered or self.template.render(row)
         if chosen is not None and chosen.media_order == [place.index for place in rendered.media]:
             return self._tokenize(replace(chosen, rendered=rendered))
         row_media = row.media()

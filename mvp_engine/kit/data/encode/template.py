@@ -14,16 +14,20 @@ text must be equal to the tokenizer's own, else the row is bad. What carries los
   of a conversation is the template's; if that writes none, what calling a processor (not a tokenizer)
   would add. A text in segments gets neither.
 - Of a prompt without an answer nothing. It ends with the generation prompt; a plain text has no EOS.
+
+`between_turns` continues a conversation whose answers were sampled: it renders the messages after an answer without
+the text before them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from mvp_engine.errors import UserError
@@ -41,13 +45,15 @@ from mvp_engine.kit.data.encode.template_marks import (
 )
 from mvp_engine.kit.data.encode.tokenization import (
     MaskingTokenizer,
+    Placeholder,
     PlaceholderToken,
     Rendered,
     SpecialTokens,
     locate_placeholders,
 )
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, Row
 
+PROBE_REASONING = "\ufdd3"  # stands for reasoning, as PROBE_TEXT for a text
 _THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
@@ -141,6 +147,77 @@ class ChatTemplate:
             prompt_only=row.prompt_only,
             reasoning_left_out=left_out,
         )
+
+    def between_turns(
+        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> Rendered:
+        """The text between an answer, which ends the conversation `before`, and the next answer.
+
+        It holds the messages `new` and the generation prompt. What the template writes for earlier turns is not in it,
+        so it may change them. The text begins with the stop token of the answer, so that it is tokenized as it is
+        after one.
+
+        Raises a BadRow if the template does not write these messages after an answer.
+        """
+        index = len(before) - 1
+        problem: BadRow | None = None
+        for with_calls in (True, False):
+            messages = _without_answers([*before, *new], with_calls)
+            row = Row(messages, tools=tuple(tools), prompt_only=True)
+            try:
+                self._check_no_placeholders(row)
+                rendered = self._render_conversation(row, [False] * len(messages))
+                return self._after_turn(rendered, index, new)
+            except BadRow as bad:
+                problem = bad
+        assert problem is not None, "both forms failed"
+        raise problem
+
+    def _after_turn(self, rendered: MarkedText, index: int, new: Sequence[Message]) -> Rendered:
+        turns = rendered.spans.turns(index)
+        if len(turns) != 1 or not rendered.spans.turns(index + 1):
+            raise BadRow(
+                "template", f"the chat template has no turn for a message of the role {new[0].role}"
+            )
+        finder = LossSpans(self.renderer, self.special, self.stop_token, rendered)
+        start, end = finder.with_stop_token(turns[0])
+        # Sampling stops at the first of several special tokens at the end of a turn (Cohere).
+        tail = re.search(f"(?:{self.special.pattern.pattern})+$", rendered.text[start:end])
+        if tail and self.stop_token and self.stop_token in tail[0]:
+            end = start + tail.start() + tail[0].index(self.stop_token) + len(self.stop_token)
+        text = rendered.text[end:]
+        at = 0
+        for message in new:
+            for part in message.parts:
+                if part.kind == "text" and part.value.strip():
+                    at = _end_of_text(text, part.value.strip(), at)
+                    if at < 0:
+                        raise BadRow(
+                            "template",
+                            f"the chat template leaves out or rewrites a message of the role {message.role}",
+                        )
+        media = locate_placeholders(
+            text, Row(tuple(new)).media(), self.placeholders, self._media_token
+        )
+        places = tuple(_moved(place, len(self.stop_token)) for place in media)
+        return Rendered(self.stop_token + text, (), places, prompt_only=True)
+
+    def drops_reasoning(self, new: Message, tools: Sequence[Any] = ()) -> bool:
+        """Whether the template leaves out the reasoning of an answer once this message follows it."""
+        extra = {"reasoning_content": PROBE_REASONING}
+        answer = Message("assistant", (Part("text", PROBE_TEXT),), extra=extra)
+        (called,) = _without_answers([answer, new], with_calls=True)[:1]
+        answer = replace(called, extra={**called.extra, **extra})
+        question = Message("user", (Part("text", "Q"),))
+        is_written = []
+        for messages in ((question, answer), (question, answer, new)):
+            try:
+                row = Row(messages, tools=tuple(tools))
+                rendered = self._render_conversation(row, [False] * len(messages))
+            except BadRow:
+                return False  # it has no place for such a message
+            is_written.append(PROBE_REASONING in rendered.text)
+        return is_written == [True, False]
 
     def reasoning_left_out(self, row: Row) -> int:
         """How many turns carry no loss because the template leaves out their reasoning; of a bad row none."""
@@ -308,6 +385,45 @@ class ChatTemplate:
         return PlaceholderToken(*found.groups())
 
 
+def _without_answers(messages: Sequence[Message], with_calls: bool) -> tuple[Message, ...]:
+    """The messages with a placeholder for the text of each answer, which is not rendered again.
+
+    `with_calls`: answers before results of tools have a call for each of them, which some templates look for.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        if message.role != "assistant":
+            found.append(message)
+            continue
+        results = list(takewhile(lambda one: one.role == "tool", messages[index + 1 :]))
+        calls = []
+        for result in results if with_calls else []:
+            function = {"name": result.extra.get("name", "tool"), "arguments": {}}
+            call_id = result.extra.get("tool_call_id", "call00000")
+            calls.append({"id": call_id, "type": "function", "function": function})
+        if calls:
+            found.append(Message("assistant", (), extra={"tool_calls": calls}))
+        else:
+            found.append(Message("assistant", (Part("text", PROBE_TEXT),)))
+    return tuple(found)
+
+
+def _end_of_text(text: str, written: str, start: int) -> int:
+    """Where a message's text ends in a rendered one, as it is or as JSON; -1 if it is not in it."""
+    for form in (written, json.dumps(written, ensure_ascii=False)[1:-1], json.dumps(written)[1:-1]):
+        at = text.find(form, start)
+        if at >= 0:
+            return at + len(form)
+    return -1
+
+
+def _moved(place: Placeholder, by: int) -> Placeholder:
+    def moved(span: Span) -> Span:
+        return span[0] + by, span[1] + by
+
+    return replace(place, span=moved(place.span), outer=moved(place.outer))
+
+
 def _media_tokens(processor: Any, tokenizer: Any) -> dict[str, set[str]]:
     """The placeholder tokens that processor and tokenizer name, by media kind."""
     tokens: dict[str, set[str]] = {}
@@ -445,7 +561,7 @@ class LossSpans:
                 raise BadRow(
                     "mask", f"cannot find where the header of message {index} (assistant) ends"
                 )
-        return [*spans[:-1], self._with_stop_token(spans[-1])]
+        return [*spans[:-1], self.with_stop_token(spans[-1])]
 
     @cached_property
     def _turns_without_results(self) -> dict[int, str]:
@@ -478,7 +594,7 @@ class LossSpans:
         behind = text[found.end() : end].lstrip()
         return [(start + len(before), end - len(behind))]
 
-    def _with_stop_token(self, span: Span) -> Span:
+    def with_stop_token(self, span: Span) -> Span:
         """The span up to its stop token, which may come directly after the turn."""
         start, end = span
         text = self.rendered.text
