@@ -49,6 +49,8 @@ CONTROLLERS = {
     "reverse_rl/grpo": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
     "reverse_rl/ppo": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
     "digits_rl/grpo": ["made.digits=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
+    "calculator_rl/rl": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
+    "grid_rl/rl": ["made.rows=60", "rl.prompts_per_step=16"],
 }
 
 

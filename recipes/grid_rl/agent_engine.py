@@ -8,12 +8,15 @@ from typing import Any
 
 from mvp_engine.kit.rl import Chat
 
+from .agent_engine_settings import AgentConfig
 from .engine import GridEngine
 
 AGENT = Path(__file__).with_name("agent.py")
 
 
 class AgentEngine(GridEngine):
+    config_class = AgentConfig
+
     def episode(self, row: dict[str, Any], chat: Chat) -> dict[str, float]:
         """1 if the program says that it came to the goal: each of its requests is a turn."""
         program = [sys.executable, str(AGENT), str(row["seed"])]

@@ -48,6 +48,8 @@ SIZES = {
     "graft/language": ["digits.count=60", *FEW_TOKENS],
     "graft/align": ["digits.count=60", *FEW_TOKENS],
     "graft/instruct": ["digits.count=60", *FEW_TOKENS],
+    "calculator_rl/sft": ["made.rows=60", *FEW_TOKENS],
+    "grid_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
     "qwen_omni/cpu": [
         "spoken.sentences=120",
@@ -61,6 +63,9 @@ RL_SIZES = {
     "reverse_rl/grpo": ["made.rows=60"],
     "reverse_rl/ppo": ["made.rows=60", "rl.prompts_per_step=8"],
     "digits_rl/grpo": ["made.digits=60"],
+    "calculator_rl/rl": ["made.rows=60", "rl.prompts_per_step=8"],
+    "grid_rl/rl": ["made.rows=60", "rl.prompts_per_step=8"],
+    "grid_rl/agent": ["made.rows=60", "rl.prompts_per_step=8"],
 }
 NO_HELD_OUT_ROWS = {"preference/sft_text", "preference/sft_images"}
 SHARDED = "2, sharded"

@@ -15,7 +15,8 @@ DOOR = {
     ),
     "auto_model": "from_auto media_inputs",
     "config_source": (
-        "declare_interleaved_mrope num_heads read_config warn_of_custom_code with_vocabulary"
+        "declare_interleaved_mrope num_heads read_config tool_schema warn_of_custom_code "
+        "with_vocabulary"
     ),
     "flop_costs": "FlopCosts PlanFacts Work attention_flops matmul_flops modules_in_forward_order",
     "input_hooks": "BlockContext cast_decoder_inputs embedding_dtype mark_sizes",

@@ -1,0 +1,7 @@
+"""The config keys of `agent_engine.py`."""
+
+from .settings import GridConfig
+
+
+class AgentConfig(GridConfig):
+    pass
