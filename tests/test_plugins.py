@@ -46,6 +46,7 @@ def test_every_name_of_the_package_can_be_imported_and_every_point_is_documented
             assert attribute in (ROOT / f"{module.replace('.', '/')}.py").read_text(), target
 
 
+@pytest.mark.slow
 def test_backend_of_an_installed_package_trains_and_resumes_as_fsdp_does(install, train, tmp_path):
     install("toy_backend", walk("Adding a backend"), module__plain="PlainEngine")
     words = ["lm.weights=true", "eval.steps=3", "optim.schedule=constant"]

@@ -69,7 +69,39 @@ def test_recipe_new_of_sft_is_the_readable_file_and_names_the_keys_to_give(works
         assert (workspace / "mine" / name).read_text() == shipped.replace("SFTEngine", "MineEngine")
     commands = re.findall(r"^mvp .*", (workspace / "mine" / "README.md").read_text(), re.M)
     keys = "mine/configs/full.yaml data.sources.rows.path=... model.path=..."
-    assert commands == [f"mvp {name} {keys}" for name in ("check", "train", "evaluate")]
+    assert commands[:3] == [f"mvp {name} {keys}" for name in ("check", "train", "evaluate")]
+    assert any(command.startswith("mvp train mine/configs/lora.yaml ") for command in commands[3:])
+
+
+def test_recipe_new_readme_has_the_stages_data_and_results_of_the_original(tmp_path):
+    assert mvp(f"recipe mine --from qwen3 --dir {tmp_path}") == 0
+    text = (tmp_path / "mine" / "README.md").read_text()
+    original = (ROOT / "recipes" / "qwen3" / "README.md").read_text()
+    configs = tmp_path / "mine" / "configs"
+    commands = [line for line in re.findall(r"^mvp .*", original, re.M) if "_cpu.yaml" in line]
+    assert len(commands) > 3
+    for command in commands:
+        renamed = command.replace("recipes/qwen3/configs", str(configs))
+        assert renamed.replace("outputs/qwen3", "outputs/mine/qwen3") in text
+    assert (
+        f"`{configs}/sft_cpu.yaml`: Use it to see SFT on chats, on a CPU, after pretrain_cpu"
+        in text
+    )
+    assert "**Expected results**" in text
+    assert "the first run writes it to `outputs/mine/qwen3_data`" in text
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links
+    assert all((tmp_path / "mine" / link).exists() for link in links)
+
+
+def test_recipe_list_has_one_whole_sentence_for_each_recipe(capsys):
+    assert mvp("recipe --json") == 0
+    for name, recipe in printed_json(capsys).items():
+        about, readme = recipe["about"], (ROOT / "recipes" / name / "README.md").read_text()
+        assert about.endswith((".", ':"', '."')), about
+        assert "](" not in about
+        assert len(about) <= 210, f"{name}: {len(about)} characters in the first sentence"
+        assert about[:20] in " ".join(readme.split())
 
 
 def _texts(tree):

@@ -13,13 +13,16 @@ the next chunk is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from mvp_engine.errors import UserError
 from mvp_engine.ops.logit_stats import (
     IGNORE,
     HeadGradients,
@@ -38,7 +41,15 @@ from mvp_engine.ops.logit_stats import (
 )
 from mvp_engine.ops.precision import autocast_dtype
 
-__all__ = ["IGNORE", "Scores", "linear_argmax", "linear_log_probs", "linear_logits", "linear_loss"]
+__all__ = [
+    "IGNORE",
+    "Scores",
+    "linear_argmax",
+    "linear_log_probs",
+    "linear_logits",
+    "linear_loss",
+    "map_logits",
+]
 
 
 class Scores(NamedTuple):
@@ -131,7 +142,7 @@ def linear_logits(
     vocab_start: int | None = None,
 ) -> Tensor:
     """All logits of a few positions, in float32; with a `group`, padded to a multiple of its ranks' rows."""
-    spec = _head_spec(hidden_TD, scale, softcap, 1.0)
+    spec = _head_spec(hidden_TD, scale, softcap)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         logits_TV = logits_of(head_output(hidden_TD, weight_VD.to(spec.dtype), bias_V, spec), spec)
     if group is None:
@@ -173,11 +184,50 @@ def linear_loss(
     return -log_probs_T.sum(), -log_probs_T
 
 
+def map_logits(
+    compute: Callable[..., Tensor],
+    hidden_TD: Tensor,
+    head: Mapping[str, Any],
+    *per_token: Tensor,
+) -> Tensor:
+    """`compute(logits, *per_token)` in chunks of tokens, for an output of your own that needs all logits of a token.
+
+    `hidden_TD` and `head` are what `LanguageModel.add_output` passes. `compute` gets float32 logits (C, V) with
+    gradients and the same C rows of each tensor in `per_token`, and returns C rows. Backward computes each chunk's
+    logits again, so one (C, V) block is in memory, not (T, V).
+    """
+    if "group" in head:
+        raise UserError(
+            "map_logits needs all logits of a token on one rank: set parallel.tensor=1, or shard the weights "
+            "with parallel.shard"
+        )
+    for tensor in per_token:
+        if len(tensor) != len(hidden_TD):
+            raise UserError(
+                f"map_logits has hidden states of {len(hidden_TD)} tokens and a tensor of {len(tensor)}. With "
+                "parallel.context or parallel.ulysses a rank has some of the tokens: cut the tensor by "
+                "model.shard.cut"
+            )
+    spec = _head_spec(hidden_TD, head["scale"], head["softcap"])
+
+    def of_chunk(hidden_CD: Tensor, *inputs: Tensor) -> Tensor:
+        # The weight is cast here, so that the gradients of the chunks are added in its own dtype.
+        weight_VD = head["weight_VD"].to(spec.dtype)
+        return compute(
+            logits_of(head_output(hidden_CD, weight_VD, head["bias_V"], spec), spec), *inputs
+        )
+
+    chunks = zip(*(tensor.split(head["chunk"]) for tensor in (hidden_TD, *per_token)), strict=True)
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        values = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.cat(values)
+
+
 def _head_spec(
     hidden_TD: Tensor,
     scale: float,
     softcap: float | None,
-    temperature: float,
+    temperature: float = 1.0,
     excluded: tuple[int, ...] = (),
 ) -> HeadSpec:
     dtype = autocast_dtype(hidden_TD) or hidden_TD.dtype

@@ -30,8 +30,7 @@ from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.files import atomic_path, atomic_symlink, remove
 from mvp_engine.imports import shipped_folder
 
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
-MAX_SUMMARY = 150  # characters of a recipe's summary in the list
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*")
 
 
 def recipe_command(
@@ -63,7 +62,13 @@ def print_recipes(*, as_json: bool) -> None:
         print(json.dumps(found, indent=2))
         return
     for name, recipe in found.items():
-        print(f"{name:<20} {recipe['about']}\n{'':<20} {recipe['dir']}")
+        indent = " " * 21
+        print(
+            textwrap.fill(
+                recipe["about"], 110, initial_indent=f"{name:<20} ", subsequent_indent=indent
+            )
+        )
+        print(f"{indent}{recipe['dir']}")
 
 
 def create_recipe(name: str, origin: str, parent: str | None) -> None:
@@ -88,15 +93,15 @@ def find_recipes() -> dict[str, Path]:
 
 
 def first_sentence(folder: Path) -> str:
-    """The first sentence of a recipe's README."""
+    """The first sentence of a recipe's README, without the targets of its links."""
     file = folder / "README.md"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     text = re.sub(r"^#[^\n]*\n", "", text)  # without the title
     paragraph = " ".join(text.strip().partition("\n\n")[0].split())
     if not paragraph:
         return "(no README)"
-    sentence = re.split(r"(?<=[^.]\.)\s", paragraph)[0]
-    return textwrap.shorten(sentence, MAX_SUMMARY, placeholder=" ...")
+    paragraph = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", paragraph)
+    return re.split(r"(?<=[^.]\.)\s", paragraph)[0]
 
 
 def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path, list[Path]]:
@@ -111,11 +116,11 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
     try:
         with atomic_path(folder) as copy:
             shutil.copytree(source, copy, ignore=NOT_COPIED)
-            rename_recipe(copy, source.name, name, folder)
+            rename_recipe(copy, source, name, folder)
             files = runnable_configs(copy)
             configs = [folder / file.relative_to(copy) for file in files]
             start = _with_missing_keys(configs[0], files[0])
-            (copy / "README.md").write_text(_readme(source, name, configs, start), encoding="utf-8")
+            _write_readme(copy, source, name, configs, start)
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}. Choose another folder with --dir"
@@ -168,26 +173,48 @@ def _find(origin: str) -> Path:
     )
 
 
-def _readme(source: Path, name: str, configs: list[Path], start: str) -> str:
-    """`start`: the first config, with the keys that it needs on the command line."""
-    origin = f"recipes/{source.name}" if source.parent == SHIPPED else str(source)
-    others = "".join(f"- `{file}`\n" for file in configs[1:])
-    other_configs = f"\nOther configs:\n\n{others}" if others else ""
-    return f"""# {name}
+def _write_readme(copy: Path, source: Path, name: str, configs: list[Path], start: str) -> None:
+    """Put the commands of the copy above the README of the original, whose commands and links are renamed already.
 
-Started as a copy of {origin}; the README there describes the data, the expected results and the keys.
-Describe here what this recipe is for.
+    `start`: the first config, with the keys that it needs on the command line.
+    """
+    origin = f"recipes/{source.name}" if source.parent == SHIPPED else str(source)
+    file = copy / "README.md"
+    original = file.read_text(encoding="utf-8") if file.is_file() else ""
+    original = re.sub(r"\A#[^\n]*\n", "", original).strip()  # without the title
+    lines = "".join(f"- `{one}`{_purpose(copy / 'configs' / one.name)}\n" for one in configs)
+    text = f"""# {name}
+
+Started as a copy of {origin}. Describe here what this recipe is for.
 
 ```bash
 mvp check {start}
 mvp train {start}
 mvp evaluate {start}
 ```
-{other_configs}
+
+The configs, the one to start with first:
+
+{lines}
 What to change first: the data (what `data.py` writes, or the rows under `data.sources`), sizes and learning
-rate in the config, the metrics in `engine.py`; then the loss, the model, the optimizer: docs/changes.md has diffs.
-Data and exports go to `{name}/` below `output_dir`.
+rate in the config, the metrics in `engine.py`; then the loss, the model, the optimizer. docs/changes.md has diffs for
+copies of `sft`, and docs/recipes.md every hook. Data and exports go to `{name}/` below `output_dir`.
 """
+    if original:
+        text += f"""
+## From the README of {origin}
+
+The commands below run the copy. The results are those of the original.
+
+{original}
+"""
+    file.write_text(text, encoding="utf-8")
+
+
+def _purpose(config: Path) -> str:
+    """The comment in the first line of a config, which says when to use it."""
+    first = config.read_text(encoding="utf-8").partition("\n")[0] if config.is_file() else ""
+    return f": {first.lstrip('# ')}" if first.startswith("#") else ""
 
 
 # Renaming inside a copied recipe: engine class, run names, output folders and the commands in its texts.
@@ -195,8 +222,9 @@ Data and exports go to `{name}/` below `output_dir`.
 TEXT_FILES = {".py", ".yaml", ".md", ".sh", ".txt"}
 
 
-def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
-    """Rename the recipe in all text files of `folder`; `final` is where the folder will be moved to."""
+def rename_recipe(folder: Path, origin: Path, new: str, final: Path) -> None:
+    """Rename the recipe in all text files of `folder`, a copy of `origin` that will be moved to `final`."""
+    old = origin.name
     files = [file for file in folder.rglob("*") if file.suffix in TEXT_FILES and file.is_file()]
     configs = [file for file in files if file.suffix == ".yaml"]
     engine_file = folder / "engine.py"
@@ -206,6 +234,8 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
     engine = engines[0] if len(engines) == 1 else None
     camel_case = "".join(word.title() for word in new.split("_") if word)
     run_names = {load_yaml(file).get("run_name") for file in configs} - {None}
+    outputs = {name for file in configs for name in _output_names(file, old)}
+    stems = [file.stem for file in configs]
     for file in files:
         text = file.read_text(encoding="utf-8")
         text = re.sub(rf"\brecipes/{re.escape(old)}/", lambda _: f"{final}/", text)
@@ -215,7 +245,44 @@ def rename_recipe(folder: Path, old: str, new: str, final: Path) -> None:
             output = rf"\$\{{output_dir\}}/({re.escape(old)}/)?"
             text = re.sub(output, f"${{output_dir}}/{new}/", text)
             text = _rename_run(text, old, new, single=len(run_names) == 1)
+        if file.suffix == ".md":
+            text = _rename_outputs(text, old, new, outputs)
+            text = _rename_short_names(text, old, final, stems)
+            text = _relink(text, origin, final, file.relative_to(folder).parent)
         file.write_text(text, encoding="utf-8")
+
+
+def _output_names(config: Path, old: str) -> list[str]:
+    """What a config writes or reads below `output_dir`: the first name of each path."""
+    pattern = rf"\$\{{output_dir\}}/(?:{re.escape(old)}/)?([\w-]+)"
+    return re.findall(pattern, config.read_text(encoding="utf-8"))
+
+
+def _rename_outputs(text: str, old: str, new: str, names: set[str]) -> str:
+    """Data and exports that a text names are those of the copy, as in its configs."""
+    if not names:
+        return text
+    pattern = rf"\boutputs/(?:{re.escape(old)}/)?(?=(?:{'|'.join(map(re.escape, names))})\b)"
+    return re.sub(pattern, f"outputs/{new}/", text)
+
+
+def _rename_short_names(text: str, old: str, final: Path, stems: list[str]) -> str:
+    """`sft/lora` is a config of the shipped recipe: the copy has no short names, so its file takes the place."""
+    pattern = rf"(?<![\w/.]){re.escape(old)}/({'|'.join(map(re.escape, stems))})(?![\w/.-])"
+    return re.sub(pattern, lambda found: f"{final}/configs/{found[1]}.yaml", text)
+
+
+def _relink(text: str, origin: Path, final: Path, inside: Path) -> str:
+    """Links that lead out of the recipe, seen from the copy. `inside`: the folder of the text in the recipe."""
+
+    def moved(found: re.Match[str]) -> str:
+        path, mark, anchor = found[1].partition("#")
+        target = (origin / inside / path).resolve()
+        if target.is_relative_to(origin) or not target.exists():
+            return found[0]
+        return f"]({os.path.relpath(target, (final / inside).resolve())}{mark}{anchor})"
+
+    return re.sub(r"\]\(([^)\s:#]+(?:#[^)\s]*)?)\)", moved, text)
 
 
 def _rename_run(text: str, old: str, new: str, single: bool) -> str:

@@ -48,26 +48,45 @@ class Qwen3Engine(MLLMEngine):
     # ---- One step --------------------------------------------------------------------------------
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The cross-entropy summed over the tokens with a label, and their number.
+        """The cross-entropy summed over the tokens with a label, and their number. Change the loss here.
 
-        In a pre-training every token of a text has a label, in an SFT those of answers. recipes/sft/engine.py has the
-        same loss token by token.
+        In a pre-training every token of a text has a label, in an SFT those of answers.
         """
         refuse_preference_rows(micro_batch)
-        log_sources = partial(self.data.log_sources, ctx, micro_batch)
-        loss: tuple[Tensor, Tensor] = self.loss(ctx, self.model, micro_batch, log_sources)
-        return loss
+        ctx.count("tokens", micro_batch.num_tokens)
+        if self.loss.is_fused(self.model, micro_batch):
+            # One pass over the logits computes the sum and its gradient. Without `loss.*` and token weights it is
+            # the loss below; a loss of your own replaces both.
+            outputs = self.model(micro_batch, ["loss", "losses"])
+            self.data.log_sources(ctx, micro_batch, outputs["losses"])
+            self.log_bits(ctx, micro_batch, outputs["loss"].detach())
+            return outputs["loss"], micro_batch.num_loss_tokens
+        outputs = self.model(micro_batch, self.loss.outputs)  # per token: log_probs, and what `loss.*` needs
+        nll_T = -outputs["log_probs"].detach()
+        self.data.log_sources(ctx, micro_batch, nll_T)
+        self.log_bits(ctx, micro_batch, nll_T.sum())
+        loss_T = self.loss.per_token(outputs, micro_batch.labels)  # -log p of the label, 0 without one
+        weight_T = self.loss.weights(micro_batch)  # 1 for a label, times the weight that the row gives it
+        self.loss.log_nll(ctx, outputs, weight_T)
+        return (loss_T * weight_T).sum(), weight_T.sum()
+
+    def log_bits(self, ctx: StepContext, micro_batch: PackedBatch, nll: Tensor) -> None:
+        """In evaluations, the bits per byte of text: comparable between tokenizers, unlike the loss.
+
+        `nll` is the sum of -log p of the labels, whatever loss is made of it.
+        """
+        if ctx.split != "train":
+            labels = micro_batch.labels[micro_batch.labels != IGNORE]
+            num_bytes = self.token_bytes.to(labels.device)[labels].sum()
+            ctx.log("bits_per_byte", nll / math.log(2), num_bytes)
 
     # ---- Evaluation ------------------------------------------------------------------------------
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
-        """The loss of held-out rows, also in bits per byte of text: comparable between tokenizers, unlike the loss."""
+        """The loss of held-out rows; some of them are kept, for completions of their prompts (`eval.generation`)."""
         loss_sum, weight = self.forward_step(ctx, micro_batch)
         ctx.log("loss", loss_sum, weight)
-        labels = micro_batch.labels[micro_batch.labels != IGNORE]
-        num_bytes = self.token_bytes.to(labels.device)[labels].sum()
-        ctx.log("bits_per_byte", loss_sum.detach() / math.log(2), num_bytes)
-        self.generation.add(ctx, micro_batch)  # for completions of held-out prompts (`eval.generation`)
+        self.generation.add(ctx, micro_batch)
 
     @cached_property
     def token_bytes(self) -> Tensor:

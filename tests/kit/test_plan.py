@@ -269,6 +269,7 @@ def test_pack_loader_resumed_twice_on_other_ranks_gives_the_uninterrupted_order(
     assert sorted(sample for step in got for sample in step) == list(range(210))
 
 
+@pytest.mark.slow
 def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder):
     made = kit(folder)
     alone = list(made.loader("train"))

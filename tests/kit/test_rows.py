@@ -447,6 +447,7 @@ def damaged_rows(draw):
     return row
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None, database=None)
 @given(raw=JSON | damaged_rows(), format=st.sampled_from([None, None, *FORMATS]))
 def test_read_row_junk_gives_a_row_or_a_bad_row(raw, format):

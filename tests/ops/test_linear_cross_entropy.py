@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
+from mvp_engine.errors import UserError
+from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss, map_logits
 
 WAYS = [
     {},
@@ -331,3 +332,50 @@ def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32():
     for other, limit in (("log_probs", 1e-5), ("float32", 1e-2)):
         for ours, theirs in zip(found["loss"], found[other], strict=True):
             assert float((ours - theirs).norm() / theirs.norm()) < limit
+
+
+def hinge(logits_CV, labels_C):
+    """By how much the label's logit is not 1 above the best other one."""
+    label = labels_C.clamp(min=0)[:, None]
+    others = logits_CV.scatter(1, label, float("-inf"))
+    return (1 + others.amax(-1) - logits_CV.gather(1, label)[:, 0]).clamp(min=0)
+
+
+@pytest.mark.parametrize("how", [{}, {"scale": 1.7, "softcap": 1.5}], ids=["plain", "capped"])
+def test_linear_logits_of_an_own_output_have_the_values_and_gradients_of_all_logits(how):
+    hidden, weight, labels, bias = inputs(bias=True)
+    head = {"weight_VD": weight, "bias_V": bias, "scale": 1.0, "softcap": None, "chunk": 5, **how}
+    found = map_logits(hinge, hidden, head, labels)
+    logits = torch.nn.functional.linear(hidden, weight, bias) * head["scale"]
+    if cap := head["softcap"]:
+        logits = cap * torch.tanh(logits / cap)
+    torch.testing.assert_close(found, expected := hinge(logits, labels))
+    leaves = (hidden, weight, bias)
+    upstream = torch.arange(len(labels)).float()
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+    )
+
+
+def test_linear_logits_of_an_own_output_keep_those_of_one_chunk_alone():
+    hidden, weight, labels, _ = inputs(tokens=40)
+    head = {"weight_VD": weight, "bias_V": None, "scale": 1.0, "softcap": None, "chunk": 5}
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        map_logits(hinge, hidden, head, labels)
+    assert not [shape for shape in kept if shape[-1:] == (len(weight),)]
+
+
+def test_linear_logits_of_an_own_output_refuse_parts_of_the_vocabulary_and_of_the_tokens():
+    hidden, weight, labels, _ = inputs()
+    head = {"weight_VD": weight, "bias_V": None, "scale": 1.0, "softcap": None, "chunk": 5}
+    with pytest.raises(UserError, match=r"parallel\.tensor=1"):
+        map_logits(hinge, hidden, {**head, "group": None, "vocab_start": 0}, labels)
+    with pytest.raises(UserError, match=r"23 tokens and a tensor of 22.*model\.shard\.cut"):
+        map_logits(hinge, hidden, head, labels[1:])

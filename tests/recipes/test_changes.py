@@ -1,5 +1,6 @@
 """Each section of docs/changes.md is a diff of at most 25 lines that applies to a fresh copy and does what it says."""
 
+import inspect
 import math
 import re
 import shutil
@@ -157,6 +158,7 @@ def same_numbers(run, other):
 OF_LOSSES = {
     "Weights of rows": [],
     "Focal and DFT loss": ["token_loss=focal"],
+    "A loss that needs all logits": [],
     "An auxiliary head": [],
     "An EMA teacher": [],
     "A module of your own on packed batches": ["model.type=module"],
@@ -271,6 +273,8 @@ def test_changes_auxiliary_head_adds_its_loss_and_stays_out_of_the_exported_mode
     words = [f"export_link={workspace}/export", "optim.schedule=constant"]
     run = changed(section, *words, rows=rows)
     plain = changed("A gradient statistic", "train.max_steps=1", rows=rows, name="plain")
+    size = TEXT["hidden_size"] + 1
+    assert re.search(rf"^score\.\* +{size} +{size} +100 %", (run.dir / "log.txt").read_text(), re.M)
     first = records(run)[0]
     assert first["loss"] == pytest.approx(records(plain)[0]["loss"] + 0.1 * first["score_error"])
     head = load_file(workspace / "export" / "heads.safetensors")
@@ -381,13 +385,79 @@ def test_changes_gradient_statistic_is_the_share_of_each_layer(changed):
     assert without["grad_share_1"] == pytest.approx(rest, rel=1e-4)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+def test_changes_margin_is_that_of_the_label_to_the_best_other_token(changed, uniform):
+    """All logits are 0, so no label leads: the margin is 1, with a gradient of its own."""
+    section = "A loss that needs all logits"
+    words = ["train.max_steps=1"]
+    first = records(changed(section, *words, folder=uniform))[0]
+    plain = records(changed("A gradient statistic", *words, folder=uniform, name="plain"))[0]
+    assert first["margin"] == 1
+    assert first["loss"] == pytest.approx(plain["loss"] + 0.1)
+    assert first["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    run = changed(section)
+    assert records(run)[-1]["margin"] < records(run)[0]["margin"]
+    check_resume(changed, run, section)
+
+
+STAGES = "Two stages with different optimizers"
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
 def test_changes_two_stages_switch_the_optimizer_and_restart_the_schedule(changed, step):
-    section = "Two stages with different optimizers"
-    words = ["checkpoint.interval=1", "optim.schedule=linear"]
-    run = changed(section, *words)
-    has_moments = [any(name.endswith("exp_avg") for name in saved(run, n)) for n in (1, 2, 3, 4)]
-    assert has_moments == [True, True, False, False]
-    rates = [record["lr"] for record in records(run)]
-    assert rates[2:] == pytest.approx([10 * rate for rate in rates[:2]])
-    check_resume(changed, run, section, *words, step=step)
+    words = ["checkpoint.interval=1", "optim.schedule=linear", "train.max_steps=5"]
+    run = changed(STAGES, *words)
+    for state, expected in (("exp_avg", [1, 1, 0, 0, 0]), ("momentum_buffer", [0, 0, 1, 1, 1])):
+        has = [any(name.endswith(state) for name in saved(run, n)) for n in range(1, 6)]
+        assert has == expected, state
+    # Each has a warm-up of a step and then decays, over two steps and over the three that are left.
+    assert [record["lr"] for record in records(run)] == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.05])
+    check_resume(changed, run, STAGES, *words, step=step)
+
+
+def test_changes_two_stages_train_every_parameter_in_both(changed, model):
+    words = ["checkpoint.interval=1", "optim.schedule=constant", "optim.warmup=0"]
+    run = changed(STAGES, *words)
+    assert all(change > 0 for change in moved(run, 1, model).values())
+    third, fourth = saved(run, 3), saved(run, 4)
+    parameters = [name for name in third if name.startswith("model.")]
+    assert parameters
+    assert not [name for name in parameters if (third[name] == fourth[name]).all()]
+
+
+def test_changes_two_stages_are_one_optimizer_after_the_other_with_all_its_options(tmp_path):
+    import torch
+
+    from mvp_engine.config import compose
+
+    assert mvp(f"recipe mine --from sft --dir {tmp_path}") == 0
+    apply_diff(tmp_path / "mine", SECTIONS[STAGES])
+    words = [f"model.path={tmp_path}", f"data.sources.rows.path={tmp_path}"]
+    engine_class = compose(tmp_path / "mine" / "configs" / "full.yaml", words).engine_class
+    two_stages = inspect.getmodule(engine_class).TwoStages
+
+    def optimizers(params):
+        groups = [{"params": params[:1], "weight_decay": 0.2}, {"params": params[1:]}]
+        first = torch.optim.AdamW(groups, 0.01, betas=(0.5, 0.6))
+        groups = [{"params": params[:1], "weight_decay": 0.3}, {"params": params[1:]}]
+        return first, torch.optim.SGD(groups, 0.7, momentum=0.9, nesterov=True)
+
+    def trained(make):
+        params = [torch.nn.Parameter(torch.full((4,), float(n))) for n in (1, 2, 3)]
+        of_step = make(params)
+        for step in range(5):
+            for n, param in enumerate(params):
+                param.grad = torch.tensor([1.0, -2.0, 3.0, 0.5]) * (n + 1 + step)
+            of_step(step).step()
+        return torch.stack(params)
+
+    def joined(params):
+        both = two_stages(*optimizers(params), 2)
+        return lambda step: both
+
+    def plain(params):
+        first, second = optimizers(params)
+        for group in second.param_groups:
+            group["lr"] = 0.01  # the schedule's, which is that of the first
+        return lambda step: second if step >= 2 else first
+
+    assert torch.equal(trained(joined), trained(plain))

@@ -134,6 +134,18 @@ def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran):
     assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)
 
 
+def test_qwen3_bits_per_byte_do_not_depend_on_the_loss_that_trains(ran, capsys):
+    words = [str(FOLDER / "configs" / "pretrain_cpu.yaml"), f"output_dir={ran}", *SMALL]
+    words += ["resume=auto", "eval.generation=null"]
+    found = []
+    for smoothing in (0.0, 0.5):
+        assert main(["evaluate", *words, f"loss.label_smoothing={smoothing}"]) == 0
+        line = re.search(r" loss (\S+).* bits_per_byte (\S+)", capsys.readouterr().out)
+        found.append([float(value) for value in line.groups()])
+    assert found[1][0] > found[0][0] + 0.1
+    assert found[1][1] == found[0][1]
+
+
 def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran):
     made = ran / "qwen3_data"
     rows = {file.stem: json_lines(file) for file in made.glob("*.jsonl")}
