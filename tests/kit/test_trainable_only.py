@@ -170,7 +170,7 @@ def test_added_head_is_named_as_new_unless_a_checkpoint_has_it_and_has_a_row_of_
     new = f"not in {tmp_path}/base, initialized from the seed: length.weight, length.bias"
     assert [text for text in messages if "from the seed" in text] == [new]
     llm, head, everything = trained_parts(engine.model, engine.param_groups)
-    assert (llm["part"], head["part"], everything["part"]) == ("llm", "length", "all")
+    assert (llm["part"], head["part"], everything["part"]) == ("llm", "length.*", "all")
     assert head["parameters"] == head["trained"] == 3 * engine.model.hf.config.hidden_size + 3
     assert head["rates"] == [1e-3]
     assert llm["parameters"] + head["parameters"] == everything["parameters"]

@@ -188,15 +188,16 @@ def trained_parts(
 ) -> list[dict[str, Any]]:
     """One dict per part, then one for `all` of the model; `param_groups` are those of its optimizer.
 
-    A module that was added next to the backbone, such as a head, has a row of its own under its name.
+    A module that was added next to the backbone, such as a head, has a row of its own, named by the
+    pattern of its parameters (`score.*`), which `model.freeze` and `optim.lr_by_part` take.
     Keys: `part`, `parameters`, `trained` (how many are not frozen), `rates` (their learning rates
     before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone.
     """
     added = _added_modules(model)
 
     def row(name: str, part: str) -> str:
-        module = name.partition(".")[0]
-        return module if module in added else part
+        pattern = f"{name.partition('.')[0]}.*"
+        return pattern if pattern in added else part
 
     parts = {name: row(name, part) for name, part in parts_of(model).items()}
     named = dict(model.named_parameters())
@@ -214,7 +215,7 @@ def trained_parts(
 
 
 def _added_modules(model: nn.Module) -> list[str]:
-    """Names of modules with parameters that are no part of the backbone, nor of a kit's model."""
+    """Name patterns of modules with parameters that are no part of the backbone, nor of a kit's model."""
     if not isinstance(model, PackedModel):
         return []
     model = model if model.stage is None else model.stage.whole
@@ -222,7 +223,7 @@ def _added_modules(model: nn.Module) -> list[str]:
         return []
     others = [(name, child) for name, child in model.named_children() if name != "hf"]
     others = [(name, child) for name, child in others if child not in model.own_parts]
-    return [name for name, child in others if any(True for _ in child.parameters())]
+    return [f"{name}.*" for name, child in others if any(True for _ in child.parameters())]
 
 
 def _learning_rates(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, float]:
