@@ -80,6 +80,23 @@ def test_check_random_model_with_wrong_loss_is_a_problem(capsys):
     assert "this is a mean of means" in found["problems"][0]
 
 
+def test_check_gradients_that_grow_with_an_equal_loss_are_a_problem_that_names_them(capsys):
+    code, found = checked(capsys, "losses.kind=growing")
+    assert code == EXIT_USER_ERROR
+    (problem,) = found["problems"]
+    assert "have the same loss" in problem
+    assert "but other gradients: layers.3.weight (" in problem
+    assert "layers.0.weight (0 %)" in problem
+    assert "random" not in found["stages"][-1]["says"]
+    assert found["split"] is None
+
+
+def test_check_random_gradients_of_an_equal_loss_are_random(capsys):
+    code, found = checked(capsys, "losses.kind=random_gradient")
+    assert (code, found["problems"]) == (0, [])
+    assert found["split"]["random"]
+
+
 def test_check_batch_norm_is_a_warning(capsys):
     code, found = checked(capsys, "losses.layer=batch_norm")
     assert code == 0

@@ -253,7 +253,10 @@ def explain_key(name: str, *schemas: type[Config]) -> str:
         if not key.is_section:
             lines.append(f"  default: {key.default or 'none, it must be set'}")
     if wanted[0].is_section:
-        inner = [key for key in keys if key.name.startswith(f"{wanted[0].name}.")]
+        prefix = f"{wanted[0].name}."
+        if not any(key.name.startswith(prefix) for key in keys):  # listed once for all of its type
+            prefix = f"{_parent(wanted[0].name)}.NAME."
+        inner = [key for key in keys if key.name.startswith(prefix)]
         width = max(len(key.name) for key in inner)
         lines += ["", *(f"  {key.name:{width}}  {key.description}" for key in inner)]
     return "\n".join(lines)

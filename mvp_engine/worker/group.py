@@ -241,6 +241,7 @@ class WorkerGroup:
         self.processes = processes
         self.num_ranks = len(processes.ranks)
         self.data_size = spec.data_size(self.num_ranks)
+        self.has_loaded = False  # weights other than those of its spec
         self._owner = owner  # closing this group ends the processes
 
     @classmethod
@@ -358,6 +359,7 @@ class WorkerGroup:
 
         Those of a group on the same processes are copied there, not through the controller.
         """
+        self.has_loaded = True
         if isinstance(buckets, WeightStream) and buckets.group.processes is self.processes:
             self._call(COPY, buckets.group.name, buckets.dtype)
             return
@@ -380,6 +382,7 @@ class WorkerGroup:
 
     def load(self, folder: str | Path) -> None:
         """Load a checkpoint of this group, or of a training, from any layout."""
+        self.has_loaded = True
         self._call("load", _absolute(folder))
 
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:

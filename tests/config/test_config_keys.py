@@ -62,6 +62,8 @@ def test_reference_page_is_up_to_date():
         ("lora.target_modules", ["list of string, or null", "default: null"]),
         ("preference.beta", ["implicit reward", "default: 0.1"]),
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
+        ("groups.actor", ["policy that is trained", "groups.NAME.ranks"]),
+        ("groups.reference", ["frozen reference", "groups.NAME.parallel"]),
     ],
 )
 def test_explain_prints_type_default_and_description(key, words, capsys):

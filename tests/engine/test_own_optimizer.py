@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, mvp, read_metrics
+from conftest import ROOT, mvp, read_metrics, user_error
+from families import overrides_of
 from run_files import log_of
 from safetensors.torch import load_file
 from test_optim import IDS, net, settings
@@ -12,9 +13,13 @@ from test_optim import IDS, net, settings
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine import Engine
+from mvp_engine.errors import UserError
+from mvp_engine.hf.lora.lora_layers import add_adapters
+from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.kit import OptimKit
-from mvp_engine.model_engine import FSDPEngine, Settings
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
 from mvp_engine.runs import list_runs
+from mvp_engine.worker import WorkerGroup, WorkerSpec
 
 ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 
@@ -118,6 +123,72 @@ def test_keys_that_an_optimizer_reads_are_no_warning(train, tmp_path, monkeypatc
     assert "without effect" not in log_of(tmp_path / "default")
     text = log_of(tmp_path / "own")
     assert "optim.eps, optim.weight_decay: set, but without effect" in text
+
+
+def without(end):
+    """An optimizer with two groups, and without the parameters whose name ends like this."""
+
+    def build(model):
+        kept = [
+            param
+            for name, param in model.named_parameters()
+            if param.requires_grad and not name.endswith(end)
+        ]
+        groups = [[param for param in kept if (param.ndim < 2) == few] for few in (True, False)]
+        return torch.optim.SGD([{"params": params} for params in groups if params], 0.1)
+
+    return build
+
+
+def test_parameters_in_no_group_of_the_optimizer_are_refused_unless_frozen():
+    made = FSDPEngine(net(), ALONE)
+    message = r"^1 trainable parameter of Net in no parameter group of SGD.*: head.weight\. Put.* freeze it"
+    with user_error(message):
+        made.initialize(without("head.weight"))
+
+    def freezing(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.endswith("head.weight"))
+        return without("head.weight")(model)
+
+    FSDPEngine(net(), ALONE).initialize(freezing)
+    FSDPEngine(net(), ALONE).initialize(without("nothing"))
+
+
+def refused(layout, end, lora):
+    """The error on this rank for a language model whose optimizer lacks some of its parameters."""
+    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+    if lora:
+        add_adapters(model, Lora(rank=2))
+    made = LanguageModelEngine(model, layout, Settings())
+    with pytest.raises(UserError) as caught:
+        made.initialize(without(end))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sizes, end, lora",
+    [
+        ({"shard": 2}, "lm_head.weight", False),
+        ({"pipeline": 2}, "lm_head.weight", False),  # the last stage alone has it
+        ({"shard": 2}, "q_proj.lora_B.weight", True),
+    ],
+)
+def test_parameters_in_no_group_are_refused_on_all_ranks(on_ranks, sizes, end, lora):
+    for message in on_ranks(sizes, refused, end, lora):
+        assert "in no parameter group of SGD" in message
+        assert end in message
+
+
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_parameters_of_an_actor_or_critic_in_no_group_are_refused(kind, monkeypatch):
+    monkeypatch.setattr(
+        OptimKit, "build_optimizer", lambda kit, model: without("norm.weight")(model)
+    )
+    model = {"type": kind, "config": overrides_of("qwen3")}
+    spec = WorkerSpec.of(model=model, optim={}, total_steps=2, device="cpu")
+    with pytest.raises(UserError, match=r"in no parameter group of SGD.*norm\.weight"):
+        WorkerGroup.start(spec)
 
 
 # ---- The example of docs/optim.md -----------------------------------------------------------------------------------

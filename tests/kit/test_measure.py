@@ -195,6 +195,24 @@ class ReleasingTime:
         time.sleep(seconds)
 
 
+def test_progress_estimates_by_what_follows_the_first_rows_of_each_process(
+    tmp_path, monkeypatch, logged
+):
+    now = 0.0
+    monkeypatch.setattr(costs.time, "monotonic", lambda: now)
+    messages = logged("info")
+    progress = costs.Progress("train", 1000, 2, tmp_path)
+    for seconds, rows in ((20, 64), (1, 64), (10, 64), (10, 64)):  # a slow start
+        now += seconds
+        progress.add(rows)
+    estimates = [message.partition(" (")[0] for message in messages]
+    assert estimates == [
+        "train: measured 64 of 1000 rows",
+        "train: measured 192 of 1000 rows, about 126 s left",  # 808 rows, at 64 in 10 s
+        "train: measured 256 of 1000 rows, about 116 s left",
+    ]
+
+
 def test_record_file_with_a_cut_off_record_keeps_the_others(tmp_path):
     file = RecordFile(tmp_path / "a.rows", ROW_RECORD)
     record = np.array([(bytes(range(15)) + b"\0", 7, 8, 1)], ROW_RECORD)

@@ -11,6 +11,7 @@ from torch import nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
 
@@ -145,3 +146,38 @@ def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its
     engine.export_hf(tmp_path / "export")
     assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
     assert same(exported(tmp_path / "merged"), exported(tmp_path / "export"))
+
+
+def test_added_head_is_named_as_new_unless_a_checkpoint_has_it_and_has_a_row_of_its_own(
+    tmp_path, logged
+):
+    folder_of("qwen3", tmp_path / "base")
+
+    def built():
+        model = LanguageModelEngine.build_model(ModelSource(str(tmp_path / "base"), {}))
+        model.length = nn.Linear(model.hf.config.hidden_size, 3, device="meta")
+        model.fresh = ("length.*",)
+        model.add_output("length", lambda hidden_TD, _: model.length(hidden_TD))
+        engine = LanguageModelEngine(model, alone(), Settings())
+        engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3), constant)
+        return engine
+
+    messages = logged("info")
+    engine = built()
+    for _ in range(2):
+        with engine.train_mode():
+            steps(engine)
+    new = f"not in {tmp_path}/base, initialized from the seed: length.weight, length.bias"
+    assert [text for text in messages if "from the seed" in text] == [new]
+    llm, head, everything = trained_parts(engine.model, engine.param_groups)
+    assert (llm["part"], head["part"], everything["part"]) == ("llm", "length", "all")
+    assert head["parameters"] == head["trained"] == 3 * engine.model.hf.config.hidden_size + 3
+    assert head["rates"] == [1e-3]
+    assert llm["parameters"] + head["parameters"] == everything["parameters"]
+    engine.save_checkpoint(tmp_path / "saved")
+    messages.clear()
+    again = built()
+    again.load_checkpoint(tmp_path / "saved")
+    with again.train_mode():
+        steps(again)
+    assert not [text for text in messages if "from the seed" in text]

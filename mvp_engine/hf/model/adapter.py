@@ -37,7 +37,7 @@ from mvp_engine.hf.model.tp_plan import apply_tensor_parallel
 from mvp_engine.hf.weights import export as hf_export
 from mvp_engine.hf.weights.export import ExportPlan
 from mvp_engine.hf.weights.merge import check_base, check_new_tokens, write_model_info
-from mvp_engine.hf.weights.pretrained import load_pretrained
+from mvp_engine.hf.weights.pretrained import first_names, load_pretrained
 
 
 class ModelAdapter:
@@ -118,6 +118,10 @@ class ModelAdapter:
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         """Load pretrained weights into the model; returns the names of the tensors that have their values now."""
         return set()
+
+    def take_new(self) -> str:
+        """A message, once: which weights the folder lacks, so that they have values from the seed."""
+        return ""
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         """Refuse a model that would train on wrong numbers."""
@@ -286,6 +290,15 @@ class HFAdapter(ModelAdapter):
         if self.model.source is None:
             return set()
         return load_pretrained(self.model, skeleton)
+
+    def take_new(self) -> str:
+        new = self.model.not_in_folder
+        self.model.not_in_folder = []
+        return (
+            f"not in {self.model.source}, initialized from the seed: {first_names(new)}"
+            if new
+            else ""
+        )
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         group = layout.world.host_group

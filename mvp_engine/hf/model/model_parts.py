@@ -188,26 +188,41 @@ def trained_parts(
 ) -> list[dict[str, Any]]:
     """One dict per part, then one for `all` of the model; `param_groups` are those of its optimizer.
 
+    A module that was added next to the backbone, such as a head, has a row of its own under its name.
     Keys: `part`, `parameters`, `trained` (how many are not frozen), `rates` (their learning rates
-    before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone. A head next to the
-    Hugging Face model has a dict of its own, named by the pattern of its parameters, such as `score.*`.
+    before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone.
     """
-    parts: dict[str, str] = {
-        name: part if part != "llm" or name.startswith("hf.") else f"{name.partition('.')[0]}.*"
-        for name, part in parts_of(model).items()
-    }
-    heads = [part for part in dict.fromkeys(parts.values()) if part not in PARTS]
+    added = _added_modules(model)
+
+    def row(name: str, part: str) -> str:
+        module = name.partition(".")[0]
+        return module if module in added else part
+
+    parts = {name: row(name, part) for name, part in parts_of(model).items()}
     named = dict(model.named_parameters())
     learning_rates = _learning_rates(param_groups)
     sizes = num_parameters(model)
     facts = []
-    others = [one for one in _elsewhere(model).values() if one.part]
-    for part in (*PARTS, *heads):
+    others = [(row(name, one.part), one) for name, one in _elsewhere(model).items() if one.part]
+    for part in [*PARTS, *added]:
         members = {name: param for name, param in named.items() if parts.get(name) == part}
-        of_part = [one for one in others if one.part == part]
+        of_part = [one for own, one in others if own == part]
         if members or of_part:
             facts.append(_summary(part, members, of_part, sizes, learning_rates))
-    return [*facts, _summary("all", named, others, sizes, learning_rates)]
+    everywhere = [one for _, one in others]
+    return [*facts, _summary("all", named, everywhere, sizes, learning_rates)]
+
+
+def _added_modules(model: nn.Module) -> list[str]:
+    """Names of modules with parameters that are no part of the backbone, nor of a kit's model."""
+    if not isinstance(model, PackedModel):
+        return []
+    model = model if model.stage is None else model.stage.whole
+    if model in model.own_parts:
+        return []
+    others = [(name, child) for name, child in model.named_children() if name != "hf"]
+    others = [(name, child) for name, child in others if child not in model.own_parts]
+    return [name for name, child in others if any(True for _ in child.parameters())]
 
 
 def _learning_rates(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, float]:

@@ -78,6 +78,7 @@ class PackedModel(nn.Module):
         self.side_files: Path | None = None  # the folder of its tokenizer, if not `source`
         self.export_dtype = torch.float32  # of exported weights: the dtype of the source folder
         self.from_folder: frozenset[str] = frozenset()  # names of tensors loaded from `source`
+        self.not_in_folder: list[str] = []  # of those that have values from the seed
         # Written by the constructors of subclasses.
         self.own_parts: dict[nn.Module, Part] = {}  # modules that belong to another part than "llm"
         self.whole: WholeFolder | None = None  # a source folder that holds more than this model

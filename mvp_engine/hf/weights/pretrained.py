@@ -55,7 +55,7 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     unexpected = [name for name in unused if name not in heads]
     unexpected = [name for name in unexpected if not _is_expected(view, name)]
     if unexpected:
-        LOGGER.warning("in %s, but not in the model: %s", model.source, _first(unexpected))
+        LOGGER.warning("in %s, but not in the model: %s", model.source, first_names(unexpected))
     model.from_folder = frozenset(loaded)
     return loaded
 
@@ -81,16 +81,11 @@ def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) 
             f"{model.source} lacks {count(len(missing), 'parameter')} of {type(skeleton.hf).__name__}, "
             f"such as {missing[0]}. {hint}"
         )
-    new = [name for name in names if ".lora_" not in name]  # no base folder has adapters
-    if new:
-        LOGGER.info(
-            "not in %s, so initialized from the seed (a resume then loads its checkpoint): %s",
-            model.source,
-            _first(new),
-        )
+    # No base folder has adapters.
+    model.not_in_folder = [name for name in names if ".lora_" not in name]
 
 
-def _first(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 

@@ -437,8 +437,8 @@ class RLEngine(Engine):
         """A packed sequence for each completion with a reward, and what the models say of its tokens, before updates.
 
         Sequence fields: `reward` and `group`, which is the index of the prompt. Token fields: `sampler_log_probs`;
-        `old_log_probs` by the actor, unless the update has them itself; `reference_log_probs` with `rl.kl_coef`;
-        `old_values` of a critic.
+        `old_log_probs` by the actor, unless the update has them itself; `reference_log_probs` if `start_models` started
+        a reference; `old_values` of a critic.
         """
         rl, models = self.config.rl, self.model_engine
         chosen = experience.trainable()
@@ -456,7 +456,7 @@ class RLEngine(Engine):
             # The policy has moved since older weights sampled: no limit says what is too far.
             gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
-        if rl.kl_coef:
+        if rl.kl_coef or models.has_reference:
             fields["reference_log_probs"] = models.reference_log_probs(batch)
         if models.critic is not None:
             found = models.critic.infer(batch, ["values"], budget=self.config.budget)

@@ -1,6 +1,7 @@
 """ModelGroups: actor, critic, reference and sampler of an RL training, as the one model engine that an Engine sees.
 
-The controller holds no weights. A checkpoint has a folder for each model that trains, written by its own ranks.
+The controller holds no weights. A checkpoint has a folder for each model that trains, or that the recipe loaded weights
+into, written by its own ranks.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class ModelGroups:
     reference: WorkerGroup | None = None
     rollout: WorkerGroup | None = None  # a group of its own that generates
     reward: WorkerGroup | None = None  # the reward model
+    has_reference = False  # a group, or the actor without its adapters
 
     def __init__(
         self,
@@ -90,22 +92,26 @@ class ModelGroups:
             spec = self._trained_spec(0, model=model, optim=optim)
             self.critic = self._start("critic", config.groups.critic, spec)
 
-    def start_copy(self, role: Literal["reference", "rollout"]) -> None:
+    def start_copy(self, role: Literal["reference", "rollout"]) -> WorkerGroup | None:
         """A frozen copy of the policy at the start, for a training: the reference, or the sampler of `groups.rollout`.
 
-        With LoRA the reference is the actor without its adapters, unless there is `groups.reference`.
+        With LoRA the reference is the actor without its adapters, unless there is `groups.reference`: no group, so it
+        returns None, as it does in an evaluation and for a sampler without `groups.rollout`.
         """
+        self.has_reference = self.has_reference or role == "reference"
         group = getattr(self.config.groups, role)
         if role == "reference" and group is None and self.config.lora is None:
             group = Group(parallel=self.config.groups.actor.parallel)
         if self.is_training and group is not None:
-            setattr(self, role, self._start(role, group, self._spec(optim=None, lora=None)))
+            setattr(self, role, self._start(role, group, self._frozen_spec()))
+        found: WorkerGroup | None = getattr(self, role)
+        return found
 
     def start_reward_model(self, path: str) -> None:
         """A value model whose score at the last token is a reward."""
         changes = {"type": "value_model", "path": path, "config": {}}
         model = self.config.model.model_copy(update=changes)
-        spec = self._spec(model=model, optim=None, lora=None)
+        spec = self._frozen_spec(model=model)
         self.reward = self._start("reward", self.config.groups.reward, spec)
 
     def _spec(self, **changes: Any) -> WorkerSpec:
@@ -115,6 +121,11 @@ class ModelGroups:
             side_files=str(self.side_files),
             **changes,
         )
+
+    def _frozen_spec(self, **changes: Any) -> WorkerSpec:
+        # Weights that a recipe loads are not those of the folder: a checkpoint has all of them.
+        settings = dataclasses.replace(self.settings, trainable_only=False)
+        return self._spec(optim=None, lora=None, settings=settings, **changes)
 
     def _trained_spec(self, warmup: int, **changes: Any) -> WorkerSpec:
         """The spec of a model that is trained after `warmup` steps."""
@@ -191,8 +202,11 @@ class ModelGroups:
     # ---- Checkpoints ----------------------------------------------------------------------------------------------
 
     def _trained(self) -> dict[str, WorkerGroup]:
-        groups = {"actor": self.actor, "critic": self.critic}
-        return {name: group for name, group in groups.items() if group is not None}
+        return _present({"actor": self.actor, "critic": self.critic})
+
+    def _frozen(self) -> dict[str, WorkerGroup]:
+        """Those with their first weights, unless the recipe loads others. A sampler gets its own in each step."""
+        return _present({"reference": self.reference, "reward": self.reward})
 
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         """The controller's own state; `write_models` adds the models."""
@@ -200,7 +214,8 @@ class ModelGroups:
         return {"shared": to_bytes(shared), "rank.00000": to_bytes(own)}
 
     def write_models(self, folder: Path) -> None:
-        for name, group in self._trained().items():
+        loaded = {name: group for name, group in self._frozen().items() if group.has_loaded}
+        for name, group in {**self._trained(), **loaded}.items():
             group.save(folder / name)
 
     def restore(self, folder: Path) -> SavedState:
@@ -217,6 +232,9 @@ class ModelGroups:
                     f"checkpoint {folder} has no {name}: it was saved with another rl.algorithm"
                 )
             group.load(folder / name)
+        for name, group in self._frozen().items():
+            if (folder / name).is_dir():
+                group.load(folder / name)
         shared = from_bytes(reader.read("shared"))
         self.restored_pending = shared["pending"]
         return SavedState(shared, [from_bytes(reader.read("rank.00000"))])
@@ -226,6 +244,10 @@ class ModelGroups:
 
     def export_hf(self, folder: Path) -> None:
         self.actor.export_hf(folder)
+
+
+def _present(groups: dict[str, WorkerGroup | None]) -> dict[str, WorkerGroup]:
+    return {name: group for name, group in groups.items() if group is not None}
 
 
 # RewardModel: completions scored by a value model in a worker group.

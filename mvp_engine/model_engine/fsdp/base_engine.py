@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,15 +30,18 @@ from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.distributed.world import raise_on_all_ranks
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf.experts.fp8_layers import gather_fp8
 from mvp_engine.hf.model.adapter import adapter_of
+from mvp_engine.hf.model.model_parts import names_by_part
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings, WeightEMA
 from mvp_engine.model_engine.fsdp.compile import RecompileWatch
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
 from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector, StatusReader
+
+LOGGER = logging.getLogger("mvp_engine")
 
 
 class DevicePrefetcher:
@@ -130,6 +134,19 @@ def _load_lambda_schedule(scheduler: LambdaLR, optimizer: Optimizer, state: dict
         group["initial_lr"] = base
         group["lr"] = base * factor(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def check_groups(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse parameters that require a gradient and are in no group: they would never change, in silence."""
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    named = model.named_parameters()
+    names = [name for name, param in named if param.requires_grad and param not in held]
+    if names:
+        raise UserError(
+            f"{count(len(names), 'trainable parameter')} of {type(model).__name__} in no parameter group of "
+            f"{type(optimizer).__name__}, which would never train: {names_by_part(model, names, 5)}. Put what requires "
+            "a gradient into a group (prepare_optimizer), or freeze it (model.freeze, or requires_grad_(False))"
+        )
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
@@ -227,6 +244,8 @@ class FSDPBaseEngine(ModelEngine):
         if optimizer is not None:
             self.model.train()
             self.optimizer = optimizer(self.model)
+            with raise_on_all_ranks(self.world.host_group):  # a stage may have all of its own
+                check_groups(self.model, self.optimizer)
             scheduler = scheduler or partial(LambdaLR, lr_lambda=lambda _: 1.0)
             self.scheduler = scheduler(self.optimizer)
             self.initial_groups = state.group_options(self.optimizer)
@@ -328,6 +347,8 @@ class FSDPBaseEngine(ModelEngine):
     # ---- Modes and offloading -------------------------------------------------------------------------------------
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        if new := self.adapter.take_new():  # what no checkpoint has loaded since
+            LOGGER.info(new)
         # Modules stay in the modes that their owner set.
         return self._offloader.loaded(optimizer=True)
 
@@ -427,6 +448,7 @@ class FSDPBaseEngine(ModelEngine):
             elsewhere,
             ema=self.ema.averages if self.ema else None,
         )
+        self.adapter.take_new()
         if self.training:
             self.load_state_dict(saved.shared["model_engine"])
         if self.ema:

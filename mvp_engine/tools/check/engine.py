@@ -7,7 +7,8 @@ The same rows in two splits into micro-batches: loss, weight and gradients must 
 
 A loss that does is trained on other numbers with every change of the number of ranks or of the micro-batch size, in
 silence. Randomness is no such dependence: the first split runs twice, and if the two results differ, again without
-dropout. If the loss is random even so, some more runs measure how far it varies.
+dropout. If the loss is random even so, some more runs measure how far it varies. If the losses of these runs are equal
+and only gradients differ, also with the same seed, nothing is random: the gradients have a wrong part.
 """
 
 from __future__ import annotations
@@ -225,6 +226,7 @@ ENTRIES = 2**14  # of each gradient that are compared
 # The largest differences that rounding explains, relative to gradient and loss: fp32, half precision.
 GRAD_BOUNDS = {True: 5e-3, False: 0.1}
 LOSS_BOUNDS = {True: 1e-3, False: 2e-2}
+EQUAL = 1e-6  # losses that differ less, relative to their scale, are equal; random ones never are
 RANDOM_RUNS = 6  # of one split, to learn how far a random loss varies
 NOISE_FACTOR = 3  # another split may be this factor further away
 
@@ -255,6 +257,10 @@ class Difference:
         grad_bound = GRAD_BOUNDS[exact] + NOISE_FACTOR * noise.grad
         is_other_weight = self.has_other_weight and self.weight > NOISE_FACTOR * noise.weight
         return self.loss > loss_bound or self.grad > grad_bound or is_other_weight
+
+    @property
+    def has_equal_losses(self) -> bool:
+        return self.loss <= EQUAL * self.scale and not self.has_other_weight
 
     @property
     def has_other_weight(self) -> bool:
@@ -294,6 +300,13 @@ def split_stage(record: CheckRecord, engine: CheckedEngine) -> None:
             first, noise = _run_repeatedly(engine, micro_batches, 2)
         if noise.exceeds(exact, NO_NOISE):  # two losses may be close by chance
             first, noise = _run_repeatedly(engine, micro_batches, RANDOM_RUNS)
+        is_random = noise.exceeds(exact, NO_NOISE)
+        if is_random and noise.has_equal_losses:
+            again = _run(engine, micro_batches, seed=0)
+            if _difference(engine, first, again).exceeds(exact, NO_NOISE):
+                record.problem(explain_gradients(engine, first, again))
+                record.end_stage("not compared: gradients of the same rows differ", ok=False)
+                return
         second = _run(engine, other if other is not None else micro_batches, seed=RANDOM_RUNS)
     results = [first, second]
     if not all(result.weight > 0 and math.isfinite(result.loss) for result in results):
@@ -301,7 +314,6 @@ def split_stage(record: CheckRecord, engine: CheckedEngine) -> None:
             f"not compared: the loss is {first.loss} and {second.loss} in the two splits"
         )
         return
-    is_random = noise.exceeds(exact, NO_NOISE)
     difference = _difference(engine, first, second)
     exceeds = difference.exceeds(exact, noise if is_random else NO_NOISE)
     record.facts.split = {
@@ -343,6 +355,24 @@ def explain(first: SplitResult, second: SplitResult, difference: Difference) -> 
         f"the loss depends on how rows are split into micro-batches: it is {first.loss:.5g} and {second.loss:.5g} for "
         f"the same rows in {first.num_micro_batches} and in {second.num_micro_batches} micro-batches, and the "
         f"gradients differ by {difference.grad_text}. {cause}. See {PAGE}"
+    )
+
+
+def explain_gradients(engine: CheckedEngine, first: SplitResult, second: SplitResult) -> str:
+    """The problem of two runs with equal losses and other gradients; it names parameters. All ranks call it."""
+    squares: dict[str, list[float]] = {}
+    for of_rank in engine.world.all_gather(_squares(first, second)):
+        for name, values in of_rank.items():
+            squares[name] = [
+                a + b for a, b in zip(squares.get(name, [0.0] * 3), values, strict=True)
+            ]
+    apart = {name: _relative(values) for name, values in squares.items()}
+    worst = sorted(apart, key=lambda name: -apart[name])[:MAX_IDS]
+    listed = ", ".join(f"{name} ({100 * apart[name]:.2g} %)" for name in worst)
+    return (
+        f"two runs of the same rows with the same weights and the same seed have the same loss, {first.loss:.5g}, but "
+        f"other gradients: {listed}. So the loss is not random: are gradients added to those of the run before "
+        "(zero_grad of the optimizer has to clear them all), or does the engine or a hook change them?"
     )
 
 
@@ -389,21 +419,30 @@ def _sums(engine: CheckedEngine, values: list[float]) -> list[float]:
 
 
 def _difference(engine: CheckedEngine, first: SplitResult, second: SplitResult) -> Difference:
-    squares = [0.0, 0.0, 0.0]
-    zero = torch.zeros(())
-    for name in {*first.grads, *second.grads}:
-        a = first.grads.get(name, zero)
-        b = second.grads.get(name, zero)
-        for place, value in enumerate((a - b, a, b)):
-            squares[place] += float(value.square().sum())
-    apart, norm, other_norm = _sums(engine, squares)
-    largest = max(norm, other_norm)
+    squares = [[0.0] * 3, *_squares(first, second).values()]
+    total = _sums(engine, [sum(values) for values in zip(*squares, strict=True)])
     return Difference(
         loss=abs(first.loss - second.loss),
         weight=abs(first.weight - second.weight) / max(first.weight, second.weight, 1e-12),
-        grad=math.sqrt(apart / largest) if largest else 0.0,
+        grad=_relative(total),
         scale=max(first.scale, second.scale),
     )
+
+
+def _squares(first: SplitResult, second: SplitResult) -> dict[str, list[float]]:
+    """Of each gradient of this rank: the sums of squares of the difference, and of the gradient in both runs."""
+    found = {}
+    zero = torch.zeros(())
+    for name in {**first.grads, **second.grads}:
+        a = first.grads.get(name, zero)
+        b = second.grads.get(name, zero)
+        found[name] = [float(value.square().sum()) for value in (a - b, a, b)]
+    return found
+
+
+def _relative(squares: list[float]) -> float:
+    apart, *norms = squares
+    return math.sqrt(apart / max(norms)) if max(norms) else 0.0
 
 
 def _other_split(engine: CheckedEngine, micro_batches: list[Any]) -> Parts:

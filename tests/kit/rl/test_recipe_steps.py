@@ -16,10 +16,12 @@ import yaml
 from conftest import ROOT, read_metrics
 from test_policy_loss import alone, engines_on, fields, packed, step
 
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.config import compose
 from mvp_engine.imports import import_file
 from mvp_engine.kit.rl import ALGORITHMS, PolicyLoss, RLEngine, Updates
 from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
 
 RECIPES = {"reverse_rl": "ReverseEngine", "digits_rl": "DigitsEngine"}
 OPTIONS = [
@@ -129,7 +131,7 @@ class Mine(ReverseEngine):
 def test_docs_changes_to_the_step_apply_to_the_recipe_and_train(tmp_path):
     page = (ROOT / "docs" / "rl.md").read_text().partition("## Changes to the step")[2]
     diffs = re.findall(r"```diff\n(.*?)```", page.partition("\n## ")[0], flags=re.DOTALL)
-    assert len(diffs) == 3
+    assert len(diffs) == 4
     sizes = yaml.safe_load((ROOT / "recipes/reverse_rl/configs/sft.yaml").read_text())["model"][
         "config"
     ]
@@ -144,16 +146,19 @@ def test_docs_changes_to_the_step_apply_to_the_recipe_and_train(tmp_path):
         shutil.copytree(ROOT / "recipes" / "reverse_rl", folder)
         if diff:
             subprocess.run(["git", "apply"], cwd=folder, input=diff.encode(), check=True)
+            engine = (folder / "engine.py").read_text()
+            (folder / "engine.py").write_text(engine.replace("ctx.step % 20", "ctx.step % 1"))
         (folder / "mine.py").write_text(MINE)
         own = [
             f"engine={folder}/mine.py:Mine",
             f"output_dir={folder}/out",
             "log.backends=[jsonl]",
             "log.interval=1",
+            f"rl.kl_coef={1.0 if 'kl_coef' in diff else 0.0}",
         ]
         assert launch(str(folder / "configs" / "grpo.yaml"), [*words, *own]) == 0
         records.append(read_metrics(folder / "out"))
-    plain, penalty, deviation, filtered = records
+    plain, penalty, deviation, filtered, annealed = records
     assert "kl_old" not in plain[0]
     assert penalty[0]["kl_old"] > 0
     assert penalty[0]["grad_norm"] != plain[0]["grad_norm"]
@@ -161,3 +166,10 @@ def test_docs_changes_to_the_step_apply_to_the_recipe_and_train(tmp_path):
     assert plain[0]["deviation"] != pytest.approx(1, abs=0.05)
     assert plain[0]["trained_prompts"] == 6
     assert 0 < filtered[0]["trained_prompts"] == 6 * filtered[0]["kept_prompts"] < 6
+    assert "kl" not in plain[0]
+    assert annealed[0]["kl"] > 0
+    checkpoint = list_runs(folder / "out")[-1].checkpoint_list()[-1]
+    actor, reference = (Reader(checkpoint / name) for name in ("actor", "reference"))
+    names = [name for name in reference.entries if name.startswith("model.")]
+    assert names
+    assert all(torch.equal(actor.read(name), reference.read(name)) for name in names)

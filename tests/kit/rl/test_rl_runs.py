@@ -120,6 +120,55 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path):
     assert steps.count((2, "train")) == 4
 
 
+REFRESH = """
+    def train_post_step(self, ctx):
+        if ctx.step == 1:
+            models = self.model_engine
+            buckets = models.actor.weights(dtype=torch.float32)
+            buckets = [[(name, 1.1 * value) for name, value in bucket] for bucket in buckets]
+            models.reference.load_weights(buckets)  # frozen weights are other ones, too
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "checkpoint.trainable_only=true model.freeze=[*norm*]"])
+def test_rl_run_resumed_has_the_reference_whose_weights_the_recipe_loaded(tmp_path, words):
+    config = write_recipe(tmp_path, LENGTH)
+    engine = tmp_path / "engine.py"
+    engine.write_text(f"import torch\n{engine.read_text()}{REFRESH}")
+    options = ["rl.kl_coef=0.5", "rl.updates=2", "checkpoint.interval=1", *words.split()]
+    whole = trained(config, *options, "train.max_steps=4", "run_id=whole")
+    trained(config, *options, "train.max_steps=2", "run_id=parts")
+    parts = tmp_path / "outputs" / "parts"
+    for steps in (3, 4):  # the second checkpoint is of weights that came from the first
+        trained(config, *options, f"train.max_steps={steps}", f"resume={parts}")
+    found, expected = records(parts), records(whole)
+    for name in ("kl", "loss", "grad_norm"):
+        assert [one[name] for one in found] == [one[name] for one in expected], name
+    assert expected[-1]["kl"] > 0
+
+
+@pytest.mark.slow
+def test_rl_run_with_a_reference_and_no_kl_coef_has_its_log_probs(tmp_path):
+    config = write_recipe(tmp_path, LENGTH)
+    engine = tmp_path / "engine.py"
+    more = """
+    def start_models(self, models):
+        models.start_actor()
+        self.started = models.start_copy("reference")
+
+    def train_pre_step(self, ctx):
+        assert self.started is self.model_engine.reference
+        fields = ctx.micro_batches[0].token_fields
+        ctx.log("reference", -fields["reference_log_probs"].sum(), 1)
+"""
+    engine.write_text(engine.read_text() + more)
+    assert records(trained(config))[0]["reference"] > 0
+    words = ["lora.rank=2", "train.max_steps=1"]  # the actor without its adapters
+    engine.write_text(engine.read_text().replace("is self.model_engine.reference", "is None"))
+    assert records(trained(config, *words))[0]["reference"] > 0
+
+
 @pytest.mark.slow
 def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path, capfd):
     config = write_recipe(tmp_path, LENGTH)

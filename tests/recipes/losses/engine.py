@@ -76,6 +76,13 @@ class LossesEngine(Engine):
             case "noise":
                 noise = torch.randn_like(x)
                 return (self.model(x + noise) - noise).square().sum(), rows
+            case "growing":  # as gradients are that nothing clears: the loss is as with "sum"
+                self.calls = getattr(self, "calls", 0) + 1
+                grown = self.calls * self.model.layers[3].weight.sum()
+                return loss_B.sum() + (grown - grown.detach()), rows
+            case "random_gradient":
+                drawn = 9 * torch.randn_like(y) * y
+                return loss_B.sum() + (drawn - drawn.detach()).sum(), rows
             case "random_weight":
                 keep = torch.rand(rows) < 0.5
                 return loss_B[keep].sum() + 0 * loss_B.sum(), keep.sum() + 1e-6

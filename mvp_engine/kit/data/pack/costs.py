@@ -520,32 +520,40 @@ def set_cost(costs: Costs, place: int, cost: RowCost) -> None:
 
 
 class Progress:
-    """A message every PROGRESS_SECONDS: how far, how long still, in how many processes, and where it is kept."""
+    """A message every PROGRESS_SECONDS: how far, how long still, in how many processes, and where it is kept.
+
+    The first chunk of each process takes longer, since it also opens files and imports. It is in no estimate.
+    """
 
     def __init__(self, name: str, total: int, workers: int, cache: Path) -> None:
         self.name = name
         self.total = total
         self.done = 0
-        self.started = time.monotonic()
-        self.reported = self.started
+        self.reported = time.monotonic()
+        self.warmup = CHUNK_ROWS * max(1, workers)  # rows
+        self.warm: tuple[int, float] | None = None  # rows and time after the warm-up
         how = f"in {workers} processes" if workers else "in one process (data.num_workers=0)"
         self.how = f"{how}; kept in {cache}"
 
     def add(self, rows: int) -> None:
         self.done += rows
         now = time.monotonic()
-        if now - self.reported < PROGRESS_SECONDS:
-            return
-        self.reported = now
-        seconds_left = (now - self.started) / self.done * (self.total - self.done)
-        LOGGER.info(
-            "%s: measured %d of %d rows, about %.0f s left (%s)",
-            self.name,
-            self.done,
-            self.total,
-            seconds_left,
-            self.how,
-        )
+        left = ""
+        if self.warm is None:
+            self.warm = (self.done, now) if self.done >= self.warmup else None
+        else:
+            done, since = self.warm
+            left = f", about {(now - since) / (self.done - done) * (self.total - self.done):.0f} s left"
+        if now - self.reported >= PROGRESS_SECONDS:
+            self.reported = now
+            LOGGER.info(
+                "%s: measured %d of %d rows%s (%s)",
+                self.name,
+                self.done,
+                self.total,
+                left,
+                self.how,
+            )
 
 
 def _hash(key: str) -> str:
