@@ -87,6 +87,9 @@ def test_recipe_new_readme_has_the_stages_data_and_results_of_the_original(tmp_p
         f"`{configs}/sft_cpu.yaml`: Use it to see SFT on chats, on a CPU, after pretrain_cpu"
         in text
     )
+    sentences = re.findall(r"^- `.*\.yaml`: (.*)", text, re.M)
+    assert len(sentences) > 3
+    assert all(one.endswith(".") for one in sentences)
     assert "**Expected results**" in text
     assert "the first run writes it to `outputs/mine/qwen3_data`" in text
     links = re.findall(r"\]\(([^)#]+)", text)

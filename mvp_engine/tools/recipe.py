@@ -19,6 +19,7 @@ import re
 import shutil
 import tempfile
 import textwrap
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,11 @@ def first_sentence(folder: Path) -> str:
     if not paragraph:
         return "(no README)"
     paragraph = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", paragraph)
-    return re.split(r"(?<=[^.]\.)\s", paragraph)[0]
+    return _sentence(paragraph)
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"(?<=[^.]\.)\s", text)[0]
 
 
 def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path, list[Path]]:
@@ -120,7 +125,7 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
             files = runnable_configs(copy)
             configs = [folder / file.relative_to(copy) for file in files]
             start = _with_missing_keys(configs[0], files[0])
-            _write_readme(copy, source, name, configs, start)
+            _write_readme(copy, source, folder, configs, start)
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}. Choose another folder with --dir"
@@ -173,16 +178,17 @@ def _find(origin: str) -> Path:
     )
 
 
-def _write_readme(copy: Path, source: Path, name: str, configs: list[Path], start: str) -> None:
+def _write_readme(copy: Path, source: Path, folder: Path, configs: list[Path], start: str) -> None:
     """Put the commands of the copy above the README of the original, whose commands and links are renamed already.
 
-    `start`: the first config, with the keys that it needs on the command line.
+    `folder`: where the copy will be. `start`: the first config, with the keys that it needs on the command line.
     """
+    name = folder.name
     origin = f"recipes/{source.name}" if source.parent == SHIPPED else str(source)
     file = copy / "README.md"
     original = file.read_text(encoding="utf-8") if file.is_file() else ""
     original = re.sub(r"\A#[^\n]*\n", "", original).strip()  # without the title
-    lines = "".join(f"- `{one}`{_purpose(copy / 'configs' / one.name)}\n" for one in configs)
+    lines = "".join(f"- `{one}`{_purpose(copy / one.relative_to(folder))}\n" for one in configs)
     text = f"""# {name}
 
 Started as a copy of {origin}. Describe here what this recipe is for.
@@ -212,9 +218,10 @@ The commands below run the copy. The results are those of the original.
 
 
 def _purpose(config: Path) -> str:
-    """The comment in the first line of a config, which says when to use it."""
-    first = config.read_text(encoding="utf-8").partition("\n")[0] if config.is_file() else ""
-    return f": {first.lstrip('# ')}" if first.startswith("#") else ""
+    """The first sentence of the comment that a config begins with, which says when to use it."""
+    lines = takewhile(lambda line: line.startswith("#"), config.read_text("utf-8").splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    return f": {_sentence(comment)}" if comment else ""
 
 
 # Renaming inside a copied recipe: engine class, run names, output folders and the commands in its texts.
