@@ -211,6 +211,13 @@ def test_new_tokens_that_cannot_be_added_are_user_errors(bases):
         new_rows(bases / "tied", ["<a>", "<a>"])
 
 
+def test_new_tokens_with_lora_on_pipeline_stages_are_a_user_error(bases):
+    rows = new_rows(bases / "tied")[0]
+    model = MLLMModelKit(LORA).build(ModelSource(str(bases / "tied")), new_rows=rows)
+    with user_error("data.new_tokens: with LoRA .* parallel.pipeline > 1"):
+        model.engine_adapter().cut_stage(None, None)
+
+
 CONFIG = """
 model: {type: language_model, path: model}
 data:

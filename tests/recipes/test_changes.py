@@ -43,8 +43,10 @@ def apply_diff(folder, text):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a tiny Qwen3."""
+    import torch
     import transformers as hf
 
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     config = hf.Qwen3Config(**TEXT, tie_word_embeddings=False)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -81,11 +81,6 @@ class ModelAdapter:
         raise self._needs_packed_model()
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
-        if self.model.new_rows is not None and self.model.lora is not None:
-            raise UserError(
-                "data.new_tokens: with LoRA their rows in embedding and head train as one, and parallel.pipeline > 1 "
-                "has the two on different ranks. Set parallel.shard instead"
-            )
         """Keep what this rank's pipeline stage holds. `skeleton`: the whole model on the meta device."""
         raise UserError(
             f"parallel.pipeline > 1 needs a Hugging Face language model (model.type=language_model); {self.name} is "
@@ -263,6 +258,11 @@ class HFAdapter(ModelAdapter):
         self.model.enable_sequence_parallel(groups, tensor)
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        if self.model.new_rows is not None and self.model.lora is not None:
+            raise UserError(
+                "data.new_tokens: with LoRA their rows in embedding and head train as one, and parallel.pipeline > 1 "
+                "has the two on different ranks. Set parallel.shard instead"
+            )
         pipeline.cut_model(self.model, link, skeleton)
 
     def send_stage_outputs(self) -> None:
