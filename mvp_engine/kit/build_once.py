@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
+from mvp_engine.imports import load_spec
 
 PARAMETERS_FILE = "made.json"
+
+
+def make_data(made: Any) -> None:
+    """Build the data of the config section `made`, unless they exist: its function gets the folder and other values.
+
+    A number VERSION in the function's module is raised when the function changes.
+    """
+    if not isinstance(made, dict):  # null, or a section of the recipe's own, which its engine reads
+        return
+    if not {"by", "folder"} <= made.keys():
+        raise UserError(
+            "made: give `by`, which is file.py:function or module:function, and `folder`"
+        )
+    values = {key: value for key, value in made.items() if key not in ("by", "folder")}
+    module, name = load_spec(made["by"], Path.cwd(), "made.by")
+    build = getattr(module, name or "", None)
+    if not callable(build):
+        raise UserError(f"made.by={made['by']}: there is no function {name!r} in {module.__file__}")
+    try:
+        inspect.signature(build).bind(Path(made["folder"]), **values)
+    except TypeError as error:
+        raise UserError(
+            f"made: {error}. {made['by']} is called with the folder and {values}"
+        ) from None
+    parameters = {**values, "version": getattr(module, "VERSION", 1)}
+    build_once(made["folder"], parameters, partial(build, **values), "made.folder")
 
 
 def build_once(

@@ -3,6 +3,7 @@ without a model. This module imports no torch. The keys are documented in docs/d
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from mvp_engine import plugins
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.media_source import open_media
+from mvp_engine.kit.data.read.row_files import COSTS
 from mvp_engine.kit.data.read.row_types import (
     MAX_TEXT,
     MEDIA,
@@ -28,7 +30,7 @@ from mvp_engine.kit.data.read.row_types import (
 )
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
-from mvp_engine.kit.data.settings import DataSource, resolve_source
+from mvp_engine.kit.data.settings import DataSource, read_manifest, resolve_source
 
 if TYPE_CHECKING:  # they import torch
     from mvp_engine.kit.data.encode.row_encoder import EncodedSequence, RowEncoder
@@ -50,6 +52,7 @@ class SourceFacts:
     overlong: int = 0
     tokens: int | None = None
     share: float | None = None
+    share_of: str = "rows"  # or tokens
 
 
 @dataclass
@@ -226,6 +229,8 @@ def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]
 
 def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
     """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
+    if manifest := read_manifest(path):
+        return _inspect_prepared(path, manifest)
     settings = resolve_source(DataSource(path=path))
     more: Facts = {}
     if of_kit := plugins.data_folder(settings.path):
@@ -281,6 +286,39 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
         "bad": count_bad(bad),
         "rows": row_facts,
         **more,
+    }
+
+
+def _inspect_prepared(path: str, manifest: Facts) -> Facts:
+    """What a folder of prepared data says about itself; its rows are token ids."""
+    sources, bad, lengths = [], list[Facts](), []
+    for one in manifest["sources"]:
+        rows = open_source(f"{path}/{one['folder']}")
+        with np.load(Path(path) / one["folder"] / COSTS, allow_pickle=False) as costs:
+            tokens = costs["tokens"]
+            reasons = json.loads(costs["bad"].tobytes())
+        lengths.append(tokens[tokens > 0])
+        good, name = int((tokens > 0).sum()), one["folder"]
+        counts = SourceFacts(name, one["rows"], good, one["bad"], one["overlong"], one["tokens"])
+        sources.append(vars(counts))
+        for row, reason, detail in reasons:
+            bad.append(
+                {"source": name, "where": rows.where(row), "reason": reason, "detail": detail}
+            )
+    sample = Sample(rows=sum(one["rows"] for one in manifest["sources"]))
+    sample.formats["prepared"] = sample.rows
+    return {
+        "split": None,
+        "decoded": False,
+        "missing": "texts, media and packing: inspect the config of a training on it, with data.sources="
+        f"{path}",
+        "sources": sources,
+        "sample": sample.facts(),
+        "lengths": length_stats(np.concatenate(lengths), "tokens"),
+        "plan": None,
+        "overlong": None,
+        "bad": count_bad(bad),
+        "rows": [],
     }
 
 

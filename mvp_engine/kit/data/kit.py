@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mvp_engine.config.schema import Train
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.export import drop_local_settings
 from mvp_engine.hf.weights.load import NewRows
+from mvp_engine.kit.build_once import make_data
 from mvp_engine.kit.data.encode.processor import save_generation_config, with_new_tokens
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
 from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
+from mvp_engine.kit.data.pack.plan import PacedMixture
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
@@ -59,6 +62,7 @@ class MLLMDataKit(MeasuredSources):
     ) -> None:
         super().__init__(settings, num_workers)
         self.new_rows: NewRows | None = None  # of data.new_tokens
+        self.train: Train | None = None  # the length of the training, for weights by progress
         if settings.new_tokens:
             processor, self.new_rows = with_new_tokens(processor, settings.new_tokens)
         max_length = settings.max_length or settings.tokens_per_pack
@@ -79,9 +83,12 @@ class MLLMDataKit(MeasuredSources):
     def of(cls, config: Any, make_processor: Callable[[Any], Any]) -> MLLMDataKit:
         """The kit of an engine's config."""
         config.check_engine()
+        make_data(config.made)
         model_config = read_config(config.model.path, config.model.config)
         processor, workers = make_processor(config), config.data.num_workers
-        return cls(config.data, processor, model_config=model_config, num_workers=workers)
+        kit = cls(config.data, processor, model_config=model_config, num_workers=workers)
+        kit.train = config.train
+        return kit
 
     # ---- Loaders --------------------------------------------------------------------------------
 
@@ -104,6 +111,8 @@ class MLLMDataKit(MeasuredSources):
                 "data: the global batch is not set: give global_batch_size=PACKS, or set data.global_batch_tokens"
             )
         mixture, costs = self.measured(split)
+        if isinstance(mixture, PacedMixture):
+            mixture.set_total(self._training_units(mixture, packs))
         return self.dataset_class(
             mixture,
             self.row_formats(split),
@@ -176,6 +185,7 @@ class MLLMDataKit(MeasuredSources):
 
         streams = self.streams(split)
         lanes = self.settings.stream_lanes
+        weights: list[Any] = [source.weight or 1.0 for source in self.sources(split)]
         workers = self.num_workers if num_workers is None else num_workers
         if any(stream.is_pipe for stream in streams):
             if world_size > 1:
@@ -183,7 +193,7 @@ class MLLMDataKit(MeasuredSources):
             lanes = 1
             workers = 0
         dataset = StreamPackDataset(
-            StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
+            StreamMixture(streams, weights),
             self.row_encoder,
             budget=self.settings.tokens_per_pack,
             window=STREAM_WINDOW,
@@ -208,6 +218,7 @@ class MLLMDataKit(MeasuredSources):
         """The loader for `prepare_dataloader`, with the engine's sizes, ranks, workers, seed and precision.
         All ranks must call it."""
         config = engine.config
+        self.train = config.train
         packs = self._engine_packs(engine)
         # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
         bf16 = precision_on(engine.device, config.train.precision) == "bf16"
@@ -290,6 +301,15 @@ class MLLMDataKit(MeasuredSources):
 
     # ---- Inside ---------------------------------------------------------------------------------
 
+    def _training_units(self, mixture: PacedMixture, packs: int) -> float | None:
+        """Tokens of the training, with full packs; None if its length is not known."""
+        limits = []
+        if self.train is not None and self.train.max_steps is not None:
+            limits.append(float(self.train.max_steps * packs * self.settings.tokens_per_pack))
+        if self.train is not None and self.train.epochs is not None:
+            limits.append(self.train.epochs * mixture.epoch_units)
+        return min(limits, default=None)
+
     def _engine_packs(self, engine: Any) -> int:
         data = engine.config.data
         if data.micro_batch_size != 1:
@@ -329,7 +349,7 @@ class MLLMDataKit(MeasuredSources):
 
     def stream_shares(self, split: str) -> dict[str, float]:
         """The share of each stream in the rows, by name, until the first of them ends."""
-        weights = [source.weight or 1.0 for source in self.sources(split)]
+        weights: list[Any] = [source.weight or 1.0 for source in self.sources(split)]
         shares = [weight / sum(weights) for weight in weights]
         return dict(zip(self.source_names(split), shares, strict=True))
 

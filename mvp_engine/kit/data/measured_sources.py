@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.cpus import num_processes
+from mvp_engine.kit.data.encode.processor import load_processor, tokenizer_hash
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.costs import (
     CHUNK_ROWS,
@@ -30,17 +32,26 @@ from mvp_engine.kit.data.pack.costs import (
     cost_file,
     default_cache,
     measure_costs,
+    read_costs,
     set_cost,
     try_locked,
     write_costs,
 )
-from mvp_engine.kit.data.pack.packs import Mixture
+from mvp_engine.kit.data.pack.plan import Mixture, PacedMixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
+from mvp_engine.kit.data.read.row_files import COSTS, PreparedFile, content_hash
 from mvp_engine.kit.data.read.row_types import MAX_TEXT, BadRow, RowFormat
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
-from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
+from mvp_engine.kit.data.settings import (
+    DataSource,
+    MLLMData,
+    check_splits,
+    resolve_sources,
+    with_held_out,
+)
 
+CUTS = ("split", "concat")  # values of data.overlong for documents, which `mvp data prepare` cuts
 SAMPLED_TOKENS = 16384  # of the rows of a sample
 SAMPLED_ROWS = 256  # at most
 
@@ -54,7 +65,11 @@ class MeasuredSources:
         self.settings = settings
         self.num_workers = num_workers
         self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
-        self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
+        resolved = [resolve_sources(source) for source in settings.sources]
+        self._all_sources = with_held_out(list(chain.from_iterable(resolved)))
+        if any(len(found) > 1 for found in resolved):
+            check_splits(self._all_sources)
+        settings.check_mixture(self._all_sources)
         self._source_names: dict[str, list[str]] = {}  # by split
         self._mixtures: dict[str, Mixture] = {}
         self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
@@ -108,8 +123,21 @@ class MeasuredSources:
         if split not in self._measured:
             if self._ahead is not None:
                 self._ahead.wait()
-            self._measured[split] = self.mixture(split), self._measure(split)
+            mixture, costs = self.mixture(split), self._measure(split)
+            self._measured[split] = self._paced(split, mixture, costs), costs
         return self._measured[split]
+
+    def _paced(self, split: str, mixture: Mixture, costs: list[Costs]) -> Mixture:
+        """The mixture of `data.mixture`, which needs the tokens of rows; of other configs the same one."""
+        mixing = self.settings.mixing if split == "train" else None
+        if mixing is None:
+            return mixture
+        settings = self.sources(split)
+        sources = [
+            (name, source, one.weight, one.repeats or 1.0)
+            for name, source, one in zip(mixture.names, mixture.sources, settings, strict=True)
+        ]
+        return PacedMixture(sources, [cost.tokens for cost in costs], mixing)
 
     def measure_ahead(self, splits: Iterable[str]) -> bool:
         """Start to measure rows in processes of their own, for which `measured` waits; False: there is nothing to do.
@@ -129,7 +157,8 @@ class MeasuredSources:
                 mixture = self.mixture(split)
                 formats = self.row_formats(split)
                 for name, source, form in zip(mixture.names, mixture.sources, formats, strict=True):
-                    sources.append((name, Measure(source, form, self.row_encoder)))
+                    if source.prepared is None:
+                        sources.append((name, Measure(source, form, self.row_encoder)))
             self._ahead = MeasureAhead(sources, self.cache, num_processes(self.num_workers))
         return bool(self._ahead)
 
@@ -222,14 +251,31 @@ class MeasuredSources:
         sources = [self.open_rows(one) for one in settings]
         by = "weight" if settings[0].weight is not None else "repeats"
         shares = [getattr(one, by) or 1.0 for one in settings]
+        if self.settings.mixture is not None and split == "train":  # see `_paced`
+            by, shares = "repeats", [1.0] * len(settings)
         return Mixture(list(zip(self.source_names(split), sources, shares, strict=True)), by)
 
     def open_rows(self, settings: DataSource) -> Source:
         """The rows of a source that belong to its split."""
+        if settings.tokenized_by:
+            self._check_tokenizer(settings.label, settings.tokenized_by)
         source = open_source(settings.path, settings.root, MAX_TEXT)
+        if source.prepared is not None:
+            refuse_other_encoder(source.prepared, self.row_encoder)
         if not settings.hold_out:
             return source
         return source.split(settings.hold_out, settings.split == "eval", settings.label)
+
+    def _check_tokenizer(self, name: str, folder: str) -> None:
+        """Raise unless the tokenizer that made the token ids of a source is that of the model."""
+        made = load_processor(folder)
+        added = self.settings.new_tokens
+        own = tokenizer_hash(self.row_encoder.media.tokenizer, added)
+        if tokenizer_hash(getattr(made, "tokenizer", made), added) != own:
+            raise UserError(
+                f"data.sources.{name}.tokenized_by={folder} is not the tokenizer of the model, so its ids stand for "
+                "other tokens: give the text of the rows, or train a model with that tokenizer"
+            )
 
     def _measure(self, split: str) -> list[Costs]:
         mixture = self.mixture(split)
@@ -243,6 +289,13 @@ class MeasuredSources:
 
     def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
         """The costs of the rows of a source."""
+        if source.prepared is not None:
+            return prepared_costs(source, source.prepared, self.row_encoder)
+        if self.settings.overlong in CUTS:
+            raise UserError(
+                f"data.overlong={self.settings.overlong}: {name} has rows that are not prepared. Prepare them with mvp "
+                "data prepare, or set data.overlong to drop, truncate, shrink or error"
+            )
         warn_of_missing_columns(name, source, row_format)
         if self.row_encoder.row_part is not None:
             self.row_encoder.row_part.prepare(name, source, row_format)
@@ -463,3 +516,63 @@ def warn_of_missing_columns(name: str, source: Source, row_format: RowFormat) ->
 def _names(records: list[BadRecord]) -> str:
     more = ", ..." if len(records) > _SHOWN else ""
     return ", ".join(record.where for record in records[:_SHOWN]) + more
+
+
+# ---- Prepared rows ------------------------------------------------------------------------------
+
+
+def encoder_hashes(encoder: RowEncoder) -> dict[str, str]:
+    """What prepared rows depend on: the tokenizer, the chat template, and of rows with media the processor."""
+    import transformers
+
+    renderer = encoder.template.renderer
+    processor = encoder.media.processor.to_json_string() if encoder.media.kinds else ""
+    of_template = renderer.chat_template, sorted(renderer.options.items()), encoder.pairs
+    texts = {
+        "template": repr((of_template, sorted(encoder.fields.items()))),
+        "processor": repr((transformers.__version__, encoder.media.limits, processor)),
+    }
+    hashes = {name: content_hash(text.encode()).hexdigest() for name, text in texts.items()}
+    return {"tokenizer": tokenizer_hash(encoder.media.tokenizer), **hashes}
+
+
+_FIXES = {
+    "tokenizer": "train the model that they were prepared for",
+    "template": "restore data.template, data.pairs and data.fields",
+    "processor": "restore data.limits, the processor and the version of transformers",
+}
+
+
+def refuse_other_encoder(file: PreparedFile, encoder: RowEncoder) -> None:
+    """Raise if the rows were prepared with another tokenizer, template or processor, or for other lengths."""
+    made = file.manifest["made_with"]
+    now = encoder_hashes(encoder)
+    for part, fix in _FIXES.items():
+        if made[part] != now[part] and (part != "processor" or file.entry["has_media"]):
+            raise UserError(
+                f"data: the rows of {file.file} were prepared with another {part} than that of this training: {fix}, "
+                "or prepare them again into another folder (mvp data prepare)"
+            )
+    most = file.manifest["max_tokens"]
+    is_cut = most > encoder.max_tokens and encoder.overlong in CUTS
+    if is_cut or (most != encoder.max_tokens and encoder.overlong in ("truncate", "shrink")):
+        raise UserError(
+            f"data: the rows of {file.file} were prepared for at most {most} tokens (data.overlong="
+            f"{file.manifest['overlong']}), and this training takes {encoder.max_tokens}: set data.max_length={most}, "
+            "or prepare them again into another folder"
+        )
+
+
+def prepared_costs(source: Source, file: PreparedFile, encoder: RowEncoder) -> Costs:
+    """The costs of prepared rows, as they were measured; rows that are too long for this training are dropped."""
+    known = read_costs(file.file / COSTS)
+    rows = source.chosen_rows()
+    place_of = {row: place for place, row in enumerate(rows.tolist())} if known.bad else {}
+    bad = {place_of[row]: why for row, why in known.bad.items() if row in place_of}
+    costs = Costs(known.tokens[rows], known.encoder[rows], known.media[rows], bad)
+    long = costs.tokens > encoder.max_tokens
+    for array in (costs.tokens, costs.encoder, costs.media):
+        array[long] = 0
+    was_long = np.isin(rows, known.long)
+    costs.long = np.flatnonzero(long | was_long)
+    return costs

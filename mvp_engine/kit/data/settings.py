@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
 from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.read.row_types import ROLES, FieldType, Limits, RowFormat, column_name
-from mvp_engine.kit.data.read.rows import known_columns
+from mvp_engine.kit.data.read.rows import TOKENS, known_columns
 
 HUB = "hf://"
 _HUB_CACHE = re.compile(r"/datasets--[^/]+/snapshots/")
@@ -28,7 +29,34 @@ DATA_KIT_FIX = (
 MIN_STALL_SECONDS = 300.0
 GLOBAL_BATCH_TOKENS = 16384  # what global_batch_tokens=auto stands for with many rows
 DEFAULT_PACK_TOKENS = 4096  # what pack_tokens=auto stands for without a GPU
+MANIFEST = "prepared.json"  # of a folder that `mvp data prepare` wrote
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
+
+
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = float | list[list[float]]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The value of `data.mixture`: how sources share a training."""
+
+    by: Literal["tokens", "rows"] = "tokens"
+    temperature: Positive = 1.0
+    max_epochs: Positive | dict[str, Positive] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def cap(self) -> float:
+        """The most epochs of a source that `caps` does not name."""
+        is_number = isinstance(self.max_epochs, int | float)
+        return float(self.max_epochs) if is_number else math.inf  # type: ignore[arg-type]
+
+    @property
+    def caps(self) -> dict[str, float]:
+        return self.max_epochs if isinstance(self.max_epochs, dict) else {}
 
 
 class DataSource(Section):
@@ -50,13 +78,30 @@ class DataSource(Section):
     """Whether <image>, <video> and <audio> in the texts stand for media; false: they are text."""
     repeats: Positive | None = None
     """How often each row comes in an epoch; null: once."""
-    weight: Positive | None = None
-    """Instead of `repeats`: the source's share of the rows (not tokens) of an epoch, relative to the other weights. All
-    sources of a split have it, or none."""
+    weight: Positive | list[list[Share]] | None = None
+    """Instead of `repeats`: the source's share of the rows (with data.mixture, of the tokens), relative to the other
+    weights. All sources of a split have it, or none. By progress of the training, with data.mixture: [[0, 3],
+    [0.9, 1]]; lines in between, and a jump where two have the same progress."""
+    tokenized_by: str | None = None
+    """The tokenizer (a folder, or an id of the Hub) that made the rows' `input_ids`; it must be the model's own. The
+    loss of `labels` or of `loss_mask` counts; without them, all tokens carry loss."""
     root: str | None = None
     """The folder of relative media paths; null: the folder of the file."""
     stream: bool = False
     """Read rows sequentially. Only then may `path` be a pipe ("-"), a .gz file or `file.py:function`."""
+
+    @field_validator("weight")
+    @classmethod
+    def _in_order(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            is_pairs = value and all(len(pair) == 2 and pair[0] <= 1 for pair in value)
+            in_order = is_pairs and value == sorted(value, key=lambda pair: pair[0])
+            if not in_order or not any(weight for _, weight in value):
+                raise ValueError(
+                    "weight: pairs of [progress, weight], in the order of the progress, from 0 to 1; one weight is "
+                    "above 0"
+                )
+        return value
 
     @model_validator(mode="after")
     def _can_hold_out(self) -> DataSource:
@@ -84,6 +129,7 @@ class DataSource(Section):
     def row_format(self, data: MLLMData) -> RowFormat:
         """How the rows of this source are read."""
         return RowFormat(
+            name=TOKENS if self.tokenized_by else None,
             columns=self.columns,
             media_tags=self.media_tags,
             fields=data.fields,
@@ -103,6 +149,37 @@ def with_held_out(sources: list[DataSource]) -> list[DataSource]:
     """The sources, then the rows that they hold out as sources of split eval."""
     held_out = {"split": "eval", "weight": None, "repeats": None}
     return sources + [one.model_copy(update=held_out) for one in sources if one.hold_out]
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any] | None:
+    """The manifest of a folder that `mvp data prepare` wrote; None for other folders."""
+    file = Path(folder).expanduser() / MANIFEST
+    if not file.is_file():
+        return None
+    manifest: dict[str, Any] = json.loads(file.read_bytes())
+    if not manifest["complete"]:
+        raise UserError(
+            f"data: {folder} is not complete: start the same mvp data prepare again, which continues it"
+        )
+    return manifest
+
+
+def resolve_sources(source: DataSource) -> list[DataSource]:
+    """The source with local files (`resolve_source`); of a folder of prepared data, all of its sources."""
+    manifest = read_manifest(source.path) if isinstance(source.path, str) else None
+    if manifest is None:
+        return [resolve_source(source)]
+    names = ", ".join(f"{source.path}/{one['folder']}" for one in manifest["sources"])
+    if others := sorted(source.model_fields_set - {"path", "name"}):
+        raise UserError(
+            f"data.sources: {source.path} has the sources that were prepared, with their splits, weights and "
+            f"repeats, so it takes no {others[0]}: remove it, or name the sources one by one ({names})"
+        )
+    keys = ("name", "split", "weight", "repeats")
+    return [
+        DataSource(path=f"{source.path}/{one['folder']}", **{key: one[key] for key in keys})
+        for one in manifest["sources"]
+    ]
 
 
 def resolve_source(source: DataSource) -> DataSource:
@@ -176,7 +253,12 @@ class MLLMData(Data):
     global_batch_size: Count | None = None
     num_workers: Annotated[int, Field(ge=0), if_auto(default_num_workers)] = 0
     sources: list[DataSource] = Field(min_length=1)
-    """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null."""
+    """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null; or the
+    folder that `mvp data prepare` wrote."""
+    mixture: dict[str, Any] | None = None
+    """How the sources of split train share it: {by: tokens} keeps to the weights in tokens, at each point of the
+    training; `temperature: T` gives a source of n tokens the weight n^(1/T); `max_epochs`: a number, or {NAME:
+    number}, that no source is read more often than (docs/data.md). null: by rows, as `repeats` and `weight` say."""
     pack_tokens: Count | Literal["auto"]
     """The most tokens of a pack. One pack is one micro-batch. auto: the size that trains fastest in the memory of the
     GPU, at least max_length; it needs max_length and global_batch_tokens (docs/performance.md)."""
@@ -185,9 +267,9 @@ class MLLMData(Data):
     16,384, or fewer, so that an epoch of few rows has 30 steps where its longest row allows it."""
     max_length: Count | None = None
     """The most tokens of a row (of a preference pair: of both sides together); null: pack_tokens."""
-    overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
+    overlong: Literal["drop", "truncate", "shrink", "error", "split", "concat"] = "drop"
     """What happens to a longer row: dropped, truncated, its images shrunk, or an error. A row that still does not fit
-    is dropped."""
+    is dropped. split and concat are for documents that mvp data prepare cuts: long ones, or all of them end to end."""
     fields: dict[str, FieldType] = Field(default_factory=dict)
     """Columns of numbers, as {score: float, target: int}: each is one of a batch's `sequence_fields`."""
     prompt_only: bool | Literal["always"] = False
@@ -221,7 +303,12 @@ class MLLMData(Data):
     @field_validator("sources", mode="before")
     @classmethod
     def _read_sources(cls, value: Any) -> Any:
-        """Turn a mapping from name to source into a list: inheritance merges mappings and replaces lists."""
+        """Turn a mapping from name to source into a list: inheritance merges mappings and replaces lists.
+
+        A text is the folder of prepared data, which has all sources.
+        """
+        if isinstance(value, str):
+            return [{"path": value}]
         if not isinstance(value, Mapping):
             names = (
                 [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
@@ -239,6 +326,21 @@ class MLLMData(Data):
                 )
             sources.append({"name": name, **source})
         return sources
+
+    @field_validator("mixture")
+    @classmethod
+    def _read_mixture(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        known = [field.name for field in dataclasses.fields(Mixing)]
+        for name in value:
+            if name not in known:
+                raise ValueError(f"mixture has no {name}; choose from {', '.join(known)}")
+        return TypeAdapter(Mixing).validate_python(value).plain()
+
+    @property
+    def mixing(self) -> Mixing | None:
+        return None if self.mixture is None else Mixing(**self.mixture)
 
     @field_validator("new_tokens", mode="before")
     @classmethod
@@ -285,10 +387,33 @@ class MLLMData(Data):
             self.global_batch_tokens % self.pack_tokens
         ):
             raise ValueError("data.global_batch_tokens must be a multiple of data.pack_tokens")
-        sources = with_held_out(self.sources)
-        for split in {source.split for source in sources}:
-            _check_split(split, [source for source in sources if source.split == split])
+        check_splits(with_held_out(self.sources))
+        self.check_mixture(self.sources)
         return self
+
+    def check_mixture(self, sources: list[DataSource]) -> None:
+        """Raise for weights that `mixture` gives no meaning, or another one."""
+        weights = [source.weight for source in sources if source.split == "train"]
+        mixing = self.mixing
+        by_progress = any(isinstance(weight, list) for weight in weights)
+        if any(isinstance(source.weight, list) for source in sources if source.split != "train"):
+            raise ValueError("a weight by progress is for sources of split train")
+        if mixing is None:
+            if by_progress:
+                raise ValueError("a weight by progress needs data.mixture={by: tokens}")
+            return
+        if mixing.by == "rows" and (by_progress or mixing.max_epochs is not None):
+            raise ValueError(
+                "weights by progress and max_epochs count tokens: set data.mixture.by=tokens"
+            )
+        if mixing.temperature != 1 and any(weight is not None for weight in weights):
+            raise ValueError(
+                "data.mixture.temperature is for sources without a weight: leave one of them out"
+            )
+        if any(source.stream for source in sources if source.split == "train"):
+            raise ValueError(
+                "data.mixture needs the tokens of all rows, and streams are read in order: remove it, or stream: true"
+            )
 
     def _check_auto(self) -> None:
         """Neither the rows that are left out nor the global batch may depend on the GPU."""
@@ -342,6 +467,12 @@ class MLLMData(Data):
                 "data.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
             )
         return self.global_batch_tokens // self.tokens_per_pack
+
+
+def check_splits(sources: list[DataSource]) -> None:
+    """Raise for sources of one split that do not go together."""
+    for split in {source.split for source in sources}:
+        _check_split(split, [source for source in sources if source.split == split])
 
 
 def _check_split(split: str, sources: list[DataSource]) -> None:

@@ -8,9 +8,10 @@ The limited processor is the one to save with the model: serving then sees what 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,23 @@ def load_processor(folder: str | Path | None) -> Any:
             "chat template of turns (docs/omni.md, CSM, shows how to write one)"
         )
     return found
+
+
+def tokenizer_hash(tokenizer: Any, without: Iterable[str] = ()) -> str:
+    """A hash of what turns a text into ids: not of padding, truncation and tokens that are put around a text.
+
+    `without`: tokens that were added for a training, and do not count.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for name in ("version", "padding", "truncation", "post_processor"):
+        state.pop(name, None)
+    state["added_tokens"] = [
+        (token["id"], token["content"])
+        for token in state["added_tokens"]
+        if token["content"] not in without
+    ]
+    text = json.dumps(state, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def with_new_tokens(processor: Any, tokens: Mapping[str, str]) -> tuple[Any, NewRows]:

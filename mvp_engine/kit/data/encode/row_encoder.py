@@ -33,10 +33,12 @@ from mvp_engine.kit.data.encode.tokenization import (
     PlaceholderToken,
     Rendered,
     TokenizedText,
+    check_has_loss,
     expand_placeholders,
     truncate,
 )
 from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.row_files import PreparedRow, PreparedSide
 from mvp_engine.kit.data.read.row_types import (
     BadRow,
     FieldType,
@@ -45,6 +47,7 @@ from mvp_engine.kit.data.read.row_types import (
     Part,
     Row,
     RowFormat,
+    TokenIds,
 )
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
@@ -371,9 +374,15 @@ class RowEncoder:
         Raises BadRow. With `fit`, an over-long row is handled as `overlong` says. With `decode`, media
         that will not be truncated or shrunk are decoded on the way; images are opened once in any case.
         """
+        if isinstance(raw, PreparedRow):  # as it is, and never too long: its cost says so
+            return [self._prepared(side, raw.numbers) for side in raw.sides]
         row = self.read(raw, format) if self.tools else read_row(raw, format)
         sides = self._encode_row(row, root, fit, decode)
         return [replace(side, fields=row.fields) for side in sides]
+
+    def _prepared(self, side: PreparedSide, numbers: Mapping[str, float]) -> EncodedSequence:
+        media = side.parts, side.infos, self.media.expansions(side.infos), side.spans
+        return EncodedSequence(side.ids, side.loss, *media, fields=numbers)
 
     def read(self, raw: Mapping[str, Any], format: RowFormat | str | None) -> Row:
         """The row, with `tools` unless it has its own."""
@@ -430,6 +439,14 @@ class RowEncoder:
             detail += f" ({sides[0].target_positions} of them are {self.row_part.positions})"
         raise BadRow("overlong", detail)
 
+    def _token_sequence(self, row: Row, tokens: TokenIds) -> FullSequence:
+        size = len(self.media.tokenizer)
+        if wrong := [id for id in tokens.ids if not 0 <= id < size]:
+            raise BadRow("bad_token", f"input_ids has {wrong[0]}; the tokenizer has {size} tokens")
+        if not row.prompt_only:
+            check_has_loss(tokens.loss, len(tokens.ids), len(tokens.ids))
+        return FullSequence(Rendered("", ()), [], [], TokenizedText(*tokens, []))
+
     def _rejected_side(
         self, row: Row, root: Path, decode: bool, chosen: FullSequence
     ) -> FullSequence:
@@ -452,6 +469,8 @@ class RowEncoder:
 
         `chosen` is the other side, if both have the same media.
         """
+        if row.tokens is not None:
+            return self._token_sequence(row, row.tokens)
         rendered = rendered or self.template.render(row)
         if chosen is not None and chosen.media_order == [place.index for place in rendered.media]:
             return self._tokenize(replace(chosen, rendered=rendered))

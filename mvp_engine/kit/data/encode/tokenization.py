@@ -171,7 +171,7 @@ class MaskingTokenizer:
             first, end = place.outer
             loss[first:end] = [False] * (end - first)
         if not rendered.prompt_only:
-            _check_has_loss(loss, len(ids), len(ids))
+            check_has_loss(loss, len(ids), len(ids))
         return TokenizedText(ids, loss, media)
 
     def _loss_mask(
@@ -249,11 +249,11 @@ def truncate(
     end = min(max_tokens, len(ids))
     split = [start for start, stop in media if start < end < stop]
     end = min([end, *split])
-    _check_has_loss(loss, end, len(ids))
+    check_has_loss(loss, end, len(ids))
     kept_media = sum(stop <= end for _, stop in media)
     return Truncated(ids[:end], loss[:end], kept_media)
 
 
-def _check_has_loss(loss: list[bool], end: int, total: int) -> None:
+def check_has_loss(loss: list[bool], end: int, total: int) -> None:
     if not any(loss[1:end]):  # nothing predicts the first token
         raise BadRow("nothing_to_learn", f"none of the first {end} of {total} tokens carries loss")

@@ -37,7 +37,7 @@ import torch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
 from mvp_engine.kit.data.cpus import num_processes
-from mvp_engine.kit.data.encode.row_encoder import TARGET, RowEncoder
+from mvp_engine.kit.data.encode.row_encoder import TARGET, EncodedSequence, RowEncoder
 from mvp_engine.kit.data.read.probe import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row, RowFormat
 from mvp_engine.kit.data.read.rows import null_bits, null_rows, read_row
@@ -90,6 +90,7 @@ def write_costs(file: Path, costs: Costs) -> None:
     bad = [[row, reason, detail] for row, (reason, detail) in sorted(costs.bad.items())]
     encoded = json.dumps(bad).encode(errors="surrogatepass")
     bad_bytes = np.frombuffer(encoded, np.uint8)
+    more: dict[str, Any] = {"long": costs.long} if len(costs.long) else {}
     with atomic_path(file) as temporary, open(temporary, "wb") as out:
         np.savez(
             out,
@@ -97,13 +98,17 @@ def write_costs(file: Path, costs: Costs) -> None:
             encoder=costs.encoder,
             media=costs.media,
             bad=bad_bytes,
+            **more,
         )
 
 
 def read_costs(file: Path) -> Costs:
     with np.load(file, allow_pickle=False) as found:
         bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
-        return Costs(found["tokens"], found["encoder"], found["media"], bad)
+        costs = Costs(found["tokens"], found["encoder"], found["media"], bad)
+        if "long" in found:  # of prepared rows
+            costs.long = found["long"]
+        return costs
 
 
 class RecordFile:
@@ -347,6 +352,9 @@ class Measure:
         records = np.array(new_rows, ROW_RECORD)
         return ChunkCosts([costs[row] for row in rows], records, self.sizes.take_new())
 
+    def keep(self, row: int, sides: Sequence[EncodedSequence]) -> None:
+        """Called with each row that is encoded; `mvp data prepare` writes it."""
+
     def _read(self, row: int) -> _ReadRow:
         try:
             raw = self.source[row]
@@ -367,6 +375,7 @@ class Measure:
     def _measure_row(self, read: _ReadRow) -> RowCost:
         try:
             sides = self.row_encoder.encode(read.content, self.format, self.source.root, self.fit)
+            self.keep(read.row, sides)
             tokens = sum(side.num_positions for side in sides)
             kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
             if any(side.targets for side in sides):

@@ -7,14 +7,15 @@ torch reports the death of a worker without what it was reading, and waits forev
 
 from __future__ import annotations
 
-import math
+import logging
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 from operator import itemgetter
 from typing import Any
@@ -30,80 +31,19 @@ from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
-from mvp_engine.kit.data.pack.plan import Plan, make_packs, make_plan
+from mvp_engine.kit.data.pack.plan import (
+    PACED_WINDOW,
+    WINDOW_PACKS,
+    Mixture,
+    Origin,
+    PacedMixture,
+    Plan,
+    make_packs,
+    make_plan,
+    paced,
+)
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
-from mvp_engine.kit.data.read.sources import Source
-
-
-class Mixture:
-    """Several named sources in one order, which depends on (seed, epoch) alone.
-
-    `by="repeats"`: a source of n rows gives round(repeats * n) rows per epoch; 2 means each row exactly twice.
-    `by="weight"`: an epoch has as many rows as all sources together, divided by weight to the nearest row. A small
-    source with a large weight is repeated.
-    In both modes a source is read in shuffled passes that continue over epochs. No row comes for the (k+1)-th time
-    before all rows of its source came k times, so repeats=0.5 gives one half, then the other.
-    """
-
-    def __init__(self, sources: Sequence[tuple[str, Source, float]], by: str = "repeats") -> None:
-        self.names = [name for name, _, _ in sources]
-        self.sources = [source for _, source, _ in sources]
-        shares = [share for _, _, share in sources]
-        _check(self.names, shares, by)
-        sizes = [len(source) for source in self.sources]
-        rows_per_weight = sum(sizes) / sum(shares)
-        self.counts = []  # rows of each source in one epoch
-        for name, share, size in zip(self.names, shares, sizes, strict=True):
-            count = round(share * (size if by == "repeats" else rows_per_weight))
-            if count == 0:
-                raise UserError(f"data: {name!r} would give no row per epoch: raise its {by}")
-            self.counts.append(count)
-
-    def __len__(self) -> int:
-        """Rows in an epoch."""
-        return sum(self.counts)
-
-    def shares(self) -> dict[str, float]:
-        """The share of each source in the rows of an epoch, by name."""
-        return {
-            name: count / len(self) for name, count in zip(self.names, self.counts, strict=True)
-        }
-
-    def order(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-        """The rows of the epoch as (source, row) pairs: an array of shape (len(self), 2)."""
-        pairs = []
-        for index, size in enumerate(self.counts):
-            rows = self._source_rows(index, epoch * size, size, seed if shuffle else None)
-            pairs.append(np.stack([np.full(size, index), rows], axis=1))
-        order = np.concatenate(pairs)
-        return order[_permutation(len(order), seed, "order", epoch)] if shuffle else order
-
-    def _source_rows(self, index: int, start: int, count: int, seed: int | None) -> np.ndarray:
-        """Rows `start` to `start + count` of the endless sequence of passes over a source."""
-        size = len(self.sources[index])
-        passes = []
-        for number in range(start // size, (start + count - 1) // size + 1):
-            if seed is None:
-                passes.append(np.arange(size))
-            else:
-                passes.append(_permutation(size, seed, self.names[index], number))
-        return np.concatenate(passes)[start % size :][:count]
-
-
-def _check(names: list[str], shares: list[float], by: str) -> None:
-    if not names or len(set(names)) < len(names) or by not in ("repeats", "weight"):
-        raise UserError(
-            f"data: a mixture needs sources with different names, by repeats or by weight; not {names} by {by}"
-        )
-    if not all(isinstance(share, int | float) and 0 < share < math.inf for share in shares):
-        raise UserError(f"data: the {by} of a source must be a number above 0, not {shares}")
-
-
-def _permutation(size: int, *seed: object) -> np.ndarray:
-    generator = torch.Generator().manual_seed(derived_seed(*seed))
-    return torch.randperm(size, generator=generator).numpy()
-
 
 MAX_WORKERS = 256
 MAX_POSITION_BYTES = 256
@@ -244,6 +184,7 @@ def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterato
     return iterator
 
 
+LOGGER = logging.getLogger("mvp_engine")
 STALE_CACHE = "Were its media replaced? Then remove the cached costs (data.cache; by default ~/.cache/mvp_engine/data)"
 
 
@@ -278,20 +219,76 @@ class PackDataset(Dataset[Any]):
         generator = None
         if self._draws:
             generator = np.random.default_rng(derived_seed(self._plan_seed, "packs", epoch))
-        return make_plan(
-            *self._rows(epoch),
+        order, tokens, encoder = self._rows(epoch)
+        arrange = None
+        if isinstance(self.mixture, PacedMixture):
+            self.mixture.counts = np.bincount(order[:, 0], minlength=len(self.costs)).tolist()
+        if isinstance(self.mixture, PacedMixture) and generator is not None:
+            sizes = len(self.mixture.names), self.budget
+            arrange = partial(
+                paced, source=order[:, 0], tokens=tokens, sizes=sizes, random=generator
+            )
+        plan = make_plan(
+            order,
+            tokens,
+            encoder,
             budget=self.budget,
             packs_per_step=self.packs_per_step,
             shuffle=generator,
             max_packs=self.max_packs,
+            window=self._window,
+            arrange=arrange,
         )
+        self.places = plan.rows[:, 2] if plan.rows.shape[1] > 2 else None
+        return replace(plan, rows=plan.rows[:, :2]) if self.places is not None else plan
+
+    @property
+    def _window(self) -> int:
+        return PACED_WINDOW if isinstance(self.mixture, PacedMixture) else WINDOW_PACKS
 
     def epoch_size(self, epoch: int) -> int:
         """Packs of an epoch, without its plan: 3 s for a million rows."""
         if epoch == self.epoch:
             return len(self.plan)
         _, tokens, encoder = self._rows(epoch)
-        return len(make_packs(tokens, encoder, self.budget)[: self.max_packs])
+        return len(make_packs(tokens, encoder, self.budget, self._window)[: self.max_packs])
+
+    def seen(self, packs: int) -> np.ndarray:
+        """Rows and tokens of each source in the first packs of this epoch: (sources, 2)."""
+        end = int(self.plan.ends[packs - 1]) if packs else 0
+        source = self.plan.rows[:end, 0]
+        sources = len(self.mixture.names)
+        rows = np.bincount(source, minlength=sources)
+        tokens = np.bincount(source, self.plan.tokens[:end], minlength=sources)
+        return np.stack([rows, tokens], axis=1).astype(np.int64)
+
+    def origin_after(self, packs: int) -> Origin:
+        """Where another mixture continues after the first packs of this epoch: no row comes twice or never."""
+        mixture = self.mixture
+        assert isinstance(mixture, PacedMixture)
+        assert self.places is not None
+        begin = mixture.origin
+        end = int(self.plan.ends[packs - 1]) if packs else 0
+        by_tokens = mixture.mixing.by == "tokens"
+        used = int(self.plan.tokens[:end].sum()) if by_tokens else end
+        units = begin.units + (self.epoch - begin.epoch) * mixture.epoch_units + used
+        following, left = {}, {}
+        for index, name in enumerate(mixture.names):
+            of_source = self.plan.rows[:, 0] == index
+            places = self.places[of_source]
+            is_used = np.flatnonzero(of_source) < end
+            start = mixture.place_at(index, self._plan_seed if self._draws else None, self.epoch)
+            next_place = max([start, *(places[is_used] + 1).tolist()])
+            following[name] = next_place
+            late = places[~is_used]
+            left[name] = sorted(late[late < next_place].tolist())
+        return Origin(self.epoch, units, following, left)
+
+    def begin_at(self, origin: Origin) -> None:
+        """Continue with this mixture where another one ended, from the next call of `set_epoch` on."""
+        assert isinstance(self.mixture, PacedMixture)
+        self.mixture.origin = origin
+        self.epoch = -1
 
     def order(self, epoch: int) -> np.ndarray:
         """The (source, row) pairs of an epoch in their order, a function of the seed and the epoch alone.
@@ -397,6 +394,12 @@ class PackLoader(SampleLoader):
         self.data_id = data_id
         self.stall_seconds = stall_seconds
         self._first: tuple[tuple[int, int], Iterator[Any]] | None = None
+        # Rows and tokens of each source, in the epochs before this one.
+        self._seen_before = np.zeros((len(dataset.mixture.names), 2), np.int64)
+        self._changes: list[dict[str, Any]] = []  # of the mixture, in mid-run
+        if isinstance(dataset.mixture, PacedMixture):
+            # For the log: the share of each source in the tokens so far, and its epochs.
+            self.seen_metrics = self._seen_metrics
         super().__init__(
             dataset,
             micro_batch_size=1,
@@ -453,19 +456,87 @@ class PackLoader(SampleLoader):
         self._first = None
         return first[1] if first is not None and first[0] == self._place else super()._items()
 
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == self.epoch + 1:
+            self._seen_before = self._seen_before + self.dataset.seen(self.size)
+        super().set_epoch(epoch)
+
+    def seen(self) -> dict[str, dict[str, float]]:
+        """Rows, tokens and epochs of each source that were trained on, over resumes."""
+        mixture = self.dataset.mixture
+        totals = self._seen_before + self.dataset.seen(super().state_dict()["samples"])
+        found = {}
+        for name, source, (rows, tokens) in zip(
+            mixture.names, mixture.sources, totals.tolist(), strict=True
+        ):
+            found[name] = {"rows": rows, "tokens": tokens, "epochs": round(rows / len(source), 4)}
+        return found
+
+    def _seen_metrics(self) -> dict[str, float]:
+        seen = self.seen()
+        total = max(1, sum(one["tokens"] for one in seen.values()))
+        shares = {f"share_{name}": one["tokens"] / total for name, one in seen.items()}
+        return shares | {f"epochs_{name}": one["epochs"] for name, one in seen.items()}
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "plan": self.plan_id()}
+        state: dict[str, Any] = dict(super().state_dict())
+        state |= {"plan": self.plan_id(), "seen": self.seen()}
+        if isinstance(self.dataset.mixture, PacedMixture):
+            mixture = self.dataset.mixture
+            state["mixture"] = {
+                "settings": mixture.settings(),
+                "origin": asdict(mixture.origin),
+                "next": asdict(self.dataset.origin_after(state["samples"])),
+                "changes": self._changes,
+            }
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        mixture = self.dataset.mixture
+        before = state.get("mixture")
+        is_changed = False
+        if before is not None and isinstance(mixture, PacedMixture):
+            self._changes = list(before["changes"])
+            is_changed = before["settings"] != mixture.settings()
+            if is_changed:
+                self._note_change(before, mixture.settings())
+            self.dataset.begin_at(Origin(**before["next" if is_changed else "origin"]))
+            state = {**state, "samples": 0} if is_changed else state
         super().load_state_dict(state)
-        if state["plan"] != self.plan_id():
+        if not is_changed and state["plan"] != self.plan_id():
             what = "the packing (pack and row size, global batch, data.limits, seed, processor) is"
             if not state["plan"].startswith(f"{self.data_id}-"):
                 what = "the rows (files of the sources, hold_out) are"
             raise UserError(
                 f"{what} not what the checkpoint was trained with, so its position in the epoch is not valid here: "
-                "restore it (config.yaml of the run), or start a new run from its weights (model.path)"
+                "restore it (config.yaml of the run), or start a new run from its weights (model.path). Shares of "
+                "sources can change in mid-run where data.mixture was set from its start"
             )
+        seen = state.get("seen", {})  # checkpoints of earlier versions do not have it
+        rows = [
+            [seen.get(name, {}).get(key, 0) for key in ("rows", "tokens")] for name in mixture.names
+        ]
+        if seen:
+            self._seen_before = np.array(rows, np.int64) - self.dataset.seen(state["samples"])
+
+    def _note_change(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Record that the mixture is another one from here on. Raises if the rows of a source are others."""
+        for name, (fingerprint, *_) in now["sources"].items():
+            known = before["settings"]["sources"].get(name)
+            if known is not None and known[0] != fingerprint:
+                raise UserError(
+                    f"the rows of the source {name} are not those that the checkpoint was trained with: restore its "
+                    "files, or give them another name"
+                )
+        change = {"units": before["next"]["units"], "before": before["settings"]}
+        self._changes.append(change)
+        LOGGER.info(
+            "the mixture changes after %.0f %s: each source continues behind its last row. Before: %s; now: %s",
+            change["units"],
+            now["mixing"]["by"],
+            _shown(before["settings"]),
+            _shown(now),
+        )
 
     def sample_ids(self, first: int, last: int) -> list[Any]:
         """Where the rows of this rank's micro-batches `first` to `last` (exclusive) come from."""
@@ -483,3 +554,9 @@ class PackLoader(SampleLoader):
     def plan_id(self) -> str:
         """A hash of the data and of the plan of this epoch."""
         return f"{self.data_id}-{self.dataset.plan.digest}"
+
+
+def _shown(settings: dict[str, Any]) -> str:
+    """The weights of a mixture, for the log."""
+    weights = {name: weight for name, (_, weight, _) in settings["sources"].items()}
+    return f"{weights} {settings['mixing']}"

@@ -7,6 +7,8 @@ Files of one sample have the same name up to the first dot (shards) or the last 
 replace what the row has under these names. Media are bytes from a shard, and paths from a folder. So
 an image and a text are a caption. Other members of a shard are in the row as bytes, under their
 extension.
+
+Prepared rows: what `mvp data prepare` writes (tools/prepare.py) and a training reads without tokenizing.
 """
 
 from __future__ import annotations
@@ -21,20 +23,26 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from mvp_engine.errors import UserError, count
-from mvp_engine.kit.data.read.media_source import media_kind, suffix_of
+from mvp_engine.kit.data.read.decoders import MediaInfo
+from mvp_engine.kit.data.read.media_source import media_kind, require_package, suffix_of
 from mvp_engine.kit.data.read.row_types import (
     MEDIA,
     BadRow,
+    Message,
+    ParsedRow,
+    Part,
+    Row,
     may_fit,
     parse_object,
     too_long,
     unique_keys,
 )
+from mvp_engine.kit.data.settings import MANIFEST, read_manifest
 
 # Bytes at either end of a file that go into its fingerprint.
 _EDGE_BYTES = 1 << 16
@@ -399,3 +407,148 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def _name_and_size(name: str, size: int) -> bytes:
     return f"{name} {size}\n".encode(errors="backslashreplace")
+
+
+# Prepared rows: Arrow files with token ids, loss masks and references to media, next to the costs of all rows.
+
+COSTS = "costs.npz"
+SHARD = "shard-{:05d}.arrow"
+
+
+class PreparedSide(NamedTuple):
+    """A sequence as it was tokenized: of a preference pair one of two, else the only one."""
+
+    ids: list[int]
+    loss: list[bool]
+    parts: list[Part]  # its media,
+    infos: list[MediaInfo]  # their sizes,
+    spans: list[tuple[int, int]]  # and the tokens of each
+
+
+class PreparedRow(ParsedRow):
+    """A row that is tokenized already; the row encoder takes its sides as they are."""
+
+    def __init__(self, sides: list[PreparedSide], numbers: Mapping[str, float]) -> None:
+        super().__init__()
+        self.sides = sides
+        self.numbers = numbers
+
+    def parsed(self) -> Row:
+        """Its media and its numbers: the text is not kept."""
+        turns = []
+        for side in self.sides:
+            turns.append(Message("assistant", tuple(side.parts)))
+        return Row((turns[0],), rejected=tuple(turns[1:]), fields=self.numbers, format="prepared")
+
+
+def prepared_file(folder: Path) -> PreparedFile | None:
+    """The rows of one source of prepared data, of which `folder` is OUT/SPLIT/NAME; None for other folders."""
+    top = folder.parent.parent
+    manifest = read_manifest(top) if (top / MANIFEST).is_file() else None
+    inside = folder.relative_to(top).as_posix()
+    found = [one for one in (manifest or {}).get("sources", ()) if one["folder"] == inside]
+    return PreparedFile(folder, manifest, found[0]) if manifest and found else None
+
+
+class PreparedFile(RowFile):
+    """The rows of one source of prepared data. A row is read from a memory-mapped file, without the rows around it."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> None:
+        super().__init__(folder, entry["name"])
+        self.manifest = manifest
+        self.entry = entry
+        self.ends = np.cumsum([0, *(rows for rows, _ in entry["shards"])])
+        self.size = int(self.ends[-1])
+        self.fingerprint = entry["fingerprint"]
+
+    def row(self, index: int) -> dict[str, Any]:
+        columns, place = self._find(index)
+
+        def cell(name: str) -> Any:
+            return columns[name][place].as_py()
+
+        if reason := cell("bad"):
+            raise BadRow(*json.loads(reason))
+        ids = columns["input_ids"][place].values.to_numpy().tolist()
+        runs = columns["loss"][place].values.to_numpy()
+        loss = (np.repeat(np.arange(len(runs)), runs) % 2 == 1).tolist()
+        media = read_media(cell("media"), cell("blobs"))
+        start = 0
+        sides = []
+        for end, items in zip(cell("ends"), media, strict=False):
+            sides.append(PreparedSide(ids[start:end], loss[start:end], *items))
+            start = end
+        return PreparedRow(sides, json.loads(cell("fields") or "{}"))
+
+    def where(self, index: int) -> str:
+        columns, place = self._find(index)
+        return str(columns["where"][place].as_py())
+
+    def _find(self, index: int) -> tuple[Any, int]:
+        shard = int(np.searchsorted(self.ends, index, side="right")) - 1
+        return open_shard(self.file / SHARD.format(shard)), index - int(self.ends[shard])
+
+
+@functools.lru_cache(maxsize=256)  # each of them keeps a file open
+def open_shard(file: Path) -> dict[str, Any]:
+    """The columns of a shard, memory-mapped."""
+    pa = require_package("pyarrow", f"reading {file}")
+    try:
+        batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data: {file} cannot be read: {error}. Remove it, and start mvp data prepare again"
+        ) from None
+    return dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+def write_media(sides: Iterable[Any]) -> tuple[str | None, list[bytes] | None]:
+    """The media of sequences as JSON, and the bytes that it refers to by number; None without media."""
+    blobs: list[bytes] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            blobs.append(value)
+            return {"blob": len(blobs) - 1}
+        if isinstance(value, Mapping):
+            return {"object": {key: plain(inner) for key, inner in value.items()}}
+        if isinstance(value, list | tuple):
+            return [plain(inner) for inner in value]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise BadRow("unsupported", f"media of type {type(value).__name__} cannot be written")
+
+    found = []
+    for side in sides:
+        items = []
+        for part, info, span in zip(side.parts, side.infos, side.spans, strict=True):
+            known = {name: value for name, value in vars(info).items() if name != "kind" and value}
+            items.append([part.kind, plain(part.value), plain(dict(part.options)), known, *span])
+        found.append(items)
+    return (json.dumps(found), blobs or None) if any(found) else (None, None)
+
+
+def read_media(text: str | None, blobs: list[bytes] | None) -> list[Any]:
+    """Parts, sizes and token spans of the media of each sequence, as `write_media` was given them."""
+
+    def value_of(plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [value_of(one) for one in plain]
+        if isinstance(plain, dict):
+            inner = plain.get("object")
+            return value_of_object(inner) if inner is not None else (blobs or [])[plain["blob"]]
+        return plain
+
+    def value_of_object(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: value_of(inner) for key, inner in fields.items()}
+
+    if text is None:
+        return [([], [], []), ([], [], [])]
+    found = []
+    for items in json.loads(text):
+        parts = [
+            Part(kind, value_of(value), value_of(options)) for kind, value, options, *_ in items
+        ]
+        infos = [MediaInfo(item[0], **item[3]) for item in items]
+        found.append((parts, infos, [(item[4], item[5]) for item in items]))
+    return found

@@ -131,9 +131,16 @@ class Message:
         return any(part.kind in MEDIA for part in self.parts)
 
 
+class TokenIds(NamedTuple):
+    """A row that was tokenized before: the ids of the model's tokenizer, and which of them carry loss."""
+
+    ids: list[int]
+    loss: list[bool]
+
+
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset: a conversation, a preference pair, or a plain text."""
+    """One row of a dataset: a conversation, a preference pair, a plain text, or token ids."""
 
     messages: tuple[Message, ...] = ()
     text: str | None = None  # plain text for pre-training: every token carries loss
@@ -141,6 +148,7 @@ class Row:
     rejected: tuple[Message, ...] = ()  # preference pairs: `messages` is the chosen conversation
     # The parts of `text` with loss, as (first, end) characters; empty: all of it, with BOS and EOS.
     text_loss: tuple[tuple[int, int], ...] = ()
+    tokens: TokenIds | None = None  # of a source with `tokenized_by`
     prompt_only: bool = False  # a conversation without an answer: no token carries loss
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`data.fields`)
     format: str = field(default="", compare=False)

@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mvp_engine.errors import UserError
@@ -47,6 +48,7 @@ from mvp_engine.kit.data.read.row_types import (
     Part,
     Row,
     RowFormat,
+    TokenIds,
     check_json_serializable,
     check_list,
     check_object,
@@ -74,17 +76,21 @@ FORMATS = {
     "texts": ("texts",),
     "text": ("text",),
 }
+# Not detected: only the ids of a source that names their tokenizer (`tokenized_by`) are read.
+TOKENS = "tokens"
+_TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
 _PROMPTS = ("prompt", "question", "query", "instruction")
 _PROMPT_COLUMNS = (*_PROMPTS, "messages", "conversations", "texts", "chosen")
 _ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
 _OTHER_COLUMNS = ("system", "tools", "history", "input", "caption", "label", "rejected_response")
 _MEDIA_COLUMNS = (*MEDIA, *(f"{kind}s" for kind in MEDIA))
+IGNORED_LABEL = -100
 _OBJECT_TAGS = ("<ref-object>", "<bbox>")
 
 
 def known_columns() -> set[str]:
     """Every column name that has a meaning."""
-    names = {*_ALIASES, *_OTHER_COLUMNS, *_MEDIA_COLUMNS}
+    names = {*_ALIASES, *_OTHER_COLUMNS, *_MEDIA_COLUMNS, *_TOKEN_COLUMNS}
     return names.union(*FORMATS.values())
 
 
@@ -96,7 +102,7 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
         return raw.parsed()
     if not isinstance(format, RowFormat):
         format = RowFormat(format)
-    if format.name is not None and format.name not in FORMATS:
+    if format.name not in (None, TOKENS, *FORMATS):
         raise UserError(
             f"unknown row format {format.name!r}; choose one of {', '.join(sorted(FORMATS))}"
         )
@@ -188,6 +194,8 @@ def _rename_aliases(columns: Columns) -> None:
 
 
 def _has_format(columns: Mapping[str, Any], format: str) -> bool:
+    if format == TOKENS:
+        return "input_ids" in columns
     if all(key in columns for key in FORMATS[format]):
         return True
     if format != "text" or "caption" not in columns:
@@ -197,7 +205,12 @@ def _has_format(columns: Mapping[str, Any], format: str) -> bool:
 
 def _unknown_format_detail(raw: Any, columns: Columns, name: str | None) -> str:
     if name is None and "input_ids" in columns:
-        return "the row has token ids, which may be of another tokenizer: give its text or messages"
+        return (
+            "the row has token ids, which may be of another tokenizer: give its text or messages; or, if the model's "
+            "own tokenizer made them, name its folder with `tokenized_by: FOLDER` of the source"
+        )
+    if name == TOKENS:
+        return describe_columns(raw, {TOKENS: ("input_ids",)})
     return describe_columns(raw, {name: FORMATS[name]} if name else FORMATS)
 
 
@@ -216,6 +229,7 @@ class _Reader:
             "texts": self._texts,
             "text": self._text,
             "prompt": self._prompt,
+            TOKENS: self._tokens,
         }
         if self.format.drops_answers and FORMATS.get(name, ("",))[0] in _PROMPTS:
             return self._prompt(FORMATS[name][0])
@@ -226,6 +240,34 @@ class _Reader:
             return self._conversation([], read_messages(self.columns[key], key))
         question, answer = FORMATS[name]
         return self._question_answer(question, answer)
+
+    def _tokens(self) -> Row:
+        """Token ids. Their loss is that of `labels` (the same ids, or -100) or of `loss_mask`; without them, all."""
+        if self.format.drops_answers:
+            raise BadRow(
+                "no_prompt", "token ids have no prompt to answer: give prompt, or messages"
+            )
+        ids = _whole_numbers(self.columns["input_ids"], "input_ids")
+        loss = [True] * len(ids)
+        if "labels" in self.columns:
+            labels = _whole_numbers(self.columns["labels"], "labels", len(ids))
+            loss = [label != IGNORED_LABEL for label in labels]
+            for place, (label, id) in enumerate(zip(labels, ids, strict=True)):
+                if label not in (id, IGNORED_LABEL):
+                    raise BadRow(
+                        "bad_labels",
+                        f"labels[{place}] is {label}, but input_ids[{place}] is {id}: labels are the ids of their own "
+                        "position, or -100; they are shifted when a batch is built",
+                    )
+        if "loss_mask" in self.columns:
+            mask = _whole_numbers(self.columns["loss_mask"], "loss_mask", len(ids))
+            loss = [bool(one and has_loss) for one, has_loss in zip(mask, loss, strict=True)]
+        if "attention_mask" in self.columns:  # 0 is padding
+            mask = _whole_numbers(self.columns["attention_mask"], "attention_mask", len(ids))
+            ids, loss = list(compress(ids, mask)), list(compress(loss, mask))
+        if not ids:
+            raise BadRow("empty", "input_ids is empty")
+        return Row(tokens=TokenIds(ids, loss))
 
     def _texts(self) -> Row:
         """Turns as the_cauldron and FineVision have them: each entry is a question and its answer."""
@@ -430,6 +472,15 @@ class _Reader:
                     f"a text has {tag}, to be filled from the column 'objects', which is not "
                     "supported: write names and boxes into the text, in the format of the model",
                 )
+
+
+def _whole_numbers(value: Any, where: str, length: int | None = None) -> list[int]:
+    found = check_list(value.tolist() if hasattr(value, "tolist") else value, where)
+    if not all(isinstance(one, int) for one in found):
+        raise BadRow("wrong_type", f"{where} is not a list of whole numbers")
+    if length is not None and len(found) != length:
+        raise BadRow("wrong_type", f"{where} has {len(found)} entries, but input_ids has {length}")
+    return found
 
 
 def _has_content(message: Message) -> bool:

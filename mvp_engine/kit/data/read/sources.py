@@ -42,6 +42,7 @@ from mvp_engine.kit.data.read.row_files import (
     JsonList,
     MediaFolder,
     Metadata,
+    PreparedFile,
     RowFile,
     TarShard,
     content_hash,
@@ -49,6 +50,7 @@ from mvp_engine.kit.data.read.row_files import (
     is_link,
     is_sample_member,
     merge_sample,
+    prepared_file,
     sample_key,
 )
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat, parse_object
@@ -71,7 +73,15 @@ class Source:
         # Of the content: the same wherever the files lie, another one when they change.
         fingerprints = "".join(file.fingerprint for file in files)
         self.fingerprint = content_hash(fingerprints.encode()).hexdigest()
+        if self.prepared is not None:  # that of the rows it was made from
+            self.fingerprint = self.prepared.fingerprint
         self._chosen: np.ndarray | None = None  # the rows of a subset
+
+    @property
+    def prepared(self) -> PreparedFile | None:
+        """The rows, if they are prepared."""
+        first = self.files[0]
+        return first if isinstance(first, PreparedFile) and len(self.files) == 1 else None
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self._chosen is None else len(self._chosen)
@@ -144,6 +154,7 @@ def open_source(
     parent = Path(os.path.commonpath([file.parent for file in found]))
     is_one_folder = len(found) == 1 and found[0].is_dir()
     default_root = found[0] if is_one_folder else parent
+    given_root = root
     root = Path(root).expanduser().absolute() if root else default_root
     files: list[RowFile] = []
     for file in found:
@@ -153,6 +164,8 @@ def open_source(
         raise UserError(f"data: {empty} has no rows")
     for row_file in files:
         row_file.max_text = max_text
+    if isinstance(files[0], PreparedFile) and len(files) == 1 and not given_root:
+        root = Path(files[0].entry["root"])
     return Source(files, root)
 
 
@@ -251,6 +264,8 @@ def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
     if (folder / "state.json").is_file():
         files = _saved_dataset_files(folder / "state.json")
         return [ArrowFile(folder / file, f"{name}/{file}") for file in files]
+    if (prepared := prepared_file(folder)) is not None:
+        return [prepared]
     if (of_kit := plugins.data_folder(folder)) is not None:
         raise UserError(f"data: {folder} {of_kit.reader}")
     for metadata in METADATA_FILES:
