@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.experts.fp8_layers import quantized_once
+from mvp_engine.hf.experts.router_replay import RouterReplay, add_routes
 from mvp_engine.hf.model.kv_cache import KVCache
 from mvp_engine.model_engine import ModelEngine
 
@@ -58,9 +59,9 @@ def sample_tokens(logits_SV: Tensor, keys_S: Tensor, position: int | Tensor) -> 
     """
     of_position_S = _keys_of_position(keys_S, position)
     if logits_SV.is_cuda:
-        from mvp_engine.kit import gumbel_kernel
+        from mvp_engine.ops import triton_kernels
 
-        return gumbel_kernel.sample_tokens(logits_SV, of_position_S)
+        return triton_kernels.sample_tokens(logits_SV, of_position_S)
     rows = max(1, BLOCK // logits_SV.shape[1])
     chosen = []
     for logits_RV, keys_R in zip(logits_SV.split(rows), of_position_S.split(rows), strict=True):
@@ -135,6 +136,7 @@ class Decoding:
     seed: int = 0
     budget: int | None = None  # tokens of one forward over prompts, unless a single one has more
     use_cache: bool = True  # False: each forward holds the prompts and their completions so far
+    experts: bool = False  # record which experts each token was routed to, where the model has some
     # Ends a completion early, given its tokens; called once per new token.
     is_finished: Finished | None = None
 
@@ -162,6 +164,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     is_finished: bool = False  # False: it was cut after `max_new_tokens`
+    # (tokens, L, K) int16, of the prompt's tokens and the completion's but for the last; see `router_replay.py`.
+    experts: Tensor | None = field(default=None, compare=False)
 
 
 def stop_at(tokenizer: Any, strings: Collection[str]) -> Finished:
@@ -280,6 +284,8 @@ class _Group:
             decoding.use_cache and engine.layout.sequence_size == 1 and model.can_cache
         )
         self.cache: KVCache | None = None
+        self.replay: RouterReplay | None = model.router_replay if decoding.experts else None
+        self.routes: list[list[Tensor]] = [[] for _ in self.all]  # of each completion's tokens
 
     def run(self) -> list[Completion]:
         written = 0  # tokens of each active completion
@@ -304,6 +310,8 @@ class _Group:
                 self._record(tokens_S.tolist(), log_probs_S.tolist())
                 self._drop_finished()
             written += 1
+        for completion, routes in zip(self.all, self.routes, strict=True):
+            completion.experts = torch.cat(routes) if routes else None
         return self.all
 
     def _batch(self) -> PackedBatch | None:
@@ -319,7 +327,8 @@ class _Group:
             with_completion(self.prompts.select([row]), None, written, self.token_type)
             for row, written in zip(self.rows, tokens, strict=True)
         ]
-        return PackedBatch.concat(extended)
+        routes = [torch.cat(found) if (found := self.routes[s]) else None for s in self.active]
+        return PackedBatch.concat(add_routes(extended, routes))
 
     def _next_tokens(self, prompts: PackedBatch) -> PackedBatch:
         """The last token of each active completion."""
@@ -358,11 +367,25 @@ class _Group:
         def logits(micro_batch: PackedBatch) -> Tensor:
             self._others_continue = True
             cache = None if self.engine.is_dummy else self.cache
-            return self.engine.model(micro_batch, ["next_logits"], kv_cache=cache)["next_logits"]
+            records = self.replay is not None and not self.engine.is_dummy
+            with self.replay.recording() if self.replay and records else nullcontext():
+                outputs = self.engine.model(micro_batch, ["next_logits"], kv_cache=cache)
+            if self.replay is not None and records and self.replay.recorded is not None:
+                self._record_routes(micro_batch, self.replay.recorded.cpu())
+            return outputs["next_logits"]
 
         batches = [] if batch is None else [batch]
         found = list(self.engine.infer_micro_batches(batches, logits))
         return found[0] if found else None
+
+    def _record_routes(self, batch: PackedBatch, routes_TLK: Tensor) -> None:
+        """Keep the experts of the tokens that this forward adds to each active completion."""
+        of_sequences = routes_TLK.split(batch.lengths.tolist())
+        for place, s in enumerate(self.active):
+            if not self.all[s].tokens:  # the forward over the prompts, which samples share
+                self.routes[s].append(of_sequences[self.rows[place]])
+            elif not self.all[s].is_finished:
+                self.routes[s].append(of_sequences[place][-1:])
 
     def _start_samples(self) -> None:
         """After the forward over the prompts: one sequence per sample."""

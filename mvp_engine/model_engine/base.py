@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,12 @@ from mvp_engine.config.schema import CHECKPOINTING_MODES, Config, Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import StepPlan
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.distributed.dtensor import full_tensor, local_shards, local_tensor
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    pass
+from mvp_engine.hf.lora.lora_export import adapter_config, adapter_tensors
+from mvp_engine.hf.lora.lora_layers import adapters_off
+from mvp_engine.hf.weights.pretrained import Delta, Deltas
 
 
 class WeightEMA:
@@ -244,6 +244,9 @@ class StepStatus:
     micro_batches: tuple[int, ...] = ()  # those of this rank with a non-finite loss or weight
 
 
+Shard = tuple[tuple[int, ...], Tensor]  # offset in the full tensor, and values
+
+
 class ModelEngine(abc.ABC):
     model: nn.Module
     optimizer: Optimizer
@@ -258,6 +261,7 @@ class ModelEngine(abc.ABC):
         self.world = layout.world
         self.settings = settings or Settings()
         self.learning_rates: dict[str, float] = {}  # of the last update
+        self._deltas = Deltas()
 
     @staticmethod
     def check_packages() -> None:
@@ -290,8 +294,23 @@ class ModelEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Offload to host memory ("cpu") or load back ("cuda"), to free the GPU's memory in between."""
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = False
+    ) -> None:
+        """Offload to host memory ("cpu") or load back ("cuda"), to free the GPU's memory in between.
+
+        `grad`: gradients go with the weights, so that their step can continue afterwards; else they are dropped.
+        """
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether weights are in host memory outside of `train_mode` and `eval_mode`."""
+        return self.settings.offload_outside_steps == "all"
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether optimizer states are in host memory outside of `train_mode`."""
+        return self.settings.offload_outside_steps != "none"
 
     # ---- A step ---------------------------------------------------------------------------------------------------
 
@@ -321,10 +340,11 @@ class ModelEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def optimizer_step(self) -> StepNumbers:
+    def optimizer_step(self, lr: float | None = None) -> StepNumbers:
         """Divide by the weight accumulated since `optimizer_zero_grad`, clip, update; or skip a non-finite step.
 
-        All ranks update or skip together.
+        All ranks update or skip together. `lr` is the learning rate of this step in place of the schedule's, which
+        advances all the same; where groups have their own, it is the highest one, and they keep their ratios.
         """
 
     @abc.abstractmethod
@@ -336,8 +356,9 @@ class ModelEngine(abc.ABC):
         forward_step: ForwardStep,
         plan: StepPlan | None = None,
         mark: Callable[[str], None] | None = None,
+        lr: float | None = None,
     ) -> StepNumbers:
-        """One optimizer step over this rank's micro-batches (a rank may have none).
+        """One optimizer step over this rank's micro-batches (a rank may have none); `lr` as of `optimizer_step`.
 
         `mark` is called with "optimizer" after the last backward, by those who time it.
         """
@@ -345,7 +366,7 @@ class ModelEngine(abc.ABC):
         self.forward_backward_batch(micro_batches, forward_step, plan)
         if mark:
             mark("optimizer")
-        return self.optimizer_step()
+        return self.optimizer_step(lr)
 
     @abc.abstractmethod
     def step_status(self, wait: bool = True) -> list[StepStatus]:
@@ -422,7 +443,7 @@ class ModelEngine(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, folder: Path) -> None:
-        """Write what `mvp merge` needs to know into a checkpoint, if the model can be merged."""
+        """Write what `mvp export` needs to know into a checkpoint, if the model can be merged."""
 
     @abc.abstractmethod
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -433,6 +454,38 @@ class ModelEngine(abc.ABC):
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight as (Hugging Face name, full tensor). All ranks iterate together."""
+
+    def get_per_tensor_param_shard(self) -> Iterator[tuple[str, torch.Size, list[Shard]]]:
+        """Yield (name, shape, this rank's shards) of each parameter, as checkpoints have them; no collective.
+
+        A shard is (offset in the full tensor, its values). Names are those of the model, adapters are separate.
+        """
+        for name, param in self.model.named_parameters():
+            yield name, param.shape, local_shards(param)
+
+    def get_per_tensor_param_delta(self, dtype: torch.dtype | None = None) -> Iterator[Delta]:
+        """Yield what has changed of `get_per_tensor_param` since the last call, bit by bit; first everything.
+
+        Each rank compares and yields its share of the elements, and keeps their values in host memory: one copy of the
+        weights over all ranks. All ranks iterate together, to the end. `applied_delta` puts the shares together.
+        """
+        return self._deltas.of(self.get_per_tensor_param(dtype), self.world.rank, self.world.size)
+
+    # ---- Adapters -------------------------------------------------------------------------------------------------
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """A context in which the model computes what it did without its LoRA adapters."""
+        return adapters_off(self.model)
+
+    @property
+    def peft_config(self) -> dict[str, Any] | None:
+        """The adapter_config.json of the LoRA adapters; None without any."""
+        return None if getattr(self.model, "lora", None) is None else adapter_config(self.model)
+
+    def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA adapters alone, as (peft's name, full tensor). All ranks iterate together."""
+        params = dict(self.model.named_parameters())
+        return adapter_tensors(self.model, lambda name: full_tensor(params[name].detach()))
 
     # ---- Ranks ----------------------------------------------------------------------------------------------------
 

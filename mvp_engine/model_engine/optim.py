@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.config.schema import Optim, default_values
@@ -151,3 +153,26 @@ def _decay_factor(schedule: str, progress: float) -> float:
     if schedule == "wsd":
         return 1.0 - math.sqrt(progress)  # ends at a lower loss than a linear decay of equal length
     return 1.0  # constant
+
+
+@contextmanager
+def with_learning_rate(optimizer: Optimizer, lr: float | None) -> Iterator[None]:
+    """A context for an update with this learning rate; None: with that of the schedule.
+
+    Where groups have their own, it is the highest one, and they keep their ratios.
+    """
+    if lr is None:
+        yield
+        return
+    groups = optimizer.param_groups
+    before = [group["lr"] for group in groups]
+    initial = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    given = [lr * own / max(initial) if max(initial) else float(lr) for own in initial]
+    for group, rate in zip(groups, given, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate, own in zip(groups, given, before, strict=True):
+            if group["lr"] is rate:  # else the schedule has advanced, and set the next one
+                group["lr"] = own

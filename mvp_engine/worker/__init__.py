@@ -1,6 +1,5 @@
 """Worker groups: model engines in other processes, driven by one controller; one API for local, spawn and Ray."""
 
-from mvp_engine.worker import padded
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.launchers import WorkerDied, WorkerError, WorkerUserError
 from mvp_engine.worker.worker import Loss, UpdateNumbers, Worker, WorkerSpec
@@ -14,5 +13,4 @@ __all__ = [
     "WorkerGroup",
     "WorkerSpec",
     "WorkerUserError",
-    "padded",
 ]

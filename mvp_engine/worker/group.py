@@ -28,8 +28,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
 from mvp_engine.kit.decoding import Completion, Decoding
+from mvp_engine.model_engine.base import Shard
 from mvp_engine.worker.launchers import (
-    COPY,
+    RUN,
     START,
     STOP,
     Launcher,
@@ -38,7 +39,7 @@ from mvp_engine.worker.launchers import (
     SpawnLauncher,
     WorkerDied,
 )
-from mvp_engine.worker.worker import Bucket, Loss, UpdateNumbers, WorkerSpec
+from mvp_engine.worker.worker import Bucket, Loss, Stream, UpdateNumbers, WorkerSpec, copy_weights
 
 
 def check_budget(batch: PackedBatch, budget: int) -> None:
@@ -321,22 +322,45 @@ class WorkerGroup:
         budget: int,
         cuts: int = 1,
         together: str | None = None,
+        lr: float | None = None,
     ) -> list[UpdateNumbers]:
         """Train on a batch in `cuts` optimizer steps; at most `budget` tokens in a forward.
 
         Sequences with the same value of the per-sequence field `together` are in one step. A batch with fewer such
-        groups than `cuts` makes fewer steps.
+        groups than `cuts` makes fewer steps. `lr` is the learning rate of all steps in place of the schedule's.
         """
-        if self.spec.optim is None:
-            raise UserError(f"group {self.name} is for inference only: its spec has no optim")
-        check_budget(batch, budget)
+        self._check_training(batch, budget)
         steps: list[list[PackedBatch | None]] = [[] for _ in range(self.data_size)]
         for sequences in cut(batch, cuts, together):
             selected = batch.select(sequences)
             for rank, part in enumerate(by_data_rank(selected, self.data_size)):
                 steps[rank].append(select(selected, part))
-        results = self._call_parts("update", [(own, loss, budget) for own in steps])
+        results = self._call_parts("update", [(own, loss, budget, lr) for own in steps])
         return [_over_ranks(list(step)) for step in zip(*results, strict=True)]
+
+    def forward_backward(self, batch: PackedBatch, loss: Loss, *, budget: int) -> None:
+        """Accumulate the gradients of a batch: after `call("optimizer_zero_grad")`, before `optimizer_step`."""
+        self._check_training(batch, budget)
+        if self.spec.settings.offload_outside_steps == "all":
+            raise UserError(
+                "forward_backward: model.offload_outside_steps=all drops gradients between two calls. Set it to "
+                "optimizer or none, or call update"
+            )
+        parts = [select(batch, part) for part in by_data_rank(batch, self.data_size)]
+        self._call_parts("forward_backward", [(part, loss, budget) for part in parts])
+
+    def optimizer_step(self, lr: float | None = None) -> UpdateNumbers:
+        """Update the weights by the accumulated gradients; `lr` in place of the schedule's."""
+        return _over_ranks(self._call_parts("optimizer_step", [(lr,)] * self.data_size))
+
+    def call(self, name: str, *args: Any, **options: Any) -> list[Any]:
+        """Call a method of the model engine on all ranks, or read an attribute; returns the results of all ranks."""
+        return self._call("call", name, args, options)
+
+    def _check_training(self, batch: PackedBatch, budget: int) -> None:
+        if self.spec.optim is None:
+            raise UserError(f"group {self.name} is for inference only: its spec has no optim")
+        check_budget(batch, budget)
 
     # ---- Weights --------------------------------------------------------------------------------------------------
 
@@ -345,14 +369,21 @@ class WorkerGroup:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 2**28,
         on_device: bool = False,
+        what: Stream = "weights",
     ) -> WeightStream:
         """The weights as (Hugging Face name, full tensor) in host memory, adapters merged; one call per bucket.
 
         `dtype` is by default that of exports: the folder's. With torch.float32 the stream has the exact weights.
         `on_device`: a group in the controller's process leaves them on its device.
+        `what`: adapter, for LoRA adapters alone under peft's names (`call("peft_config")` has their config); delta, for
+        (name, Delta) of what has changed since the last delta, from each rank a share.
         """
         is_local = isinstance(self.processes.launcher, LocalLauncher)
-        return WeightStream(self, dtype, bucket_bytes, on_device and is_local)
+        return WeightStream(self, dtype, bucket_bytes, on_device and is_local, what)
+
+    def shards(self) -> list[list[tuple[str, torch.Size, list[Shard]]]]:
+        """The shards of all parameters that each rank holds, as `get_per_tensor_param_shard` of model engines."""
+        return self._call("shards")
 
     def load_weights(self, buckets: Iterable[Bucket]) -> None:
         """Load a stream of weights, such as another group's `weights()`; layouts may differ.
@@ -360,8 +391,10 @@ class WorkerGroup:
         Those of a group on the same processes are copied there, not through the controller.
         """
         self.has_loaded = True
+        if isinstance(buckets, WeightStream) and buckets.what != "weights":
+            raise UserError(f"load_weights takes whole weights, not a stream of {buckets.what}")
         if isinstance(buckets, WeightStream) and buckets.group.processes is self.processes:
-            self._call(COPY, buckets.group.name, buckets.dtype)
+            self.run(copy_weights, buckets.group.name, buckets.dtype)
             return
         self._call("open_receiver")
         others = [(None,)] * (self.num_ranks - 1)
@@ -389,11 +422,24 @@ class WorkerGroup:
         """Write a complete Hugging Face folder, adapters merged."""
         self._call("export_hf", _absolute(folder), dtype)
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+    def export_adapter(self, folder: str | Path) -> None:
+        """Write the adapters alone, as a folder of peft."""
+        self._call("export_adapter", _absolute(folder))
+
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = False
+    ) -> None:
         """Offload to host memory ("cpu") or load back ("cuda"): groups on the same GPUs can take turns."""
-        self._call("to", device, model, optimizer)
+        self._call("to", device, model, optimizer, grad)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a module as `function(workers, name, *args)` on all ranks.
+
+        `workers` are those of all groups there, by name; `name` is that of this group.
+        """
+        return self._call(RUN, function, *args)
 
     def restart(self) -> None:
         """Start new processes after a death. All groups on them have their first weights again: `load` a checkpoint."""
@@ -427,26 +473,35 @@ class WorkerGroup:
         return results[self.num_ranks - in_stage :: each]  # the last stage has them
 
 
-class WeightStream(Iterator[Bucket]):
+class WeightStream(Iterator[list[tuple[str, Any]]]):
     """The weights of a group, read once. The first bucket is read when it is asked for."""
 
     def __init__(
-        self, group: WorkerGroup, dtype: torch.dtype | None, bucket_bytes: int, on_device: bool
+        self,
+        group: WorkerGroup,
+        dtype: torch.dtype | None,
+        bucket_bytes: int,
+        on_device: bool,
+        what: Stream,
     ) -> None:
         self.group = group
         self.dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._on_device = on_device
+        self.what = what
         self._is_open = False
 
     def __next__(self) -> Bucket:
         if not self._is_open:
-            self.group._call("open_weights", self.dtype, self._bucket_bytes, self._on_device)
+            options = (self.dtype, self._bucket_bytes, self._on_device, self.what)
+            self.group._call("open_weights", *options)
             self._is_open = True
-        bucket: Bucket | None = self.group._call("next_weights")[0]
-        if bucket is None:
+        buckets = self.group._call(
+            "next_weights"
+        )  # those of other ranks are empty, except of a delta
+        if buckets[0] is None:
             raise StopIteration
-        return bucket
+        return list(chain.from_iterable(buckets))
 
 
 def _start_processes(where: str | Launcher, ranks: int, spec: WorkerSpec) -> Processes:

@@ -135,7 +135,7 @@ def receive(connection: Connection) -> Message:
 
 START = "__start__"  # builds a worker from its spec
 STOP = "__stop__"  # drops a worker
-COPY = "__copy__"  # loads the weights of another worker of the same processes
+RUN = "__run__"  # a function of all workers of the process
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,8 @@ class WorkerHost:
             if method == STOP:
                 self._stop(name)
                 return None
-            if method == COPY:
-                self._copy(name, *args)
-                return None
+            if method == RUN:
+                return args[0](self.workers, name, *args[1:])
             return getattr(self.workers[name], method)(*args, **kwargs)
         except Exception as error:
             kind: type[WorkerError] = WorkerError
@@ -218,12 +217,6 @@ class WorkerHost:
             # An error, since ranks other than 0 log nothing else.
             self.hang = HangWatch(spec.parallel.hang_seconds, self.world, logging.ERROR).__enter__()
         self.workers[name] = Worker(spec, self.world)
-
-    def _copy(self, name: str, source: str, dtype: torch.dtype | None) -> None:
-        worker = self.workers[name]
-        worker.open_receiver()
-        worker.copy_weights(self.workers[source], dtype)
-        worker.close_receiver()
 
     def _stop(self, name: str) -> None:
         self.workers.pop(name, None)

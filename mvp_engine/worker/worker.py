@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.monitor import peak_memory
 from mvp_engine.errors import UserError, count
-from mvp_engine.hf.lora.lora_layers import adapters_off
+from mvp_engine.hf.experts.router_replay import RouterReplay
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.weights.pretrained import WeightReceiver
 from mvp_engine.kit.decoding import Completion, Decoding, complete
@@ -36,18 +36,20 @@ from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.optim.settings import OptimSettings
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine import Settings, engine_class
+from mvp_engine.model_engine.base import Shard
 
 Bucket = list[tuple[str, Tensor]]
+Stream = Literal["weights", "adapter", "delta"]
 
 
 def in_buckets(
-    weights: Iterable[tuple[str, Tensor]], limit: int, keep: Callable[[Tensor], Tensor] | None
-) -> Iterator[Bucket]:
+    weights: Iterable[tuple[str, Any]], limit: int, keep: Callable[[Any], Any] | None
+) -> Iterator[list[tuple[str, Any]]]:
     """Lists with at most `limit` bytes, or with one larger tensor; `keep` makes the entry of a tensor.
 
     Without `keep` the lists are empty: every rank of a model runs the same collectives.
     """
-    bucket: Bucket = []
+    bucket: list[tuple[str, Any]] = []
     num_bytes = 0
     for name, value in weights:
         if num_bytes and num_bytes + value.nbytes > limit:
@@ -55,15 +57,19 @@ def in_buckets(
             bucket = []
             num_bytes = 0
         if keep is not None:
-            bucket.append((name, keep(value.detach())))
+            bucket.append((name, keep(value)))
         num_bytes += value.nbytes
     if num_bytes:
         yield bucket
 
 
+def _device_copy(value: Tensor) -> Tensor:
+    return value.detach().clone()
+
+
 def host_copy(value: Tensor) -> Tensor:
     """A copy in host memory, which an update of the model does not change."""
-    return value.to("cpu", copy=True)
+    return value.detach().to("cpu", copy=True)
 
 
 def broadcast_bucket(bucket: Bucket | None, world: World) -> Bucket:
@@ -180,7 +186,8 @@ Log = Callable[[str, Tensor, "Tensor | float"], None]
 class Loss(Protocol):
     """A loss of a packed batch: a small frozen dataclass, since it is sent to the ranks.
 
-    It returns the summed loss and its weight; the model engine divides. `log(name, sum, weight)` adds to a metric.
+    It returns the summed loss and its weight; the model engine divides. `log(name, sum, weight)` adds to a metric. A
+    loss with a method `micro_batches(model, cut, budget)` makes those of a step itself; all ranks call it.
     """
 
     def __call__(self, model: Any, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]: ...
@@ -214,6 +221,7 @@ class Worker:
         model: Any = MLLMModelKit(spec.lora).build(spec.model)
         if spec.side_files is not None:
             model.use_side_files(Path(spec.side_files))
+        model.router_replay = RouterReplay.of(model)
         kind = engine_class(spec.model.type, spec.model.backend)
         self.engine = kind(model, self.layout, spec.settings)
         if spec.optim is None:
@@ -227,8 +235,11 @@ class Worker:
         seed_everything(derived_seed(spec.seed, "rank", self.layout.dropout_rank))
         self._rng = rng_state()
         set_rng_state(outside)
-        self._stream: Iterator[Bucket] | None = None  # of weights that are being read
+        self._stream: Iterator[list[tuple[str, Any]]] | None = (
+            None  # of weights that are being read
+        )
         self._receiver: WeightReceiver | None = None
+        self._sums: dict[str, list[Tensor]] = {}  # of the metrics of a step
 
     @contextmanager
     def own_random_state(self) -> Iterator[None]:
@@ -242,7 +253,12 @@ class Worker:
 
     # ---- Inference ------------------------------------------------------------------------------------------------
 
-    def infer(
+    def infer(self, *args: Any) -> dict[str, Tensor] | None:
+        """Those of `outputs`, from the first of the ranks that share the batch."""
+        found = self.outputs(*args)
+        return found if self.engine.is_mp_src_rank_with_outputs else None
+
+    def outputs(
         self,
         batch: PackedBatch | None,
         outputs: list[str],
@@ -250,9 +266,10 @@ class Worker:
         temperature: float = 1.0,
         adapters: bool = True,
     ) -> dict[str, Tensor] | None:
+        """Outputs per token, on the CPU of all ranks that share the batch."""
         model = self.engine.model
         split = None if batch is None else batch.split(budget)
-        with self.engine.eval_mode(), nullcontext() if adapters else adapters_off(model):
+        with self.engine.eval_mode(), nullcontext() if adapters else self.engine.disable_adapter():
             found = self.engine.infer_micro_batches(
                 [] if split is None else split.parts,
                 lambda one: model(one, outputs, temperature=temperature),
@@ -262,7 +279,7 @@ class Worker:
             raise UserError(
                 f"infer returns outputs per token, and {scalars[0]} is one number: ask for log_probs"
             )
-        if split is None or not self.engine.is_mp_src_rank_with_outputs:
+        if split is None:
             return None
         return {name: split.merge_tokens([part[name] for part in parts]) for name in outputs}
 
@@ -275,32 +292,58 @@ class Worker:
     # ---- Training -------------------------------------------------------------------------------------------------
 
     def update(
-        self, cuts: list[PackedBatch | None], loss: Loss, budget: int
+        self, cuts: list[PackedBatch | None], loss: Loss, budget: int, lr: float | None = None
     ) -> list[UpdateNumbers] | None:
         """One optimizer step per entry of `cuts`, which is this rank's part of it."""
         numbers = []
         with self.own_random_state(), self.engine.train_mode():
             for cut in cuts:
-                numbers.append(self._step(cut, loss, budget))
+                self.engine.optimizer_zero_grad()
+                self._sums.clear()
+                self._backward(cut, loss, budget)
+                numbers.append(self._step(lr))
         return numbers if self.engine.is_mp_src_rank_with_outputs else None
 
-    def _step(self, cut: PackedBatch | None, loss: Loss, budget: int) -> UpdateNumbers:
+    def forward_backward(self, part: PackedBatch | None, loss: Loss, budget: int) -> None:
+        """Accumulate gradients, from `optimizer_zero_grad` of the engine to `optimizer_step`."""
+        with self.own_random_state(), self.engine.train_mode():
+            self._backward(part, loss, budget)
+
+    def optimizer_step(self, lr: float | None) -> UpdateNumbers | None:
+        with self.own_random_state(), self.engine.train_mode():
+            numbers = self._step(lr)
+        return numbers if self.engine.is_mp_src_rank_with_outputs else None
+
+    def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a method of the model engine, or read an attribute."""
+        if name == "optimizer_zero_grad":
+            self._sums.clear()
+        found = getattr(self.engine, name)
+        return found(*args, **options) if callable(found) else found
+
+    def _backward(self, part: PackedBatch | None, loss: Loss, budget: int) -> None:
         engine = self.engine
-        sums: dict[str, list[Tensor]] = {}
 
         def log(name: str, value: Tensor, weight: Tensor | float) -> None:
             if engine.is_dummy:
                 return
             scalars = [device_scalar(one, self.world.device) for one in (value, weight)]
-            sums.setdefault(name, []).append(torch.stack(scalars).detach())
+            self._sums.setdefault(name, []).append(torch.stack(scalars).detach())
 
-        micro_batches = [] if cut is None else cut.split(budget).parts
-        step = engine.train_batch(micro_batches, lambda one: loss(engine.model, one, log))
+        micro_batches = [] if part is None else part.split(budget).parts
+        if hasattr(loss, "micro_batches"):
+            micro_batches = loss.micro_batches(engine.model, part, budget)
+        engine.forward_backward_batch(micro_batches, lambda one: loss(engine.model, one, log))
+
+    def _step(self, lr: float | None) -> UpdateNumbers:
+        engine = self.engine
+        step = engine.optimizer_step(lr)
         status = engine.step_status()[-1]
         metrics = {}
-        for name, pairs in sums.items():
+        for name, pairs in self._sums.items():
             total, weight = torch.stack(pairs).sum(0).tolist()
             metrics[name] = (total, weight)
+        self._sums.clear()
         metrics |= {name: (float(value), 1.0) for name, value in step.metrics.items()}
         return UpdateNumbers(
             status.loss,
@@ -315,15 +358,25 @@ class Worker:
     # ---- Weights --------------------------------------------------------------------------------------------------
 
     def open_weights(
-        self, dtype: torch.dtype | None, bucket_bytes: int, on_device: bool = False
+        self,
+        dtype: torch.dtype | None,
+        bucket_bytes: int,
+        on_device: bool = False,
+        what: Stream = "weights",
     ) -> None:
         """Start a stream of the weights; all ranks then call `next_weights` until it returns None."""
-        weights = self.engine.get_per_tensor_param(dtype)
-        copy = torch.clone if on_device else host_copy
+        engine = self.engine
+        if what == "delta":
+            delta = ((one.name, one) for one in engine.get_per_tensor_param_delta(dtype))
+            self._stream = in_buckets(delta, bucket_bytes, keep=lambda one: one)
+            return
+        is_whole = what == "weights"
+        weights = engine.get_per_tensor_param(dtype) if is_whole else engine.get_adapter_param()
+        copy = _device_copy if on_device else host_copy
         self._stream = in_buckets(weights, bucket_bytes, copy if self.world.is_main else None)
 
-    def next_weights(self) -> Bucket | None:
-        """The next bucket on rank 0, an empty one on the others; None at the end."""
+    def next_weights(self) -> list[tuple[str, Any]] | None:
+        """The next bucket on rank 0, an empty one on the others, of a delta each rank's share; None at the end."""
         assert self._stream is not None, "open_weights() comes first"
         with self.engine.eval_mode():
             bucket = next(self._stream, None)
@@ -338,14 +391,6 @@ class Worker:
         """Load a bucket, which rank 0 alone is given."""
         assert self._receiver is not None, "open_receiver() comes first"
         self._receiver.add(broadcast_bucket(bucket, self.world))
-
-    def copy_weights(self, source: Worker, dtype: torch.dtype | None) -> None:
-        """Load the weights of another worker of this process."""
-        assert self._receiver is not None, "open_receiver() comes first"
-        with source.engine.eval_mode():
-            weights = source.engine.get_per_tensor_param(dtype)
-            for bucket in in_buckets(weights, COPY_BYTES, keep=lambda value: value):
-                self._receiver.add(bucket)
 
     def close_receiver(self) -> None:
         receiver = self._receiver
@@ -378,5 +423,28 @@ class Worker:
     def export_hf(self, folder: str, dtype: torch.dtype | None) -> None:
         self.engine.export_hf(folder, dtype)
 
-    def to(self, device: str, model: bool, optimizer: bool) -> None:
-        self.engine.to(device, model=model, optimizer=optimizer)
+    def export_adapter(self, folder: str) -> None:
+        with self.engine.eval_mode():
+            MLLMModelKit.export_adapter(self.engine, folder)
+
+    def to(self, device: str, model: bool, optimizer: bool, grad: bool) -> None:
+        self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+
+    def shards(self) -> list[tuple[str, torch.Size, list[Shard]]]:
+        """This rank's shards of all parameters, in host memory."""
+        with self.engine.eval_mode():
+            found = self.engine.get_per_tensor_param_shard()
+            return [(n, size, [(at, host_copy(v)) for at, v in own]) for n, size, own in found]
+
+
+def copy_weights(
+    workers: Mapping[str, Worker], name: str, source: str, dtype: torch.dtype | None
+) -> None:
+    """Load the weights of another worker of the same process."""
+    worker, engine = workers[name], workers[source].engine
+    worker.open_receiver()
+    assert worker._receiver is not None
+    with engine.eval_mode():
+        for bucket in in_buckets(engine.get_per_tensor_param(dtype), COPY_BYTES, keep=lambda v: v):
+            worker._receiver.add(bucket)
+    worker.close_receiver()

@@ -145,7 +145,7 @@ def test_load_bad_folder_is_explained(qwen3, tmp_path, capsys):
     weights.rename(qwen3 / "pytorch_model.bin")
     with user_error("is a pickle: save it again as safetensors"):
         language_model(qwen3)
-    assert mvp(f"merge {qwen3} {tmp_path}/out") == 2
+    assert mvp(f"export {qwen3} {tmp_path}/out") == 2
     assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err
 
 

@@ -204,7 +204,7 @@ def test_adapters_of_fp8_experts_stay_in_bf16(gemms):
         source = ModelSource(None, shape_of("qwen3_moe"))
         model = LanguageModelEngine.build_model(source)
         experts = ["experts.gate_up_proj", "experts.down_proj"]
-        add_adapters(model, Lora(rank=8, target_parameters=experts))
+        add_adapters(model, Lora(rank=8, target_modules=["llm", *experts]))
         train(engine_of(model, precision="bf16", fp8=low), BATCH)
         found.append(gradients(model))
     assert gemms == [2 * 92] * 8  # of the experts themselves, forward and backward

@@ -284,7 +284,7 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks4, on_rank
         for found in on_ranks(sizes, state_of, checkpoint):
             assert same(found, expected), sizes
     out = tmp_path / "out"
-    assert mvp(f"merge {checkpoint} {out} --max-file-gb 0.00003") == 0
+    assert mvp(f"export {checkpoint} {out} --max-file-gb 0.00003") == 0
     merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(expected[f"hf.{name}"], value) for name, value in merged.items())
     assert len(list(out.glob("*.safetensors"))) > 2
@@ -302,7 +302,7 @@ def state_of(layout, checkpoint):
 def test_merge_of_a_value_model_is_bit_equal(tmp_path):
     engine = engine_of("qwen3", optimizer=adamw, kind=ValueModelEngine)
     engine.save_checkpoint(tmp_path / "saved")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/out") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/out") == 0
     again = value_model(tmp_path / "out")
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])

@@ -95,7 +95,7 @@ def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path, mon
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             engine.save_checkpoint(tmp_path / "saved")
     if then == "merge":
-        assert mvp(f"merge {tmp_path}/saved {tmp_path}/out") == 0
+        assert mvp(f"export {tmp_path}/saved {tmp_path}/out") == 0
     assert_loads(tmp_path / "saved", engine.model.state_dict())
 
 
@@ -126,7 +126,7 @@ def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tm
     engine.save_checkpoint(saved)
     meta = read_json(saved / "meta.json")
     assert (meta["world_size"], meta["torch"]) == (1, torch.__version__)
-    assert mvp(f"merge {saved} {out}") == 0
+    assert mvp(f"export {saved} {out}") == 0
     merged = engine_of(LanguageModelEngine.build_model(ModelSource(str(out))), optimizer=None)
     assert same(merged.model.state_dict(), engine.model.state_dict())
     words = [f"resume={saved}", "lm.family=qwen3"]
@@ -180,7 +180,7 @@ def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path, capsys):
     without_checksums(saved)
 
     def refused(*words):
-        assert mvp(f"merge {saved} {out}", *words) == EXIT_USER_ERROR
+        assert mvp(f"export {saved} {out}", *words) == EXIT_USER_ERROR
         assert not out.exists()
         return capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
     model = {"type": "token_classifier", "config": overrides_of("qwen3")}
     write_json(folder / "train.yaml", {"model": model, "train": {"max_steps": 1}})
     assert train("run_id=a", config=folder / "train.yaml", dir=tmp_path) == 0
-    words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
+    words = ["export", str(tmp_path / "a"), str(tmp_path / "out")]
     code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)
     assert code == 0, said
     assert [name for name, _ in entries(tmp_path / "out" / "heads.safetensors")] == [

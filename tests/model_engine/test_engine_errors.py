@@ -158,6 +158,6 @@ def test_selective_activation_checkpointing_with_in_place_change_raises():
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])
 def test_merge_non_positive_file_size_is_rejected(size, tmp_path, capsys):
     (tmp_path / "meta.json").write_text("{}")
-    words = ["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]
+    words = ["export", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]
     assert main(words) == EXIT_USER_ERROR
     assert "must be a positive size" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.decoding import Decoding, complete
 from mvp_engine.model_engine import ModelSource, ValueModelEngine
+from mvp_engine.ops.linear_cross_entropy import map_logits
 
 PAIRS = [packed(7, 5, 4, 9), packed(3, 8), packed(6, 6)]
 TIED = {**overrides_of("qwen3"), "tie_word_embeddings": True}
@@ -75,10 +76,26 @@ def two_calls(layout):
     return engine, step
 
 
+def all_logits(layout):
+    """An output of its own that needs all logits of a token."""
+    model = LanguageModel.on_meta(None, TIED)
+    model.add_output("squares", lambda hidden_TD, head: map_logits(squares, hidden_TD, head))
+    engine = engine_of(model, layout, seed=5)
+    names = ["squares", "log_probs"]
+    return engine, lambda batch: (
+        sum(engine.model(batch, names)[name].sum() for name in names),
+        batch.num_loss_tokens,
+    )
+
+
+def squares(logits_CV):
+    return logits_CV.square().mean(-1)
+
+
 def stepped(layout):
     """The loss and the gradients of each kind of step, and completions."""
     found = {}
-    for build in (distil, dpo, two_calls):
+    for build in (distil, dpo, two_calls, all_logits):
         engine, step = build(layout)
         engine.train_batch(share_of(layout, PAIRS), step)
         found[build.__name__] = engine.step_status()[0].loss, gradients(engine.model)

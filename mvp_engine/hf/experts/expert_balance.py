@@ -52,7 +52,7 @@ class ExpertBalance(BlockContext):
         self.settings = settings
         self.is_active = False  # a training forward runs, on data that counts
         self.loss_scale: Tensor | None = None
-        self.routers = _routers_of(model, model_type)
+        self.routers = routers_of(model, model_type)
         self.sizes = [size for _, size in self.routers]
         shape = (len(self.sizes), max(self.sizes))
         self.counts_LE = torch.zeros(shape, dtype=torch.float64, device=device)  # of this rank
@@ -171,7 +171,7 @@ class ExpertBalance(BlockContext):
         self._coefficients()
 
 
-def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]]:
+def routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]]:
     """The router of each layer with experts, and its number of experts."""
     found = []
     for name, experts in local_experts.modules(model).items():

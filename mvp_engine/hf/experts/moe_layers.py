@@ -23,7 +23,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.experts import grouped_mm
 from mvp_engine.hf.experts.grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.model.attention import config_tree
-from mvp_engine.ops import fp8, gated_rows
+from mvp_engine.ops import fp8, triton_ops
 from mvp_engine.ops.precision import autocast_dtype
 
 if TYPE_CHECKING:
@@ -111,8 +111,12 @@ def run(
 
 def _activated(experts: Any, projected_N: Tensor, scales_N: Tensor | None) -> Tensor:
     """(N, F): the activation of the rows, times `scales_N`."""
-    if scales_N is not None and _is_swiglu(experts) and gated_rows.is_supported(projected_N):
-        return gated_rows.gated_rows(projected_N, scales_N)
+    if (
+        scales_N is not None
+        and _is_swiglu(experts)
+        and triton_ops.gated_rows_is_supported(projected_N)
+    ):
+        return triton_ops.gated_rows(projected_N, scales_N)
     apply = experts._apply_gate if experts.has_gate else experts.act_fn
     x_NF = apply(projected_N)
     return x_NF if scales_N is None else (x_NF * scales_N[:, None]).to(x_NF.dtype)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # What files outside of this room import, by module. A table, not imports: a start loads the modules that it needs.
 DOOR = {
-    "lora_export": "export_adapter",
-    "lora_layers": "adapters_off add_adapters merge_adapters shard_adapters",
+    "lora_export": "adapter_config adapter_tensors export_adapter",
+    "lora_layers": "adapted_layers adapters_off add_adapters merge_adapters shard_adapters",
     "lora_settings": "Lora",
     "quantize": "dequantized quantize_layers unquantized_shape",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,28 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
     `fetch` returns the full tensor of a parameter by its name. All ranks must call this function, since `fetch` may be
     a collective; rank 0 writes.
     """
+    config = adapter_config(model)
+    tensors = dict(adapter_tensors(model, fetch))
+    with raise_on_all_ranks(world.host_group):
+        if world.is_main:
+            _write(folder, config, tensors)
+
+
+def _peft_names(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+    """The model that peft will wrap, on the meta device, and its names of our parameters."""
     if getattr(model, "lora", None) is None:
         raise UserError(
             f"{type(model).__name__} has no adapters to export: it was not trained with LoRA"
         )
-    skeleton = model  # on the meta device: the transformers model that peft will wrap
-    hf_names = {name: name for name in model.state_dict()}
-    if isinstance(model, PackedModel):
-        target = model.export_target()
-        skeleton = target.skeleton
-        hf_names = {name: hf_name for hf_name, name in target.names.items()}
-    config = _adapter_config(model, skeleton, hf_names)
-    tensors: dict[str, Tensor] = {}
+    if not isinstance(model, PackedModel):
+        return model, {name: name for name in model.state_dict()}
+    target = model.export_target()
+    return target.skeleton, {name: hf_name for hf_name, name in target.names.items()}
+
+
+def adapter_tensors(model: nn.Module, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+    """Yields (peft's name, tensor) of adapters and of modules that were trained in full."""
+    _, hf_names = _peft_names(model)
     expert_modules = _expert_modules(model, hf_names)
     tokens = {f"{name}.lora_tokens.weight": (name, one) for name, one in token_adapters(model)}
     merged = merge_adapters(model, fetch)
@@ -56,21 +67,17 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
         if name in tokens:
             embedding, adapter = tokens[name]
             key = f"{_layer_name(embedding, hf_names)}.token_adapter.trainable_tokens_delta"
-            tensors[PREFIX + key] = merged(f"{embedding}.weight")[list(adapter.ids)]
-            continue
-        if ".lora_" in name:
+            yield PREFIX + key, merged(f"{embedding}.weight")[list(adapter.ids)]
+        elif ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
-            tensors[f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}"] = fetch(name)
+            yield f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}", fetch(name)
         elif param.requires_grad:
-            tensors[f"{PREFIX}{hf_names[name]}"] = fetch(name)
+            yield f"{PREFIX}{hf_names[name]}", fetch(name)
     for name, module in expert_modules.items():
         if name.endswith(".lora_A"):  # with its lora_B
             matrices = peft_matrices(fetch(name), fetch(f"{name.removesuffix('A')}B"))
             for letter, matrix in zip("AB", matrices, strict=True):
-                tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = matrix
-    with raise_on_all_ranks(world.host_group):
-        if world.is_main:
-            _write(folder, config, tensors)
+                yield f"{PREFIX}{module}.lora_{letter}.weight", matrix
 
 
 def _expert_modules(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:
@@ -88,9 +95,9 @@ def _expert_modules(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str
     return modules
 
 
-def _adapter_config(
-    model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]
-) -> dict[str, Any]:
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """The adapter_config.json of peft."""
+    skeleton, hf_names = _peft_names(model)
     lora: Any = model.lora
     source: Any = getattr(model, "source", None)
     repo = repo_of(source) if source else None

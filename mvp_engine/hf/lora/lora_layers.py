@@ -36,6 +36,9 @@ from mvp_engine.hf.model.model_parts import matching, parts_of
 from mvp_engine.hf.model.packed_model import PackedModel
 from mvp_engine.hf.model.tp_plan import SummedGrad
 
+LOGGER = logging.getLogger("mvp_engine")
+TARGETS = "lora.target_modules"
+
 # Step sizes of selective scans: the mixer multiplies with the weight itself, so the layer's forward never runs.
 READ_DIRECTLY = {"dt_proj"}
 
@@ -61,7 +64,11 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
     subject: Any = model
     fresh = getattr(model, "fresh", ())
     trained = _trained_in_full(model, settings, fresh)
-    layers = _target_layers(model, settings.target_modules, trained)
+    targets = settings.target_modules
+    stacked = _stacked_targets(model, targets or [])
+    if targets is not None:
+        targets = [target for target in targets if target not in stacked]
+    layers = _target_layers(model, targets, trained)
     for name in layers:
         if f"{name}.weight" in trained:
             raise UserError(
@@ -72,7 +79,7 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
         param.requires_grad_(name in trained)
     for layer in layers.values():
         _adapt(layer, settings)
-    add_expert_adapters(model, settings)
+    add_expert_adapters(model, settings, stacked)
     if getattr(model, "new_rows", None) is not None:
         add_token_adapters(subject, trained)
     subject.lora = settings
@@ -152,15 +159,20 @@ def _target_layers(
         in_blocks = {module for block in blocks(model) for module in block.modules()}
         return {n: linear for n, linear in untrained.items() if linear in in_blocks} or untrained
     found: dict[str, nn.Linear] = {}
-    for target in targets or ["llm"]:
+    for target in ["llm"] if targets is None else targets:
         matches = {n for n in linears if _matches(target, n, parts.get(f"{n}.weight"))}
         if not matches:
-            last_names = {name.rpartition(".")[2] for name in linears}
+            last_names = sorted({name.rpartition(".")[2] for name in linears})
             known: list[str] = [part for part in PARTS if part in parts.values()]
             known += difflib.get_close_matches(target, last_names, n=4, cutoff=0.0)
+            stacked = sorted(
+                {f"experts.{name.rpartition('.')[2]}" for name in _stacked_names(model)}
+            )
+            known += stacked
+            what = "linear layers or stacked experts" if stacked else "linear layers"
             raise UserError(
-                f"lora.target_modules: {class_name} has no linear layers {target!r} apart from its head. "
-                f"Name a part or a pattern of layers, such as {', '.join(known)}"
+                f"{TARGETS}: {class_name} has no {what} {target!r} apart from its "
+                f"head. Name a part or a pattern of layers, such as {', '.join(known)}"
             )
         found |= {name: linears[name] for name in linears if name in matches}
     return found
@@ -332,7 +344,7 @@ def shard_adapters(model: PackedModel, mesh: DeviceMesh, plan: Mapping[str, str]
     assert model.lora is not None
     if any(True for _ in adapted_experts(model)):
         raise UserError(
-            f"lora.target_parameters: adapters of stacked experts do not support parallel.tensor={mesh.size()}. Set "
+            f"{TARGETS}: adapters of stacked experts do not support parallel.tensor={mesh.size()}. Set "
             "parallel.shard and parallel.expert instead"
         )
     for name, layer in adapted_layers(model):
@@ -401,9 +413,6 @@ class _AllReduce(Function):
 # gradient, the size of all experts, in every pass. FSDP and expert parallel shard the adapters as the experts
 # themselves. peft stores them as two matrices, (E * r, I) and (O, r * E): `peft_matrices` converts.
 
-LOGGER = logging.getLogger("mvp_engine")
-TARGETS = "lora.target_parameters"
-
 
 class StackedAdapter(nn.Module):
     def __init__(self, experts: int, rank: int, inputs: int, outputs: int, device: Any) -> None:
@@ -420,49 +429,47 @@ class StackedAdapter(nn.Module):
         nn.init.zeros_(self.lora_B)
 
 
-def add_expert_adapters(model: nn.Module, settings: Lora) -> None:
-    """Add adapters to the stacked parameters that `lora.target_parameters` names; say what stays without one."""
+def _stacked_names(model: nn.Module) -> list[str]:
+    """The names of the stacked parameters of a model's experts."""
+    found = local_experts.modules(model).items()
+    params = [
+        (f"{name}.{key}", p) for name, m in found for key, p in m.named_parameters(recurse=False)
+    ]
+    return [name for name, param in params if param.ndim == 3]
+
+
+def _stacked_targets(model: nn.Module, targets: list[str]) -> set[str]:
+    """The targets that name stacked parameters."""
+    names = _stacked_names(model)
+    return {target for target in targets if any(_names_parameter(target, name) for name in names)}
+
+
+def add_expert_adapters(model: nn.Module, settings: Lora, targets: set[str]) -> None:
+    """Add adapters to the stacked parameters that the targets name; say what stays without one."""
     found = local_experts.modules(model)
-    targets = set(settings.target_parameters)
     if targets:
-        _check_stacked(settings, found)
-    used: set[str] = set()
+        _check_stacked(settings)
     frozen = 0
     for name, experts in found.items():
         experts.lora_names = []  # type: ignore[assignment]
         for key, param in list(experts.named_parameters(recurse=False)):
-            matches = {target for target in targets if _names_parameter(target, f"{name}.{key}")}
-            used |= matches
-            if not matches:
-                frozen += 0 if param.requires_grad else param.numel()
-                continue
-            _adapt_stacked(experts, key, param, settings)
-    if missing := sorted(targets - used):
-        some = [
-            key
-            for one in found.values()
-            for key, p in one.named_parameters(recurse=False)
-            if p.ndim == 3
-        ]
-        known = sorted({f"experts.{key}" for key in some})
-        raise UserError(
-            f"{TARGETS}: no stacked experts {missing[0]!r}. There are: {', '.join(known)}"
-        )
+            if any(_names_parameter(target, f"{name}.{key}") for target in targets):
+                _adapt_stacked(experts, key, param, settings)
+            elif not param.requires_grad:
+                frozen += param.numel()
     if frozen:
         sizes = {name: param.numel() for name, param in model.named_parameters()}
         total = sum(size for name, size in sizes.items() if ".lora_" not in name)
         LOGGER.warning(
             "lora: the stacked experts of %s have no adapter and stay frozen, %.0f %% of all weights: adapters of "
-            "linear layers do not reach them. lora.target_parameters=[experts.gate_up_proj,experts.down_proj] adapts "
+            "linear layers do not reach them. lora.target_modules=[llm,experts.gate_up_proj,experts.down_proj] adapts "
             "them, too",
             count(len(found), "layer"),
             100 * frozen / total,
         )
 
 
-def _check_stacked(settings: Lora, found: dict[str, nn.Module]) -> None:
-    if not found:
-        raise UserError(f"{TARGETS}: the model has no stacked experts. Leave it out")
+def _check_stacked(settings: Lora) -> None:
     if settings.dropout:
         raise UserError(
             f"{TARGETS}: stacked experts take no dropout (nor in peft). Set lora.dropout=0"
@@ -479,8 +486,6 @@ def _names_parameter(target: str, name: str) -> bool:
 
 
 def _adapt_stacked(experts: Any, key: str, param: nn.Parameter, settings: Lora) -> None:
-    if param.ndim != 3:
-        raise UserError(f"{TARGETS}: {key} has {param.ndim} dimensions; stacked matrices have 3")
     if param.requires_grad:
         raise UserError(
             f"{TARGETS}: {key} is trained in full (lora.modules_to_save), so it takes no adapter"

@@ -20,9 +20,8 @@ class Lora(Section):
     """Applied to the adapter's input."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Linear layers to adapt: part names, or patterns of layer names; null: the part llm, or the
-    linear layers of all blocks in a module without parts."""
-    target_parameters: list[str] = Field([])
-    """Stacked experts to adapt, too, as in peft: [experts.gate_up_proj, experts.down_proj]."""
+    linear layers of all blocks in a module without parts. Stacked experts are named, too, as in
+    [llm, experts.gate_up_proj, experts.down_proj]."""
     modules_to_save: list[str] = Field([])
     """Trained in full, without an adapter: part names, or patterns of parameter names."""
 

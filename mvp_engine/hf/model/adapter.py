@@ -149,7 +149,7 @@ class ModelAdapter:
         return self._frozen.check(checkpoint, checksums or {})
 
     def describe(self, folder: Path, engine_class: type, trainable_only: bool) -> None:
-        """Write what `mvp merge` needs to know of the model into a checkpoint."""
+        """Write what `mvp export` needs to know of the model into a checkpoint."""
 
     def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
         raise self._no_folder()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mvp_engine.distributed.sequence_parallel import ContextShard, KeyExchange, Keys, UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf.model.kv_cache import KVCache
-from mvp_engine.ops import short_attention
+from mvp_engine.ops import triton_ops
 from mvp_engine.ops.attention import varlen_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec, MaskFunction
 from mvp_engine.ops.precision import autocast_dtype
@@ -317,9 +317,9 @@ def encoder_attention(
     if (
         attention_mask is None
         and dropout == 0.0
-        and short_attention.is_supported(q_NHLd, k_NKLd, v_NKLd)
+        and triton_ops.short_attention_is_supported(q_NHLd, k_NKLd, v_NKLd)
     ):
-        return short_attention.short_attention(
+        return triton_ops.short_attention(
             q_NHLd, k_NKLd, v_NKLd, scale=scaling, causal=is_causal
         ), None
     out_NHLd = F.scaled_dot_product_attention(

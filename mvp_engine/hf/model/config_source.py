@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
+import inspect
 import json
 import logging
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -288,14 +290,19 @@ def num_heads(config: Any) -> tuple[int, int]:
 
 
 def placeholder_tokens(config: Any, vocab_size: int) -> list[int]:
-    """Tokens that a model replaces by features of its encoders; without media they have no meaning."""
+    """Tokens that a model replaces by features of its encoders; without media they have no meaning.
+
+    With them those around a video, where a config names them: to GLM and ERNIE all images between them are frames.
+    """
+    names = ["video_start_token_id", "video_end_token_id"]
+    for kind in ("image", "video", "audio"):
+        names += [f"{kind}_token_id", f"{kind}_token_index"]
     found: set[int] = set()
     for part in config_tree(config):
-        for kind in ("image", "video", "audio"):
-            for name in (f"{kind}_token_id", f"{kind}_token_index"):
-                token = getattr(part, name, None)
-                if isinstance(token, int) and 0 <= token < vocab_size:
-                    found.add(token)
+        for name in names:
+            token = getattr(part, name, None)
+            if isinstance(token, int) and 0 <= token < vocab_size:
+                found.add(token)
     return sorted(found)
 
 
@@ -327,10 +334,15 @@ def _original_length(rope: dict[str, Any], config: Any) -> int:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The declaration of a tool for chat templates, from the type hints and the docstring of its function."""
+    """The declaration of a tool for chat templates, from the type hints and the docstring of its function.
+
+    Of a method the argument `self` is no part of it.
+    """
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
+        if next(iter(inspect.signature(function).parameters), None) == "self":
+            function = MethodType(function, object())
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # noqa: BLE001 - several of its own, which are not public
         name = getattr(function, "__name__", function)

@@ -42,6 +42,7 @@ from mvp_engine.hf.weights.hub import local_folder
 if TYPE_CHECKING:
     from mvp_engine.config.schema import Part
     from mvp_engine.hf.experts.expert_balance import ExpertBalance
+    from mvp_engine.hf.experts.router_replay import RouterReplay
     from mvp_engine.hf.lora.lora_settings import Lora
     from mvp_engine.hf.model.adapter import HFAdapter
     from mvp_engine.hf.model.kv_cache import KVCache
@@ -82,12 +83,13 @@ class PackedModel(nn.Module):
         # Written by the constructors of subclasses.
         self.own_parts: dict[nn.Module, Part] = {}  # modules that belong to another part than "llm"
         self.whole: WholeFolder | None = None  # a source folder that holds more than this model
-        # Written later: the first five by `add_adapters`, `quantize_layers`, `MLLMModelKit.build`,
-        # `HFAdapter.balance_experts`, `cut_model`.
+        # Written later: the first six by `add_adapters`, `quantize_layers`, `MLLMModelKit.build`,
+        # `HFAdapter.balance_experts`, `Worker`, `cut_model`.
         self.lora: Lora | None = None
         self.quantize: dict[str, str] | None = None  # formats of quantized weights by part
         self.new_rows: NewRows | None = None  # of tokens that `source` does not know
         self.expert_balance: ExpertBalance | None = None  # in training
+        self.router_replay: RouterReplay | None = None  # in RL
         self.stage: Stage | None = None  # this rank's stage of the model, with pipeline parallel
         self.sequence_groups: SequenceGroups | None = None
         self.windows: tuple[int, ...] = ()  # the sizes of the sliding windows of its layers
@@ -265,6 +267,11 @@ class PackedModel(nn.Module):
                 f"for the whole batch when one sequence is longer than {limit}, so the other "
                 "packed sequences would change too. Shorten the sequences"
             )
+        if "experts" in batch.token_fields and (self.padded_rows or self.router_replay is None):
+            raise UserError(
+                f"the token field experts: {type(self.base()).__name__} has no routers that it could be given to. "
+                "Leave it out of the batch"
+            )
         if self.padded_rows:
             self._check_padded_rows(kv_cache)
             return hidden_of_rows(self.base(), self._hidden_of, batch)
@@ -301,6 +308,8 @@ class PackedModel(nn.Module):
                 contexts.enter_context(self.mixers.packing(batch, shard, kv_cache))
             if self.expert_balance is not None:
                 contexts.enter_context(self.expert_balance.routing(batch, shard))
+            if self.router_replay is not None:
+                contexts.enter_context(self.router_replay.routing(batch, shard))
             if self.stage is not None:
                 return self.stage.hidden(self, batch, shard, input_ids_1T, options)
             out = self.base()(input_ids=input_ids_1T, **options)

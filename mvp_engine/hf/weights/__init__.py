@@ -11,5 +11,5 @@ DOOR = {
     ),
     "load": "Entries FolderParameter NewRows SINGLE WeightFiles fingerprint folder_groups load",
     "merge": "check_base check_new_tokens merge read_model_info write_model_info",
-    "pretrained": "TensorEntries WeightReceiver first_names load_pretrained",
+    "pretrained": "Delta Deltas TensorEntries WeightReceiver first_names load_pretrained",
 }

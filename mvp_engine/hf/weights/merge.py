@@ -74,7 +74,7 @@ def merge(
         export_adapter(model, out, saved.fetch, single_process)
         return
     if info.base is not None and base_folder is not None:
-        info.base.check(base_folder, "Name the folder: mvp merge --base FOLDER")
+        info.base.check(base_folder, "Name the folder: mvp export --base FOLDER")
         saved.add_base(base_folder)
         if model.whole is not None:  # its other parts are copied from there
             model.use_folder(base_folder, side_files=model.source)
@@ -167,7 +167,7 @@ class _SavedTensors:
         return f"model.{first_name}"
 
 
-# `hf/mvp.json` of a checkpoint: what `mvp merge` must know about the trained model besides its weights.
+# `hf/mvp.json` of a checkpoint: what `mvp export` must know about the trained model besides its weights.
 #
 # The folder `hf` of a checkpoint is a Hugging Face folder without weights; this file is added to it.
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -195,3 +195,51 @@ class WeightReceiver:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+# What has changed of weights since they were sent the last time, bit by bit: for receivers that keep a copy.
+
+
+class Delta(NamedTuple):
+    """A rank's share of what has changed of a weight: indices into the flat full tensor, and the new values."""
+
+    name: str  # of Hugging Face
+    shape: torch.Size
+    indices: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full weight."""
+        return self.shape.numel() * self.values.itemsize
+
+
+def applied_delta(weights: dict[str, Tensor], delta: Iterable[Delta]) -> dict[str, Tensor]:
+    """The weights after changes, those of all ranks; what a weight lacks at first is in its first delta."""
+    for one in delta:
+        if one.name not in weights:
+            weights[one.name] = torch.zeros(one.shape, dtype=one.values.dtype)
+        weights[one.name].view(-1)[one.indices] = one.values
+    return weights
+
+
+class Deltas:
+    """Of one sender; it keeps its rank's share of the weights that it sent, in host memory."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, Tensor] = {}
+
+    def of(self, weights: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iterator[Delta]:
+        """Yield this rank's share of what has changed; at first of everything."""
+        for name, full in weights:
+            first = full.numel() * rank // ranks
+            own = full.detach().reshape(-1)[first : full.numel() * (rank + 1) // ranks]
+            sent = self._sent.get(name)
+            is_changed = torch.ones_like(own, dtype=torch.bool)
+            if sent is not None and sent.dtype == own.dtype:
+                both = [one.contiguous().view(torch.uint8) for one in (own.cpu(), sent)]
+                # Of each byte; a small weight has no element on some ranks.
+                is_changed = (both[0] != both[1]).view(len(own), own.itemsize).any(1)
+            self._sent[name] = own.to("cpu", copy=True)
+            changed = is_changed.cpu().nonzero()[:, 0]
+            yield Delta(name, full.shape, changed + first, self._sent[name][changed])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,49 +43,47 @@ class Head(NamedTuple):
 Divergence = Callable[[Tensor, Head, Tensor, Head, dict[str, Any]], Tensor]
 
 
-class Teacher:
-    """A frozen model on the student's layout. It adds the output `teacher_kl` to the student: a value per token."""
+class TeacherOutput:
+    """Adds the output `teacher_kl` to a student: a value per token, in forwards inside of `given`."""
 
-    def __init__(
-        self, name: str, student: LanguageModel, engine: ModelEngine, divergence: Divergence
-    ) -> None:
-        """All ranks call it: it gathers the head of the teacher's `engine`. `name` is for errors."""
-        self.engine = engine
-        self.head = gathered_head(engine.model)
-        self.divergence = divergence
-        self._hidden_TD: Tensor | None = None  # of the micro-batch at hand
-        student_rows, rows = (_head_rows(model) for model in (student, engine.model))
-        if rows != student_rows:
-            raise UserError(
-                f"distil.teacher={name} has {rows} rows in its output embedding, the student has "
-                f"{student_rows}: their tokens differ. Choose a teacher of the same tokenizer, or set "
-                f"model.config.vocab_size={rows} for a student from random weights"
-            )
+    def __init__(self, student: LanguageModel, divergence: Divergence) -> None:
         self.student = student
+        self.divergence = divergence
+        self._hidden_TD: Tensor | None = None  # of the teacher, of the micro-batch at hand
+        self._head: Head | None = None
         student.add_output("teacher_kl", self._in_forward)
 
-    @contextmanager
-    def reading(self, batch: PackedBatch) -> Iterator[None]:
-        """A context for the student's forward on the same batch: the teacher's forward comes first.
+    def check_rows(self, teacher: Any, name: str) -> None:
+        """Raise if the vocabularies differ; `name` is the teacher's config key and value."""
+        student_rows, rows = (_head_rows(model) for model in (self.student, teacher))
+        if rows != student_rows:
+            raise UserError(
+                f"{name} has {rows} rows in its output embedding, the student has {student_rows}: their tokens "
+                f"differ. Choose a teacher of the same tokenizer, or set model.config.vocab_size={rows} for a student "
+                "from random weights"
+            )
 
-        So its activations are gone before those of the student are kept.
-        """
-        with self.engine.eval_mode():
-            self._hidden_TD = self.engine.model(batch, ["hidden_states"])["hidden_states"]
+    @contextmanager
+    def given(self, batch: PackedBatch, hidden_TD: Tensor, head: Head) -> Iterator[None]:
+        """A context for the student's forward on `batch`, with the hidden states and the head of its teacher."""
+        dummies = sum(dummy.num_tokens for dummy in getattr(batch, "dummies", ()))
+        if dummies:  # of media that other ranks have; the model drops their outputs
+            hidden_TD = torch.cat([hidden_TD, hidden_TD.new_zeros(dummies, hidden_TD.shape[1])])
+        self._hidden_TD, self._head = hidden_TD, head
         yield
         self._hidden_TD = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of the student, as exports make them, need no second teacher (FSDP cannot copy one)."""
         return self
 
     def _in_forward(self, hidden_TD: Tensor, head: dict[str, Any]) -> Tensor:
         """Called inside of the student's forward, where its head has all of its weights."""
-        assert self._hidden_TD is not None
-        teacher_TD = self._hidden_TD
+        teacher_TD, teacher = self._hidden_TD, self._head
+        assert teacher_TD is not None
+        assert teacher is not None
         if self.student.shard is not None:
             teacher_TD = self.student.shard.cut(teacher_TD)
-        teacher = self.head
         start = head.get("vocab_start")
         if start is not None:
             rows = slice(start, start + len(head["weight_VD"]))
@@ -94,6 +92,30 @@ class Teacher:
         student = Head(head["weight_VD"], head["bias_V"], head["scale"], head["softcap"])
         options = {"chunk": head["chunk"], "group": head.get("group")}
         return self.divergence(hidden_TD, student, teacher_TD, teacher, options)
+
+
+class Teacher(TeacherOutput):
+    """A frozen model on the student's layout."""
+
+    def __init__(
+        self, name: str, student: LanguageModel, engine: ModelEngine, divergence: Divergence
+    ) -> None:
+        """All ranks call it: it gathers the head of the teacher's `engine`. `name` is for errors."""
+        super().__init__(student, divergence)
+        self.engine = engine
+        self.head = gathered_head(engine.model)
+        self.check_rows(engine.model, f"distil.teacher={name}")
+
+    @contextmanager
+    def reading(self, batch: PackedBatch) -> Iterator[None]:
+        """A context for the student's forward on the same batch: the teacher's forward comes first.
+
+        So its activations are gone before those of the student are kept.
+        """
+        with self.engine.eval_mode():
+            hidden_TD = self.engine.model(batch, ["hidden_states"])["hidden_states"]
+        with self.given(batch, hidden_TD, self.head):
+            yield
 
 
 def gathered_head(model: Any) -> Head:

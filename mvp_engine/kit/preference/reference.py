@@ -196,7 +196,7 @@ def compute_table(engine: MLLMEngine, split: str) -> np.ndarray:
     sources = [one.model_copy(update={"weight": None, "repeats": None}) for one in kit._all_sources]
     every_row = MLLMDataKit(
         kit.settings.model_copy(
-            update={"sources": sources, "new_tokens": {}}
+            update={"sources": sources, "mixture": None, "new_tokens": {}}
         ),  # the processor has them
         kit.processor,
         num_workers=kit.num_workers,

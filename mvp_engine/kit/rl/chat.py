@@ -62,6 +62,18 @@ class Answer:
     content: str = ""  # the text without calls
 
 
+class Watched(Answer):
+    """An answer that knows whether the episode has read what the policy wrote."""
+
+    is_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("text", "content", "tokens") or (name == "calls" and value):
+            object.__setattr__(self, "is_read", True)
+        return value
+
+
 @dataclass(frozen=True)
 class ChatSettings:
     """What conversations of several turns need; `encoder` is that of the prompts."""
@@ -139,7 +151,17 @@ class Connected:
         self.lock = threading.RLock()  # a program may ask `chat.url` twice at once
         self.sequences = 0
         self.answers = 0
+        self.last: Watched | None = None
         self.rewards: dict[int, list[float]] = {}  # by sequence: one number for each answer
+
+    def close(self) -> None:
+        """The episode has ended. A request to `chat.url` that runs gets its answer first, later ones get an error."""
+        with self.lock:
+            self.send = _refuse
+
+
+def _refuse(ask: Ask) -> Answer:
+    raise ValueError("the episode has ended")
 
 
 class Chat:
@@ -180,7 +202,8 @@ class Chat:
             self._last = answer
             self._shared.answers += 1
             self._shared.rewards[self._sequence].append(0.0)
-            return answer
+            self._shared.last = Watched(**vars(answer))
+            return self._shared.last
 
     def user(self, *content: Any) -> None:
         """A message of the user: texts, images (PIL, arrays, paths), or blocks such as {"type": "image", ...}."""
@@ -516,6 +539,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(400, str(error), "context_length_exceeded")
         except (ValueError, BadRow) as error:
             self._fail(400, str(error))
+        except Exception as error:  # as of tools that are no list
+            self._fail(500, f"{type(error).__name__}: {error}")
+            raise
         else:
             if request.get("stream"):
                 self._stream(completion)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "output")
 OWN_ANSWERS = 16  # rows whose own answers are scored
 FEW_FINISHED = 0.5  # of the completions that end by themselves
+SAME_MODEL = 1e-4  # divergence in nats per token
 LONG_REWARDS = 0.5  # of the step time
 LONG_REWARD_SECONDS = 1.0
 METRICS = ("reward", "length", "finished", "with_signal", "gap", "reward_errors")
@@ -29,19 +30,27 @@ def rollout_stage(engine: RLEngine, records: list[dict[str, Any]]) -> StageResul
     """Rewards and completions of the steps, and the rewards of the rows' own answers."""
     timed = [record["perf"] for record in records[1:] or records]
     seconds = {}
+    chat = engine.episodes.chat
     for name in ("generate", "reward", "update"):
         seconds[name] = mean(perf.get(f"{name}_s", 0.0) for perf in timed)
     facts: dict[str, Any] = {name: [record.get(name) for record in records] for name in METRICS}
     facts["gap_by_modality"] = _largest_gaps(records)
+    teachers = {name for record in records for name in record if name.startswith("teacher_kl/")}
+    facts["teacher_kl"] = {
+        name.partition("/")[2]: [record.get(name) for record in records]
+        for name in sorted(teachers)
+    }
     facts["own_answers"] = _own_answer_reward(engine)
     facts["seconds"] = seconds
-    chat = engine.episodes.chat
     if chat is not None:
         facts["turns"] = [record.get("turns") for record in records]
         facts["template"] = chat.verdicts()
         facts["drops_reasoning"] = chat.roles_that_drop_reasoning()
-    rewards = " ".join(number(value) for value in facts["reward"])
-    return StageResult(f"rewards {rewards}", facts, _figures(facts), _warnings(engine, facts))
+        facts["tool_wait_s"] = mean(perf.get("tool_wait_s", 0.0) for perf in timed)
+        tools = seconds["reward"] + facts["tool_wait_s"]
+        facts["tool_share"] = tools / max(sum(seconds.values()) + facts["tool_wait_s"], 1e-9)
+    title = _figures(facts)[0]
+    return StageResult(f"{title[0]} {title[1]}", facts, _figures(facts), _warnings(engine, facts))
 
 
 def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -56,7 +65,12 @@ def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    figures = [("rewards", " ".join(number(value) for value in facts["reward"]))]
+    figures = [
+        ("teacher KL", f"{' '.join(map(number, values))} on {source}")
+        for source, values in facts["teacher_kl"].items()
+    ]
+    if any(value is not None for value in facts["reward"]) or not figures:
+        figures.append(("rewards", " ".join(number(value) for value in facts["reward"])))
     if facts["own_answers"] is not None:
         figures.append(("", f"{number(facts['own_answers'])} for the rows' own answers"))
     seconds = [f"{name} {number(value)} s" for name, value in facts["seconds"].items()]
@@ -88,12 +102,18 @@ def _turn_figures(facts: dict[str, Any]) -> list[tuple[str, str]]:
                 f"after a message of {roles} a chat server drops earlier reasoning; training keeps it",
             )
         )
+    text = f"{facts['tool_share']:.0%} of the step time is user code between answers"
+    waited = number(facts["tool_wait_s"])
+    figures.append(("tools", f"{text}; rounds wait {waited} s of a step for their slowest episode"))
     return figures
 
 
 def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
     config = engine.config
-    warnings = []
+    warnings = [
+        f"the checkpoint has a {name} with weights of its own, and this config starts none: it is left out"
+        for name in engine.model_engine.left_out
+    ]
     rewards = [value for value in facts["reward"] if value is not None]
     if config.rl.preset.has_groups and not any(facts["with_signal"]):
         warnings.append(
@@ -101,6 +121,12 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
             f"{number(mean(rewards) if rewards else None)}): nothing can be learnt from them. Does the reward read the "
             "right column? Is the task too hard or too easy for this policy (a short SFT first, other rows)?"
         )
+    for source, values in facts["teacher_kl"].items():
+        if values[0] is not None and abs(values[0]) < SAME_MODEL:
+            warnings.append(
+                f"the teacher of {source} is the policy at the start, so it teaches nothing: does rl.teachers name the "
+                "right folder?"
+            )
     own = facts["own_answers"]
     if own is not None and rewards and own < mean(rewards):
         warnings.append(
@@ -115,6 +141,12 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
             f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers or 2}), which "
             "may be more than the cores where a reward waits for something else"
         )
+    has_judge = config.reward.model is not None or engine.episodes.has_read_last
+    if engine.episodes.chat is not None and engine.has_reward and not has_judge:
+        warnings.append(
+            "no episode reads the last answer of the policy, so no reward depends on it: does the episode judge what "
+            "chat.answer() or chat.call(...) returned last?"
+        )
     finished = [value for value in facts["finished"] if value is not None]
     if finished and mean(finished) < FEW_FINISHED:
         warnings.append(
@@ -126,7 +158,7 @@ def _warnings(engine: RLEngine, facts: dict[str, Any]) -> list[str]:
 
 def _own_answer_reward(engine: RLEngine) -> float | None:
     """The mean reward of the answers that rows have themselves; None without any, and for episodes of several turns."""
-    if engine.episodes.chat is not None:
+    if engine.episodes.chat is not None or not engine.has_reward:
         return None
     dataset: Any = engine.feed.loader.dataset  # type: ignore[attr-defined]
     prompts: list[Prompt] = []
@@ -141,7 +173,7 @@ def _own_answer_reward(engine: RLEngine) -> float | None:
             continue
         tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
         tokens += engine.data.eos_token_ids[-1:]
-        samples.append(Sample(len(prompts), tokens, [0.0] * len(tokens), 0, "stop"))
+        samples.append(Sample(len(prompts), tokens, [0.0] * len(tokens), [], "stop"))
         prompts.append(prompt)
     rewards = engine.episodes.rewards(prompts, samples) if prompts else []
     values = [reward.value for reward in rewards if reward.value is not None]

@@ -6,11 +6,7 @@ folder, log, guard, signals, checkpoints and resume are those of every Engine; t
 
 from __future__ import annotations
 
-import contextlib
-import math
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,22 +22,28 @@ from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config.schema import Config, Parallel
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed import World
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.hooks import CheckStage
-from mvp_engine.engine.monitor import Meter
 from mvp_engine.errors import UserError, count
+from mvp_engine.hf.experts.router_replay import without_routes
 from mvp_engine.hf.model.config_source import tool_schema
 from mvp_engine.kit import model as model_kit
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.examples import end_training, page_figures, write_report_of
 from mvp_engine.kit.rl import policy
+from mvp_engine.kit.rl.buffer import (
+    GROUP_THREAD,
+    Buffer,
+    Collector,
+    Experience,
+    GroupThreads,
+    Updates,
+)
 from mvp_engine.kit.rl.chat import Answer, Chat, ChatSettings
 from mvp_engine.kit.rl.check import rollout_stage
-from mvp_engine.kit.rl.collector import Collector, Experience, Updates
-from mvp_engine.kit.rl.episodes import Episodes, Reward, reward_metrics
-from mvp_engine.kit.rl.model_groups import ModelGroups, RewardModel, check_reward_model
+from mvp_engine.kit.rl.episodes import Episodes, Reward, untimed
+from mvp_engine.kit.rl.model_groups import ModelGroups, check_scorer, check_teachers
 from mvp_engine.kit.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rollout import (
     PackedRollout,
@@ -49,13 +51,23 @@ from mvp_engine.kit.rl.rollout import (
     Sample,
     Sampling,
     check_mean_gap,
+    generate,
     measure_gap,
     rollout_batch,
 )
-from mvp_engine.kit.rl.rollout_log import RolloutLog, rl_panels, rollout_sections, rollouts_html
-from mvp_engine.kit.rl.server_rollout import server_rollout
-from mvp_engine.kit.rl.settings import RLConfig
-from mvp_engine.model_engine import StepNumbers, precision_on
+from mvp_engine.kit.rl.rollout_log import (
+    HASH,
+    RLMeter,
+    RolloutLog,
+    pass_metrics,
+    rl_panels,
+    rollout_metrics,
+    rollout_sections,
+    rollouts_html,
+)
+from mvp_engine.kit.rl.server_rollout import check_adapters, server_rollout
+from mvp_engine.kit.rl.settings import CARD_KEYS, GAP_INTERVAL, RLConfig
+from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.optim import parameter_groups
 from mvp_engine.report import write_report
@@ -63,48 +75,8 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.worker.launchers import WorkerDied
 from mvp_engine.worker.worker import Loss
 
-# RLMeter: a Meter that also says what the steps of an RL training spend their time on.
-
-
-class RLMeter(Meter):
-    evaluation_keys = "eval.samples"
-
-    def __init__(self, world: World, folder: Path, step: int) -> None:
-        super().__init__(world, folder, step)
-        self.seconds: dict[str, float] = {}
-        self._timed = threading.local()  # what a thread is in: rollouts may run next to an update
-        # Bytes of the rank that has most: the controller itself holds no model.
-        self.peak_memory = 0
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """A context whose time is logged as `<name>_s` per step, without that of contexts inside."""
-        outer = getattr(self._timed, "name", None)
-        self._timed.name = name
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
-        self._timed.name = outer
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        if outer is not None:
-            self.seconds[outer] = self.seconds.get(outer, 0.0) - seconds
-
-    def peak(self) -> int:
-        return self.peak_memory or super().peak()
-
-    def read(self, totals: Any, waited: float, remaining_steps: int | None) -> dict[str, float]:
-        steps = max(1, self.steps)
-        spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
-        self.seconds = {}
-        if self.peak_memory:
-            spent["memory_gib"] = self.peak_memory / 2**30
-        return {**super().read(totals, waited, remaining_steps), **spent}
-
-
 NO_SIGNAL_STEPS = 20
 RESTARTS = 2  # of the processes of a training, after one of them died
-CARD_KEYS = ["rl.algorithm", "rl.prompts_per_step", "rl.num_generations", "rl.updates", "rl.clip"]
-CARD_KEYS += ["rl.kl_coef", "generation.max_new_tokens", "generation.temperature"]
 
 
 class RLEngine(Engine):
@@ -117,9 +89,11 @@ class RLEngine(Engine):
     planner = "mvp_engine.kit.rl.plan:RLPlanner"  # of mvp plan
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
-    tools: Sequence[
-        Callable[..., Any]
-    ] = ()  # that answers may call; their docstrings are in the prompts
+    collector: Buffer | Collector
+    # Functions or methods that answers may call; their docstrings are in the prompts.
+    tools: Sequence[Callable[..., Any]] = ()
+    gamma = 1.0  # the discount per token, of reinforce_pp and ppo
+    learns_from_teachers = False  # set by an engine whose own `train_step` uses `teacher_log_probs`
     _no_signal = 0  # steps in a row
 
     def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,14 +130,26 @@ class RLEngine(Engine):
         It runs in a process of its own, which has what this engine had before its models were built.
         """
         answer = chat.answer()
-        while self.tools and answer.calls:
-            answer = chat.call(answer, self.tools)
-        return self.reward(row, answer)
+        methods = {tool for tool in self.tools if getattr(type(self), tool.__name__, None) is tool}
+        tools = [getattr(self, tool.__name__) if tool in methods else tool for tool in self.tools]
+        while tools and answer.calls:
+            answer = chat.call(answer, tools)
+        return self.reward(row, answer) if self.judges() else 0.0
 
     @classmethod
     def has_turns(cls) -> bool:
         """Whether an episode is more than one answer."""
         return cls.episode is not RLEngine.episode or bool(cls.tools)
+
+    @classmethod
+    def judges(cls) -> bool:
+        """Whether it has a reward of its own; others have that of a reward model, or learn from teachers."""
+        return cls.episode is not RLEngine.episode or cls.reward is not RLEngine.reward
+
+    @property
+    def runs_freely(self) -> bool:
+        """Whether episodes run over several steps."""
+        return self.config.rl.async_steps > 1
 
     @property
     def parallel(self) -> Parallel:
@@ -212,8 +198,9 @@ class RLEngine(Engine):
         models.start_actor()
         if config.rl.preset.has_critic:
             models.start_critic(config.rl.critic_lr)
-        if config.rl.kl_coef:
+        if config.rl.has_reference:
             models.start_copy("reference")
+        models.start_teachers()
         models.start_copy("rollout")
         if config.reward.model is not None:
             models.start_reward_model(config.reward.model)
@@ -255,6 +242,8 @@ class RLEngine(Engine):
         if settings.backend == "packed":
             group = self.model_engine.rollout or self.model_engine.actor
             return PackedRollout(group, budget=self.config.budget)
+        if settings.sync.startswith("adapter"):
+            check_adapters(self.model)
         banned: Any = self.model.placeholders
         wait = self.config.parallel.timeout
         return server_rollout(settings, folder=self.run.dir, wait_seconds=wait, banned=banned)
@@ -263,37 +252,46 @@ class RLEngine(Engine):
         self.model = self.prepare_model()
         freeze(self.model, self.config.model.freeze)
         files, device, start = self.run.dir / "processor", self.model_device, self.start_models
-        steps = self.total_steps
-        groups = ModelGroups(self.config, self.precision, steps, files, device, start)
+        groups = ModelGroups(self.config, self.precision, self.total_steps, files, device, start)
         if self._training:
             groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
 
-    def _open_episodes(self) -> None:
+    def _open_episodes(self, for_training: bool) -> None:
         """Before the models: the processes of episodes are forked from this one."""
         settings = self.config.reward
         chat = None
-        play: Any = self.reward
+        play: Any = self.reward if self.judges() else None
         if self.has_turns():
             play = self.episode
             chat = ChatSettings.of(self.config, self.data)
             chat.check(has_tools=bool(self.tools))
-        elif type(self).reward is RLEngine.reward:
-            play = None
         if settings.model is not None:
-            check_reward_model(settings.model, self.tokenizer)
-        elif play is None:
+            check_scorer("reward.model", settings.model, self.data.processor, has_score=True)
+        elif not self.judges() and not self._is_distillation:
             raise UserError(
                 f"{type(self).__name__} has no reward: define reward(self, row, answer) or episode(self, row, chat), "
                 "or set reward.model"
             )
-        episodes = Episodes(play, self.tokenizer, settings, self.config.seed, chat)
-        self.episodes = self._closing.enter_context(closing(episodes))
+        self.has_reward = self.judges() or settings.model is not None
+
+        def opened(**options: Any) -> Episodes:
+            made = Episodes(play, self.tokenizer, settings, self.config.seed, chat, **options)
+            return self._closing.enter_context(closing(made))
+
+        self.eval_episodes = self.episodes = opened()
+        if for_training and self.runs_freely:  # then others are played while an evaluation runs
+            self.episodes = opened(of_many_threads=True)
         self.rollout_log = RolloutLog(self.run.dir, self.tokenizer)
 
     def _connect_reward_model(self) -> None:
         if self.model_engine.reward is not None:
-            self.episodes.model = RewardModel(self.model_engine.reward, self.config.budget)
+            self.eval_episodes.model = self.episodes.model = self.model_engine.reward_scores
+
+    @property
+    def _is_distillation(self) -> bool:
+        """Whether teachers alone train the policy; a reward is a metric then."""
+        return self.config.rl.preset.advantages == "teacher"
 
     def eval_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -332,18 +330,41 @@ class RLEngine(Engine):
 
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
-        policy.PolicyLoss.of(self.config)  # refuses options that contradict each other
-        self._open_episodes()
+        self._policy_loss("old")  # refuses options that contradict each other
+        if self.config.rl.teachers:
+            is_used = type(self).train_step is RLEngine.train_step or self.learns_from_teachers
+            sources = self.data.source_names("train")
+            check_teachers(self.config.rl, sources, self.data.processor, is_used)
+        self._open_episodes(for_training=True)
         super().before_train()
         self._connect_reward_model()
         self.meter = RLMeter(self.world, self.run.dir, self.step)
+        self.episodes.phase = self.phase
         self.rollout_log.rewind(self.step)
-        self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
         apart = self.config.generation.backend != "packed" or self.model_engine.samples_apart
-        collector = Collector(self.config, self.feed, self._collect, apart=apart)
-        self.collector = self._closing.enter_context(closing(collector))
+        if not self.runs_freely:  # closed after episodes and rollout, which its thread waits for
+            self.collector = Collector(self.config, self.feed, self._collect, apart=apart)
+            self._closing.callback(self.collector.close)
+            self._closing.callback(self.episodes.stop)
+        self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
+        if self.runs_freely:
+            self.collector = self._free_buffer(apart)
         self.collector.load_state_dict(self.model_engine.restored_pending)
         self.model_engine.pending_state = self.collector.state_dict
+
+    def _free_buffer(self, apart: bool) -> Buffer:
+        episodes = self.episodes
+        threads = GroupThreads(self.rollout, self._collect, apart=apart, stop=episodes.stop)
+        self.rollout = self._closing.enter_context(closing(threads))
+        episodes.idle = threads.idle
+        if episodes.model is not None:
+            episodes.model = partial(threads.with_models, episodes.model)
+
+        def wait() -> None:
+            with self.phase("generate"):
+                threads.wait()
+
+        return Buffer(self.config, self.feed, threads.start, wait)
 
     def _open_checkpoints(self) -> None:
         super()._open_checkpoints()
@@ -353,8 +374,8 @@ class RLEngine(Engine):
         while not self.done:
             self.hang.beat(self.step + 1)
             self.meter.begin(self.step + 1, "rollouts")
-            is_last = self.total_steps is not None and self.step + 1 >= self.total_steps
-            experience = self.collector.next(self._sync_weights, is_last)
+            left = None if self.total_steps is None else max(0, self.total_steps - self.step - 1)
+            experience = self.collector.next(self._sync_weights, self.step, left)
             if experience is None:
                 self.epoch = self.feed.epoch
                 break
@@ -365,9 +386,14 @@ class RLEngine(Engine):
             self.metrics.begin_step()
             self.rollout_log.write(ctx.step, "train", experience)
             _log_all(ctx, experience.metrics)
+            if self.runs_freely:
+                self.episodes.check(experience.prompts, experience.samples, experience.rewards)
+                ctx.count(HASH, experience.hash())
             self._watch_signal(experience)
             self.meter.mark("update")
             updates = Updates()
+            if not self.config.rl.async_steps:
+                self.rollout.release()
             with self.phase("update"):
                 if experience.trainable():
                     updates = self.train_step(ctx, experience)
@@ -378,7 +404,7 @@ class RLEngine(Engine):
             self.meter.peak_memory = max([self.meter.peak_memory, *peaks])
             self.model_engine.add_status(updates.actor, updates.critic)
             _log_all(ctx, updates.metrics())
-            ctx.numbers = _step_numbers(updates)
+            ctx.numbers = updates.step_numbers()
             self.step = ctx.step
             self.meter.mark("train_post_step")
             self.train_post_step(ctx)
@@ -397,6 +423,9 @@ class RLEngine(Engine):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of a step, whose time is `perf.NAME_s`; the report of a hang counts from its begin."""
+        if threading.current_thread().name.startswith(GROUP_THREAD):
+            yield  # the times of groups would add up
+            return
         self.hang.beat(self.step + 1, f"{name} of step")
         with self.meter.timed(name):
             yield
@@ -405,40 +434,53 @@ class RLEngine(Engine):
 
     def sample(self, prompts: list[Prompt]) -> Experience:
         """Episodes of prompts, and their rewards."""
-        with self.phase("reward"):  # which `generate` interrupts
-            samples, rewards = self.episodes.play(prompts, self.sampling.samples, self.generate)
+        with self.phase("reward"):  # without the time of the phase `generate` inside of it
+            samples, rewards = self.episodes.play(prompts, self.rollout, self.sampling)
         return Experience(prompts, samples, rewards)
 
-    def generate(self, prompts: list[Prompt], number: int) -> list[Sample]:
-        """So many completions of each prompt, or of each conversation so far."""
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        """Completions of prompts by the rollout."""
         with self.phase("generate"):
-            return self.rollout.generate(prompts, replace(self.sampling, samples=number))
+            return generate(self.rollout, prompts, sampling)
 
-    @property
-    def rewards(self) -> Callable[[Sequence[Prompt], Sequence[Sample]], list[Reward]]:
+    def rewards(self, prompts: list[Prompt], samples: list[Sample]) -> list[Reward]:
         """The rewards of completions, of an engine without turns."""
-        return self.episodes.rewards
+        return self.episodes.rewards(prompts, samples)
 
     def train_step(self, ctx: StepContext, experience: Experience) -> Updates:
         """Advantages of the completions, and the updates of the models."""
         batch = self.prepare_batch(ctx, experience)
         rl, fields = self.config.rl, batch.token_fields
-        options: Any = {"kl": rl.kl_coef, "lam": rl.gae_lambda}
-        if rl.kl_coef and rl.preset.kl_in_reward:
-            old_T, reference_T = policy.old_log_probs(batch), fields["reference_log_probs"]
-            options["kl_T"] = policy.kl_penalty(old_T, reference_T, "k1")
-        rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
+        loss = self._policy_loss(self.ratio_to(experience))
+        if rl.preset.divergence:  # from the teachers, in the loss
+            return self.update(ctx, batch, loss)
+        kl = 1.0 if self._is_distillation else rl.kl_coef
+        options: Any = {"kl": kl, "gamma": self.gamma, "lam": rl.gae_lambda}
         options["values_T"] = fields.get("old_values")
+        target = "teacher_log_probs" if rl.teachers else "reference_log_probs"
+        in_rewards = rl.preset.kl_in_reward or self._is_distillation
+        if kl and (in_rewards or rl.teachers):
+            kl_T = policy.kl_penalty(policy.old_log_probs(batch), fields[target], "k1")
+            options |= {"kl_T": kl_T} if in_rewards else {}
+        rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
         fields |= policy.advantage_fields(rl.preset, batch, rewards_S, groups_S, **options)
-        loss = policy.PolicyLoss.of(self.config, self.ratio_to(experience))
-        return self.update(ctx, batch, loss, policy.ValueLoss(clip=rl.value_clip))
+        if rl.teachers and not in_rewards:
+            fields["advantages"] -= policy.of_labels(kl * kl_T, batch)
+        return self.update(ctx, batch, loss, policy.ValueLoss(clip=0.2))
+
+    def _policy_loss(self, ratio_to: Literal["old", "sampler"]) -> Loss:
+        if self.config.rl.preset.divergence:
+            return policy.DistilLoss.of(self.config, self.data.source_names("train"))
+        return policy.PolicyLoss.of(self.config, ratio_to)
 
     def prepare_batch(self, ctx: StepContext, experience: Experience) -> PackedBatch:
         """A packed sequence for each completion with a reward, and what the models say of its tokens, before updates.
 
-        Sequence fields: `reward` and `group`, which is the index of the prompt. Token fields: `sampler_log_probs`;
-        `old_log_probs` by the actor, unless the update has them itself; `reference_log_probs` if `start_models` started
-        a reference; `old_values` of a critic.
+        Sequence fields: `reward`; `group`, which is the index of the prompt; `source`, the number of its source; with
+        `rl.teachers` `teacher`, the number of its teacher; of remax `baseline`. Token fields: `sampler_log_probs`;
+        `old_log_probs` by the actor, unless the update has them itself; `importance` with a correction;
+        `reference_log_probs` if `start_models` started a reference; `teacher_log_probs`, unless the loss compares whole
+        distributions; `old_values` of a critic.
         """
         rl, models = self.config.rl, self.model_engine
         chosen = experience.trainable()
@@ -446,21 +488,38 @@ class RLEngine(Engine):
         batch = rollout_batch(experience.prompts, samples)
         rewards = []
         for i, sample in zip(chosen, samples, strict=True):  # each sequence has that of its episode
-            rewards += [experience.rewards[i].value] * len(sample.sequences())
-        batch.sequence_fields["reward"] = torch.tensor(rewards, dtype=torch.float64)
-        fields = batch.token_fields
+            rewards += [experience.rewards[i]] * sum(bool(one.tokens) for one in sample.sequences())
+        fields, of_sequences = batch.token_fields, batch.sequence_fields
+        of_sequences["reward"] = torch.tensor([one.value for one in rewards], dtype=torch.float64)
+        if rl.preset.advantages == "greedy":
+            baselines = [one.baseline for one in rewards]
+            of_sequences["baseline"] = torch.tensor(baselines, dtype=torch.float64)
+        sources = self.data.source_names("train")
+        names = [experience.prompts[group].source for group in of_sequences["group"].tolist()]
+        of_sequences["source"] = torch.tensor([sources.index(name) for name in names])
+        if rl.teachers:
+            of_sequences["teacher"] = torch.tensor([rl.teacher_of(name) for name in names])
         on_policy = experience.is_of(self.step)
         if self._needs_old_log_probs(ctx.step, on_policy):
             fields["old_log_probs"] = models.log_probs(batch)
-            gap = measure_gap(batch, fields["old_log_probs"], experience.prompts, samples)
             # The policy has moved since older weights sampled: no limit says what is too far.
-            gap.check(self.config.generation.max_gap if on_policy else None, self.tokenizer)
+            version = self.step if self.runs_freely else None
+            old_T, prompts = fields["old_log_probs"], experience.prompts
+            gap = measure_gap(batch, old_T, prompts, samples, version=version)
+            max_gap = self.config.generation.max_gap
+            gap.check(max_gap if on_policy or self.runs_freely else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
-        if rl.kl_coef or models.has_reference:
+        if rl.corrects is not None:
+            fields["importance"], found = policy.importance_weights(rl.corrects, batch)
+            _log_all(ctx, found)
+        if rl.has_reference or models.has_reference:
             fields["reference_log_probs"] = models.reference_log_probs(batch)
+        if models.teachers and not rl.preset.divergence:
+            fields["teacher_log_probs"] = models.teacher_log_probs(batch)
+            kl_T = policy.old_log_probs(batch) - fields["teacher_log_probs"]
+            policy.log_teacher_kl(ctx.log, batch, kl_T, sources)
         if models.critic is not None:
-            found = models.critic.infer(batch, ["values"], budget=self.config.budget)
-            fields["old_values"] = found["values"].float()
+            fields["old_values"] = models.score(models.critic, batch, "values")
         return batch
 
     def _needs_old_log_probs(self, step: int, on_policy: bool) -> bool:
@@ -469,17 +528,17 @@ class RLEngine(Engine):
         A single update is made by the policy that sampled: it has the old log-probs itself.
         """
         rl = self.config.rl
-        if not on_policy or rl.max_importance is not None:
-            return rl.max_importance is not None
-        is_due = step == 1 or step % self.config.generation.gap_interval == 0
+        if not on_policy or rl.corrects is not None:
+            return rl.corrects is not None
+        is_due = step == 1 or step % GAP_INTERVAL == 0
         return is_due or rl.updates > 1 or bool(rl.kl_coef and rl.preset.kl_in_reward)
 
     def ratio_to(self, experience: Experience) -> Literal["old", "sampler"]:
         """Whose probabilities the ratio of the loss divides by.
 
-        `old`: those of the actor before the step. `sampler`: of older weights, without importance weights.
+        `old`: those of the actor before the step. `sampler`: of older weights, without a correction.
         """
-        is_old = experience.is_of(self.step) or self.config.rl.max_importance is not None
+        is_old = experience.is_of(self.step) or self.config.rl.corrects is not None
         return "old" if is_old else "sampler"
 
     def update(
@@ -501,13 +560,13 @@ class RLEngine(Engine):
         self.train_pre_step(ctx)
         self.meter.mark("update")
         batch = ctx.micro_batches[0]
-        rl, models = self.config.rl, self.model_engine
+        rl, actor, critic = self.config.rl, self.model_engine.actor, self.model_engine.critic
         options: Any = {"budget": self.config.budget, "cuts": rl.updates, "together": "group"}
         updates = Updates()
-        if models.critic is not None and value_loss is not None:
-            updates.critic.extend(models.critic.update(batch, value_loss, **options))
-        if ctx.step > rl.critic_warmup or models.critic is None:
-            updates.actor.extend(models.actor.update(batch, policy_loss, **options))
+        if critic is not None and value_loss is not None:
+            updates.critic.extend(critic.update(without_routes(batch), value_loss, **options))
+        if ctx.step > rl.critic_warmup or critic is None:
+            updates.actor.extend(actor.update(batch, policy_loss, **options))
         if "old_log_probs" not in batch.token_fields:
             for numbers in updates.actor[1:]:  # the first one alone has the policy before the step
                 numbers.metrics.pop("gap", None)
@@ -518,12 +577,13 @@ class RLEngine(Engine):
     def _sync_weights(self) -> None:
         """The rollout samples with the weights of this step from now on."""
         actor = self.model_engine.actor
-        weights = None  # the actor itself generates
-        if self.config.generation.backend != "packed":
-            between_gpus = self.config.generation.sync in ("ipc", "nccl")
-            weights = actor.weights(on_device=between_gpus)
-        elif self.model_engine.rollout is not None:
+        weights: Any = None  # the actor itself generates
+        sync = self.config.generation.sync
+        if self.model_engine.rollout is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
+        elif self.config.generation.backend != "packed":
+            is_adapter, on_device = sync.startswith("adapter"), sync in ("ipc", "nccl")
+            weights = actor.export_adapter if is_adapter else actor.weights(on_device=on_device)
         with self.phase("sync"):
             self.rollout.sync(weights, self.step)
 
@@ -533,22 +593,37 @@ class RLEngine(Engine):
         settings = self.config.generation
         seed = derived_seed(self.config.seed, "rollout")
         stop, samples = tuple(self.data.eos_token_ids), self.config.rl.num_generations
-        return Sampling(
-            settings.max_new_tokens, stop, settings.temperature, samples=samples, seed=seed
-        )
+        # In half precision the trainer would choose other experts for some tokens than the sampler.
+        experts = self.precision != "fp32"
+        sampling = Sampling(settings.max_new_tokens, stop, settings.temperature, samples=samples)
+        return replace(sampling, seed=seed, experts=experts)
 
     def _collect(self, prompts: list[Prompt]) -> Experience:
         """What `sample` returns, with the metrics of its rewards and completions."""
         made = self.sample(prompts)
-        made.metrics |= _metrics(made)
+        if self.config.rl.preset.advantages == "greedy":
+            self._compare_with_greedy(made)
+        made.metrics |= rollout_metrics(made, self.has_reward)
         if self.config.rl.preset.has_groups:
             made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
         return made
 
+    def _compare_with_greedy(self, made: Experience) -> None:
+        """Give each reward that of its prompt's greedy completion, which is not trained."""
+        with self.phase("greedy"):
+            greedy = replace(self.eval_decoding, temperature=0.0, samples=1)
+            _, baselines = self.episodes.play(made.prompts, self._eval_rollout(), greedy, untimed)
+        for index, sample in enumerate(made.samples):
+            reward, baseline = made.rewards[index], baselines[sample.prompt]
+            if baseline.error is not None:
+                error = f"that of the greedy completion: {baseline.error}"
+                reward = Reward(None, error=reward.error or error)
+            made.rewards[index] = replace(reward, baseline=baseline.value)
+
     # ---- Evaluation -----------------------------------------------------------------------------------------------
 
     def before_evaluate(self) -> None:
-        self._open_episodes()
+        self._open_episodes(for_training=False)
         super().before_evaluate()
         self._connect_reward_model()
 
@@ -558,8 +633,9 @@ class RLEngine(Engine):
             raise UserError("there are no held-out prompts: give a source split: eval")
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         made = self.eval_sample(prompts)
-        _log_all(ctx, made.metrics | _metrics(made))
-        _log_all(ctx, pass_metrics(made.samples, made.rewards))
+        _log_all(ctx, made.metrics | rollout_metrics(made, self.has_reward))
+        if self.has_reward:
+            _log_all(ctx, pass_metrics(made.samples, made.rewards))
         self.eval_end(ctx)
         if self._training or not self.rollout_log.has(self.step, "eval"):
             self.rollout_log.write(self.step, "eval", made)
@@ -569,22 +645,26 @@ class RLEngine(Engine):
 
     def eval_sample(self, prompts: list[Prompt]) -> Experience:
         """Completions of all held-out prompts by the actor, and their rewards."""
-        number = self.config.eval.samples
-        samples, rewards = self.episodes.play(prompts, number, self.complete)
+        rollout, decoding = self._eval_rollout(), self.eval_decoding
+        samples, rewards = self.eval_episodes.play(prompts, rollout, decoding, untimed)
         return Experience(prompts, samples, rewards)
 
-    def complete(self, prompts: list[Prompt], number: int | None = None) -> list[Sample]:
-        """Completions by the actor; unlike rollouts they may be greedy."""
+    def complete(self, prompts: list[Prompt]) -> list[Sample]:
+        """Completions by the actor, as an evaluation makes them."""
+        return generate(self._eval_rollout(), prompts, self.eval_decoding)
+
+    def _eval_rollout(self) -> PackedRollout:
+        actor = self.model_engine.actor
+        return PackedRollout(actor, budget=self.config.budget, version=self.step)
+
+    @property
+    def eval_decoding(self) -> Decoding:
+        """How completions of an evaluation are generated; unlike rollouts they may be greedy."""
         settings, length = self.config.eval, self.config.generation.max_new_tokens
         temperature = self.config.generation.temperature if settings.samples > 1 else 0.0
-        number = number or settings.samples
-        seed, budget = derived_seed(self.config.seed, "evaluation"), self.config.budget
+        seed = derived_seed(self.config.seed, "evaluation")
         decoding = Decoding(length, self.data.eos_token_ids, temperature)
-        decoding = replace(decoding, samples=number, seed=seed, budget=budget)
-        packed = PackedBatch.concat([prompt.batch for prompt in prompts])
-        keys = [prompt.key for prompt in prompts]
-        completions = self.model_engine.actor.generate(packed, decoding, keys)
-        return [Sample.of(completion, self.step) for completion in completions]
+        return replace(decoding, samples=settings.samples, seed=seed)
 
     def after_train(self) -> None:
         super().after_train()
@@ -618,56 +698,3 @@ class RLEngine(Engine):
 def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> None:
     for name, (value, weight) in metrics.items():
         ctx.log(name, value, weight)
-
-
-def _metrics(made: Experience) -> dict[str, tuple[float, float]]:
-    """Of rewards; the mean numbers of sampled tokens and turns, the share of samples that ended with a stop token."""
-    sequences = [one for sample in made.samples for one in sample.sequences()]
-    tokens = sum(end - start for one in sequences for start, end in one.written())
-    finished = sum(sample.reason == "stop" for sample in made.samples)
-    total = len(made.samples)
-    found = {"length": (tokens, total), "finished": (finished, total)}
-    if turns := sum(len(one.turns) for one in sequences):
-        found["turns"] = (turns, total)
-    return reward_metrics(made.rewards) | found
-
-
-def _step_numbers(updates: Updates) -> StepNumbers:
-    """The updates of a step as one; a step in which the actor was not updated has the weight 0."""
-    weight = sum(one.weight for one in updates.actor)
-    loss_sum = sum(one.weight * (one.loss or 0.0) for one in updates.actor)
-    norms = [one.grad_norm for one in updates.actor]
-    values = [loss_sum, weight, sum(norms) / max(1, len(norms))]
-    loss, loss_weight, norm = torch.tensor(values, dtype=torch.float64).unbind()
-    return StepNumbers(loss, loss_weight, norm)
-
-
-# pass@k: the probability that at least one of k completions of a prompt is right, from n >= k of them.
-
-
-def pass_at_k(total: int, right: int, k: int) -> float:
-    """The unbiased estimate from `total` completions, of which `right` are right (Chen et al., 2021)."""
-    return 1.0 - math.comb(total - right, k) / math.comb(total, k)
-
-
-def pass_metrics(
-    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float = 1.0
-) -> dict[str, tuple[float, float]]:
-    """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
-
-    A completion is right if its reward is `right_from` or more. One without a reward is left out, as it is of the mean
-    reward: pass@k is the mean over the prompts with at least k rewards.
-    """
-    completions = Counter(sample.prompt for sample in samples)
-    judged: dict[int, list[bool]] = {}
-    for sample, reward in zip(samples, rewards, strict=True):
-        if reward.value is not None:
-            judged.setdefault(sample.prompt, []).append(reward.value >= right_from)
-    fewest = min(completions.values(), default=0)
-    found = {}
-    for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest} - {0}):
-        groups = [group for group in judged.values() if len(group) >= k]
-        if groups:
-            total = sum(pass_at_k(len(group), sum(group), k) for group in groups)
-            found[f"pass@{k}"] = (total, float(len(groups)))
-    return found

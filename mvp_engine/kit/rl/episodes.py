@@ -3,14 +3,14 @@
 User code that raises, hangs, returns NaN or ends its process fails alone: it is named with its row, and the completion
 is left out. Order and random numbers do not depend on the processes.
 
-Episodes of several turns run at the same time. When each of them has asked for an answer or has ended, the answers of
-all are generated in one call, in the order of prompts and samples: so a run has the same bits however long tools take.
+Episodes of several turns run at the same time. With our own decode, when each of them has asked for an answer or has
+ended, the answers of all are generated in one call, in the order of prompts and samples: so a run has the same bits
+however long tools take. Servers get each request at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import logging
 import math
@@ -24,7 +24,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -35,6 +36,7 @@ import torch
 
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import UserError, count
+from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.rl.chat import (
     Answer,
     Ask,
@@ -45,14 +47,22 @@ from mvp_engine.kit.rl.chat import (
     checked_number,
 )
 from mvp_engine.kit.rl.prompts import Prompt
-from mvp_engine.kit.rl.rollout import Complete, Rounds, Sample
+from mvp_engine.kit.rl.rollout import Rollout, Rounds, Sample, generate
 from mvp_engine.kit.rl.settings import RewardSettings
-from mvp_engine.process.watchdog import adopt_orphans, end_with_this_process, kill_descendants
+from mvp_engine.process.watchdog import end_with_this_process, end_zygote, run_zygote
 
 LOGGER = logging.getLogger("mvp_engine")
 Model = Callable[[Sequence[Prompt], Sequence[Sample]], list[float]]
+Phase = Callable[[str], AbstractContextManager[None]]  # measures the time of a part of a step
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 MAX_WARNINGS = 10  # of a run
 SHOWN_CHARACTERS = 200  # of an answer
+MAX_DETAIL = 20_000  # characters of a traceback: the message of an error may hold a whole response
 REWARD_WORKERS = 2  # where `reward.workers` is null
 MAX_EPISODES = 256  # at a time, the same for episodes of several turns
 TAKEN_NAMES = {  # of parts of a reward, whose metric is reward_NAME
@@ -71,6 +81,9 @@ class Reward:
     # Of a function that returns several numbers.
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None  # why it failed
+    baseline: float | None = (
+        None  # the reward of the prompt's greedy completion, of rl.algorithm=remax
+    )
 
 
 class RewardFailed(UserError):
@@ -82,7 +95,8 @@ class Episodes:
 
     `play` is `reward(row, answer)`; with `chat` it is `episode(row, chat)`, which may have several turns. It returns a
     number, or several by name: their sum is the reward. `model` scores all samples of a step, and its
-    score is added; `play` may be None then.
+    score is added; `play` may be None then. With `of_many_threads` these play at the same time, a group each, and
+    `check` says for a whole step whether too many rewards have failed; otherwise they take turns.
     """
 
     def __init__(
@@ -92,16 +106,22 @@ class Episodes:
         settings: RewardSettings,
         seed: int = 0,
         chat: ChatSettings | None = None,
+        *,
+        of_many_threads: bool = False,
     ) -> None:
         if play is not None:
             _check_arguments(play, "answer" if chat is None else "chat")
         self.model: Model | None = None
+        self.phase: Phase = untimed
+        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
         self.tokenizer = tokenizer
         self.settings = settings
         self.seed = seed
         self.chat = chat
+        self.has_read_last = False  # any episode of several turns, the policy's last answer
         self._play = play or (lambda row, answer: 0.0)
         self._warned = 0
+        self.of_many_threads = of_many_threads
         self._lock = threading.Lock()  # rollouts in a thread and an evaluation share the processes
         self._processes: Processes | None = None
         workers = settings.workers
@@ -121,21 +141,32 @@ class Episodes:
             self._processes.close()
             self._processes = None
 
+    def stop(self) -> None:
+        """End what other threads play."""
+        if self._processes is not None:
+            self._processes.stop()
+
     def play(
-        self, prompts: Sequence[Prompt], samples: int, complete: Complete
+        self,
+        prompts: Sequence[Prompt],
+        rollout: Rollout,
+        sampling: Decoding,
+        phase: Phase | None = None,
     ) -> tuple[list[Sample], list[Reward]]:
-        """So many episodes of each prompt and their rewards; `complete` generates answers."""
+        """`sampling.samples` episodes of each prompt and their rewards. `phase`: by default that of a training."""
+        phase = phase or self.phase
         if self.chat is None:
-            found = complete(list(prompts), samples)
+            with phase("generate"):
+                found = generate(rollout, prompts, sampling)
             return found, self.rewards(prompts, found)
-        rounds = Rounds(prompts, samples, complete, self.answer)
+        rounds = Rounds(prompts, rollout, sampling, self.answer)
         tasks: list[Task] = []
         for prompt in prompts:
             given = pickle.dumps(prompt)
-            for number in range(samples):
+            for number in range(sampling.samples):
                 seed = derived_seed(self.seed, "reward", prompt.key, number)
                 tasks.append(Task(len(tasks), seed, given))
-        return rounds.samples, self._judge(prompts, rounds.samples, tasks, rounds)
+        return rounds.samples, self._judge(prompts, rounds.samples, tasks, rounds, phase)
 
     def rewards(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Reward]:
         """The reward of each sample of one answer; `sample.prompt` is an index into the prompts."""
@@ -150,7 +181,7 @@ class Episodes:
             numbers[sample.prompt] = number + 1
             seed = derived_seed(self.seed, "reward", prompt.key, number)
             tasks.append(Task(index, seed, rows[sample.prompt], self.answer(sample)))
-        return self._judge(prompts, samples, tasks, None)
+        return self._judge(prompts, samples, tasks)
 
     def answer(self, sample: Sample) -> Answer:
         text = str(self.tokenizer.decode(sample.tokens, skip_special_tokens=True))
@@ -165,7 +196,8 @@ class Episodes:
         prompts: Sequence[Prompt],
         samples: Sequence[Sample],
         tasks: list[Task],
-        rounds: Rounds | None,
+        rounds: Rounds | None = None,
+        phase: Phase | None = None,
     ) -> list[Reward]:
         outcomes: dict[int, Outcome] = {}
         failed: list[str] = []
@@ -178,13 +210,16 @@ class Episodes:
                 )
                 failed.append(f"{place}\n{outcome.detail}".rstrip())
                 self._warn(place)
-                self._check_failures(failed, len(outcomes), len(samples))
+                if not self.of_many_threads:
+                    self._check_failures(failed, len(outcomes), len(samples))
 
+        lock = nullcontext() if self.of_many_threads and self._processes else self._lock
         # Closed at once when too many have failed: of rewards that hang, each would cost a time-out.
-        with self._lock, closing(self._run(tasks, rounds)) as finished:
+        with lock, closing(self._run(tasks, rounds, phase)) as finished:
             for index, outcome in finished:
                 if rounds is not None:
                     rounds.end(index, outcome.rewards, outcome.is_cut)
+                    self.has_read_last |= not outcome.is_unread
                 add(index, outcome)
         if self.model is not None:
             for index, score in enumerate(self.model(prompts, samples)):
@@ -192,9 +227,11 @@ class Episodes:
                     add(index, self._with_score(outcomes[index], score))
         return [self._reward(outcomes[index]) for index in range(len(samples))]
 
-    def _run(self, tasks: list[Task], rounds: Rounds | None) -> Generator[tuple[int, Outcome]]:
+    def _run(
+        self, tasks: list[Task], rounds: Rounds | None, phase: Phase | None
+    ) -> Generator[tuple[int, Outcome]]:
         if self._processes is not None:
-            yield from self._processes.run(tasks, rounds.answers if rounds else None)
+            yield from self._processes.run(tasks, rounds, phase or untimed, self.idle)
             return
         outside = rng_state()
         for task in tasks:
@@ -221,6 +258,17 @@ class Episodes:
         if self._warned == MAX_WARNINGS:
             LOGGER.warning("further failed rewards are only counted")
 
+    def check(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], rewards: Sequence[Reward]
+    ) -> None:
+        """Raise if too many rewards of a step failed, of groups in many threads."""
+        pairs = zip(samples, rewards, strict=True)
+        errors = [
+            f"{prompts[one.prompt].where}: {reward.error}" for one, reward in pairs if reward.error
+        ]
+        if errors:
+            self._check_failures(errors, len(rewards), len(rewards))
+
     def _check_failures(self, failed: list[str], computed: int, total: int) -> None:
         """Raise if a reward may not fail, or if too many of the `total` rewards of a step did."""
         share = self.settings.max_errors
@@ -237,6 +285,9 @@ class Episodes:
     def _work(self, connection: Connection) -> None:
         # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
         torch.set_num_threads(1)
+        # Where the machine has no memory left, the kernel ends an episode, and neither the controller nor a rank.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
         folder, pid = os.getcwd(), os.getpid()
 
         def send(ask: Ask) -> Answer:
@@ -263,7 +314,7 @@ class Episodes:
         """One episode in this process. Each has a row of its own to change, and its own random numbers."""
         seed_everything(task.seed, cuda=False)
         rewards: dict[int, list[float]] = {}
-        is_cut = is_credited = False
+        is_cut = is_credited = is_unread = False
         try:
             given = pickle.loads(task.given)
             if self.chat is None or send is None:
@@ -271,24 +322,27 @@ class Episodes:
             else:
                 shared = Connected(send, self.chat, task.seed)
                 rewards = shared.rewards
-                try:
-                    value = self._play(given.row, Chat(shared, given))
-                except ContextFull:
-                    value = 0.0
-                    is_cut = True
+                with closing(shared):
+                    try:
+                        value = self._play(given.row, Chat(shared, given))
+                    except ContextFull:
+                        value = 0.0
+                        is_cut = True
                 is_credited = shared.is_credited
                 if value is None and is_credited:
                     value = 0.0
+                is_unread = shared.last is not None and not shared.last.is_read
             total, parts = _checked(value)
             of_turns = sum(map(sum, rewards.values()))
             if is_credited:
                 parts["turns"] = of_turns
-            return Outcome((total + of_turns, parts), rewards=rewards, is_cut=is_cut)
+            value = (total + of_turns, parts)
+            return Outcome(value, rewards=rewards, is_cut=is_cut, is_unread=is_unread)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             frames = _user_frames(error)
             lines = traceback.format_exception(error.with_traceback(frames)) if frames else []
             message = f"{type(error).__name__}: {error}"[:500]
-            return Outcome(error=message, detail="".join(lines), rewards=rewards)
+            return Outcome(error=message, detail="".join(lines)[:MAX_DETAIL], rewards=rewards)
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
@@ -370,6 +424,7 @@ class Outcome:
     detail: str = ""  # the traceback
     rewards: dict[int, list[float]] = field(default_factory=dict)  # of turns, by sequence
     is_cut: bool = False  # by ContextFull
+    is_unread: bool = False  # the last answer: nothing depends on it
     is_last: bool = False  # its process ends
 
 
@@ -397,7 +452,10 @@ def _has_children() -> bool:
 
 
 class Processes:
-    """At most `limit` processes, each of which plays one episode after another; replaced when it fails."""
+    """At most `limit` processes, each of which plays one episode after another; replaced when it fails.
+
+    Several threads may `run` tasks; a process belongs to one of them while it plays an episode.
+    """
 
     def __init__(self, work: Callable[[Connection], None], limit: int, timeout: float) -> None:
         self.limit = limit
@@ -405,81 +463,157 @@ class Processes:
         context = multiprocessing.get_context("fork")
         self._control, theirs = context.Pipe()
         args = (work, self._control, theirs, end_with_this_process(number=signal.SIGTERM))
-        self._zygote = context.Process(target=_zygote, args=args)
+        self._zygote = context.Process(target=run_zygote, args=args)
         self._zygote.start()
         theirs.close()
         self._processes: list[_Process] = []
         self._exit_codes: dict[int, int] = {}  # of processes that have died, by process id
+        self._lock = threading.RLock()
+        self._freed = threading.Condition(self._lock)
+        self._writers: set[Connection] = set()  # each wakes a thread in `run`
+        self._is_stopped = False
         # Before multiprocessing waits at the exit for processes that nobody has closed.
-        multiprocessing.util.Finalize(self, _end, (self._zygote, self._control), exitpriority=10)
+        multiprocessing.util.Finalize(
+            self, end_zygote, (self._zygote, self._control), exitpriority=10
+        )
 
     def close(self) -> None:
-        _end(self._zygote, self._control)
+        end_zygote(self._zygote, self._control)
         for process in self._processes:
             process.connection.close()
         self._processes.clear()
 
+    def stop(self) -> None:
+        """End what is played: `run` raises in other threads."""
+        with self._lock:
+            self._is_stopped = True
+            self._freed.notify_all()
+            for writer in self._writers:
+                writer.send_bytes(b"")
+
     def run(
         self,
         tasks: Sequence[Task],
-        answer: Callable[[Mapping[int, Ask]], dict[int, Answer]] | None = None,
+        rounds: Rounds | None,
+        phase: Phase,
+        idle: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[tuple[int, Outcome]]:
-        """The outcome of each task, as they end; `answer` is called when all that are played have asked."""
-        waiting = deque(tasks)
-        try:
-            while True:
-                self._give(waiting)
-                playing = {one.task.index: one for one in self._processes if one.task is not None}
-                if not playing:
-                    return
-                if any(process.ask is None for process in playing.values()):
-                    yield from self._collect()
-                    continue
-                assert answer is not None
-                asks = {index: process.ask for index, process in playing.items() if process.ask}
-                for index, found in answer(asks).items():
-                    playing[index].ask = None
-                    self._send(playing[index], found)
-        finally:
-            for process in [one for one in self._processes if one.task is not None]:
-                self._kill(process)  # after an error: what it computes is not needed
+        """The outcome of each task, as they end; `rounds` generate the answers that episodes of several turns ask for.
 
-    def _give(self, waiting: deque[Task]) -> None:
-        """Start the next tasks in processes without one."""
+        A batched rollout generates when all that are played have asked. `idle` is a context around the wait for a
+        process, where other threads have them all.
+        """
+        waiting = deque(tasks)
+        playing: dict[int, _Process] = {}  # by the index of the task
+        reader, writer = multiprocessing.Pipe(duplex=False)  # wakes this thread
+        with self._lock:
+            self._writers.add(writer)
+
+        def wake(future: Future[Sample]) -> None:
+            with contextlib.suppress(OSError):  # after an error nobody waits
+                writer.send_bytes(b"")
+
+        try:
+            while waiting or playing:
+                with self._lock:
+                    while not self._give(waiting, playing):
+                        with idle():
+                            self._freed.wait()
+                asks = {
+                    index: one.ask
+                    for index, one in playing.items()
+                    if one.ask is not None and one.answer is None
+                }
+                is_busy = any(process.ask is None for process in playing.values())
+                if rounds is not None and asks:
+                    is_batched = rounds.rollout.is_batched
+                    if not is_batched or not is_busy:
+                        with phase("generate"):
+                            for index, future in rounds.submit(asks).items():
+                                playing[index].answer = future
+                                if not is_batched:
+                                    future.add_done_callback(wake)
+                            rounds.rollout.run()
+                answered = [one for one in playing.values() if one.answer and one.answer.done()]
+                for process in answered:
+                    assert process.task
+                    assert process.ask
+                    assert process.answer
+                    assert rounds
+                    turn = process.answer.result()
+                    answer = rounds.write(process.task.index, process.ask, turn)
+                    process.ask = process.answer = None
+                    self._send(process, answer)
+                if answered:
+                    continue
+                timed = nullcontext() if is_busy else phase("generate")
+                if is_busy and asks and rounds is not None and rounds.rollout.is_batched:
+                    timed = phase("tool_wait")  # of the slowest user code of a round
+                with timed:
+                    ended = self._collect(playing, reader)
+                for index, _ in ended:
+                    del playing[index]
+                yield from ended
+        finally:
+            with self._lock:
+                self._writers.remove(writer)
+                for process in playing.values():
+                    self._kill(process)  # after an error: what it computes is not needed
+            reader.close()
+            writer.close()
+
+    def _give(self, waiting: deque[Task], playing: dict[int, _Process]) -> bool:
+        """Start the next tasks, as many as there are processes; False if nothing is played, for want of one."""
+        if self._is_stopped:
+            raise RuntimeError("episodes were stopped")
         self._read_control(0.0)
-        for process in [
-            one for one in self._processes if one.pid in self._exit_codes and one.task is None
-        ]:
+        idle = [one for one in self._processes if one.task is None]
+        for process in [one for one in idle if one.pid in self._exit_codes]:
             self._forget(process)  # killed while it was idle: no episode was lost
-        free = [one for one in self._processes if one.task is None]
-        missing = min(len(waiting), self.limit - len(self._processes) + len(free)) - len(free)
-        free += [self._fork() for _ in range(missing)]
-        for process in free:
-            if waiting:
-                process.task = waiting.popleft()
-                self._send(process, process.task)
+        while waiting:
+            free = next((one for one in self._processes if one.task is None), None)
+            if free is None and len(self._processes) < self.limit:
+                free = self._fork()
+            if free is None:
+                break
+            free.task = waiting.popleft()
+            playing[free.task.index] = free
+            self._send(free, free.task)
+        return bool(playing) or not waiting
 
     def _send(self, process: _Process, value: Any) -> None:
         process.deadline = time.monotonic() + self.timeout
         with contextlib.suppress(OSError):  # it died just now, which `_collect` finds
             process.connection.send_bytes(pickle.dumps(value))
 
-    def _collect(self) -> Iterator[tuple[int, Outcome]]:
-        """Read what processes have sent; the outcomes of episodes that have ended."""
-        busy = [one for one in self._processes if one.task is not None and one.ask is None]
-        first = min(process.deadline for process in busy) - time.monotonic()
-        ready = set(wait([self._control, *(one.connection for one in busy)], max(0.0, first)))
+    def _collect(
+        self, playing: Mapping[int, _Process], reader: Connection
+    ) -> list[tuple[int, Outcome]]:
+        """Wait for processes or completions; returns the outcomes of episodes that have ended."""
+        busy = {index: process for index, process in playing.items() if process.ask is None}
+        seconds = None
+        if busy:
+            first = min(process.deadline for process in busy.values())
+            seconds = max(0.0, first - time.monotonic())
+        connections = [process.connection for process in busy.values()]
+        ready = set(wait([self._control, reader, *connections], seconds))
+        while reader.poll():
+            reader.recv_bytes()
         if self._control in ready:
-            self._read_control(0.0)
-        for process in busy:
+            with self._lock:
+                self._read_control(0.0)
+        ended = []
+        for index, process in busy.items():
             outcome = self._outcome(process)
             if outcome is not None:
-                assert process.task is not None
-                index = process.task.index
-                process.task = None
-                if outcome.is_last:
-                    self._forget(process)
-                yield index, outcome
+                ended.append((index, outcome))
+                with self._lock:
+                    process.task = None
+                    if outcome.is_last:
+                        self._forget(process)
+                    else:
+                        self._freed.notify()
+        return ended
 
     def _outcome(self, process: _Process) -> Outcome | None:
         """The outcome of an episode; None while it is played."""
@@ -506,20 +640,23 @@ class Processes:
 
     def _death(self, process: _Process) -> Outcome:
         while process.pid not in self._exit_codes:
-            self._read_control(None)
+            with self._lock:  # another thread may read the death
+                self._read_control(0.05)
         code = self._exit_codes[process.pid]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return Outcome(error=f"its process died ({how})", is_last=True)
 
     def _kill(self, process: _Process) -> None:
         """End a process and all that it has started."""
-        self._control.send(("kill", process.pid))
-        self._forget(process)
+        with self._lock:
+            self._control.send(("kill", process.pid))
+            self._forget(process)
 
     def _forget(self, process: _Process) -> None:
         if process in self._processes:
             self._processes.remove(process)
             process.connection.close()
+            self._freed.notify()
 
     def _fork(self) -> _Process:
         self._control.send(("fork", 0))
@@ -558,116 +695,5 @@ class _Process:
     connection: Connection
     task: Task | None = None
     ask: Ask | None = None  # what it waits for
+    answer: Future[Sample] | None = None  # the completion that was submitted for it
     deadline: float = 0.0
-
-
-def _end(zygote: Any, control: Connection) -> None:
-    if not control.closed:
-        with contextlib.suppress(OSError):
-            control.send(("end", 0))
-        control.close()
-    zygote.join(10.0)
-    if zygote.is_alive():
-        kill_descendants(zygote.pid)
-        zygote.kill()
-        zygote.join()
-
-
-def _zygote(
-    work: Callable[[Connection], None],
-    controllers: Connection,
-    control: Connection,
-    end_with_controller: Callable[[], None],
-) -> None:
-    """The process that forks those of episodes. It ends after all that they have started."""
-    controllers.close()
-    os.setsid()
-    adopt_orphans()
-    gc.freeze()
-    # The controller stops this process itself. A handler inherited from it would report a Ctrl-C to it once more.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    end_with_controller()
-    workers: set[int] = set()
-    while True:
-        ready = wait([control, reader])
-        if reader in ready:
-            if signal.SIGTERM in os.read(reader, 4096):
-                break
-            try:
-                _report_deaths(workers, control)
-            except OSError:
-                break
-        if control in ready:
-            try:
-                command, pid = control.recv()
-                if command == "fork":
-                    _fork_worker(work, workers, control, (reader, writer))
-                elif command == "end":
-                    break
-                elif pid in workers:
-                    _kill_worker(pid)
-            except (EOFError, OSError):
-                break
-    kill_descendants(os.getpid())
-    os._exit(0)
-
-
-def _fork_worker(
-    work: Callable[[Connection], None],
-    workers: set[int],
-    control: Connection,
-    pipe: tuple[int, int],
-) -> None:
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    end_with_zygote = end_with_this_process()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        control.send(("failed", 0, str(error)))
-        return
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        end_with_zygote()
-        os.setsid()
-        adopt_orphans()
-        for connection in (control, ours):
-            connection.close()
-        for end in pipe:
-            os.close(end)
-        try:
-            work(theirs)
-        finally:
-            os._exit(1)
-    workers.add(pid)
-    theirs.close()
-    control.send(("forked", pid, 0))
-    reduction.send_handle(control, ours.fileno(), None)
-    ours.close()
-
-
-def _kill_worker(pid: int) -> None:
-    kill_descendants(pid)
-    for kill in (os.killpg, os.kill):  # the group, where there is no /proc
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def _report_deaths(workers: set[int], control: Connection) -> None:
-    """Report to the controller which processes of episodes have died, after what they have started."""
-    died = {}
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            if ended[0] in workers:
-                died[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-    if died:
-        workers -= died.keys()
-        kill_descendants(os.getpid(), but=workers)
-    for pid, code in died.items():
-        control.send(("died", pid, code))

@@ -1,4 +1,4 @@
-"""`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference and critic.
+"""`mvp plan` of an RL config: the actor's ranks, with generation, log-probs, reference, teachers and critic.
 
 A step is estimated with completions of `generation.max_new_tokens`. Generation reads all weights once for each new
 token of the prompts that are completed together; that of a server is not counted.
@@ -10,12 +10,14 @@ import math
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.model.config_source import num_heads
+from mvp_engine.hf.model.language_model import LanguageModel
 from mvp_engine.kit.plan.costs import PlanSettings, facts_of
 from mvp_engine.kit.plan.hardware import FITS, GIB, gpu_by_name
 from mvp_engine.kit.plan.packs import Packs, assumed_packs
@@ -53,10 +55,12 @@ class RLPlanner(Planner):
                 "mvp plan of an RL config does not know groups.actor.parallel.pipeline > 1: plan with "
                 "pipeline=1 and as many more shards, whose ranks hold as many weights"
             )
-        reference = config.groups.reference
-        is_copy = config.rl.kl_coef > 0 and (reference is not None or config.lora is None)
+        reference, teacher = config.groups.reference, config.groups.teacher
+        is_copy = config.rl.has_reference and (reference is not None or config.lora is None)
         here = reference is None or reference.shares_actor
-        return replace(super().settings(config), reference_copy=is_copy and here)
+        teachers = config.rl.teacher_paths if teacher is None or teacher.shares_actor else ()
+        settings = super().settings(config)
+        return replace(settings, reference_copy=is_copy and here, teachers=tuple(teachers))
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
 
@@ -148,7 +152,13 @@ class RLPlanner(Planner):
         update = sum(seconds[name] for name in UPDATE)
         forward = update / 3  # forward and backward are three parts of work
         optimizer = seconds["optimizer"] * config.rl.updates
-        more = {"optimizer": optimizer, "log-probs": forward * (2 if config.rl.kl_coef else 1)}
+        more = {"optimizer": optimizer, "log-probs": forward * (1 + config.rl.has_reference)}
+        if paths := self.settings(config).teachers:  # each reads the rows of its sources
+            own = sum(p.numel() for p in self.model(config).parameters())
+            sizes = [
+                sum(p.numel() for p in LanguageModel.on_meta(path).parameters()) for path in paths
+            ]
+            more["teacher"] = forward * mean(sizes) / own
         if config.rl.preset.has_critic and config.groups.critic.shares_actor:
             more["critic"] = forward + update + optimizer
         if config.generation.backend == "packed" and config.groups.rollout is None:
@@ -219,7 +229,7 @@ def _pack(prompts: list[Prompt], new: int, group: int, budget: int) -> Any:
         while True:
             for index in range(len(prompts)):
                 for _ in range(group):
-                    yield Sample(index, [0] * new, [0.0] * new, 0, "length")
+                    yield Sample(index, [0] * new, [0.0] * new, [0] * new, "length")
 
     length = sum(prompt.batch.num_tokens for prompt in prompts) / len(prompts) + new
     number = max(1, int(budget // length))

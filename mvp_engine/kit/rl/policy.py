@@ -14,9 +14,10 @@ statistics of a group, are in the advantages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.loss import per_token, sequence_sums
-from mvp_engine.kit.rl.settings import Algorithm, RLConfig
+from mvp_engine.kit.rl.settings import Algorithm, Correction, RLConfig
 
 Estimator = Literal["k1", "k2", "k3"]
 Norm = Literal["token", "sequence", "constant"]
+RATIOS = ("token", "sequence", "clipped_sequence")
 Log = Callable[[str, Tensor, Tensor | float], None]
 EPSILON = 1e-6  # added to the standard deviation of a group
 LARGEST_LOG_RATIO = 20.0  # exp of more overflows in sums, and infinity times a zero gradient is NaN
@@ -69,13 +71,15 @@ def group_advantages(
     *,
     std: bool = True,
     leave_one_out: bool = False,
+    weights_S: Tensor | None = None,
     episodes_S: Tensor | None = None,
 ) -> Tensor:
     """Each sample's reward minus the mean of its group: the samples with the same number in `groups_S`.
 
-    `std` divides by the group's standard deviation. `leave_one_out` takes the mean of the other samples alone. Where
+    `std` divides by the group's standard deviation. `leave_one_out` takes the mean of the other samples alone.
+    `weights_S` are the weights of that mean; with lengths it is the optimal baseline of OPO (Hao et al., 2025). Where
     all rewards of a group are equal, as that of a sample without others, advantages are 0. Sequences with the same
-    number in `episodes_S` are one sample, whose reward is the mean of theirs.
+    number in `episodes_S` are one sample, whose reward is the mean of theirs and whose weight is the sum.
     """
     if episodes_S is not None:
         numbers, episode_S = episodes_S.unique(return_inverse=True)
@@ -83,14 +87,17 @@ def group_advantages(
         groups_E = torch.zeros_like(numbers).index_add(0, episode_S, groups_S) // sizes_E
         sums_E = torch.zeros(len(numbers), dtype=torch.float64)
         rewards_E = sums_E.index_add(0, episode_S, rewards_S.double()) / sizes_E
-        return group_advantages(rewards_E, groups_E, std=std, leave_one_out=leave_one_out)[
-            episode_S
-        ]
+        options: dict[str, Any] = {"std": std, "leave_one_out": leave_one_out}
+        if weights_S is not None:
+            options["weights_S"] = sums_E.index_add(0, episode_S, weights_S.double())
+        return group_advantages(rewards_E, groups_E, **options)[episode_S]
     rewards = rewards_S.double()
     numbers, group_S = groups_S.unique(return_inverse=True)
     zeros = rewards.new_zeros(len(numbers))
     size_S = zeros.index_add(0, group_S, torch.ones_like(rewards))[group_S]
-    mean_S = zeros.index_add(0, group_S, rewards)[group_S] / size_S
+    weights = torch.ones_like(rewards) if weights_S is None else weights_S.double()
+    total_S = zeros.index_add(0, group_S, weights)[group_S]
+    mean_S = zeros.index_add(0, group_S, weights * rewards)[group_S] / total_S
     others_S = (size_S - 1).clamp(min=1)
     difference_S = rewards - mean_S
     advantages_S = difference_S
@@ -152,7 +159,11 @@ class Actions(NamedTuple):
 
 def spread(values_S: Tensor, batch: PackedBatch) -> Tensor:
     """(T,): the value of each token's sequence at tokens with a label, 0 elsewhere."""
-    values_T = values_S.float().repeat_interleave(batch.lengths)
+    return of_labels(values_S.float().repeat_interleave(batch.lengths), batch)
+
+
+def of_labels(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """The values at tokens with a label, 0 elsewhere."""
     return torch.where(batch.labels == IGNORE, 0.0, values_T)
 
 
@@ -201,6 +212,14 @@ def reinforce_pp(rewards_T: Tensor, batch: PackedBatch, gamma: float = 1.0) -> T
     return whiten(actions.on_tokens(returns_A, batch), batch)
 
 
+def remax(rewards_T: Tensor, baseline_S: Tensor, batch: PackedBatch) -> Tensor:
+    """ReMax (Li et al., 2023): the return of each token minus the reward of its prompt's greedy completion."""
+    actions = Actions.of(batch)
+    returns_A = actions.discounted_sums(rewards_T.double()[actions.tokens], 1.0)
+    baseline_A = baseline_S.double().repeat_interleave(actions.counts)
+    return actions.on_tokens(returns_A - baseline_A, batch)
+
+
 def gae(
     values_T: Tensor, rewards_T: Tensor, batch: PackedBatch, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
@@ -213,6 +232,16 @@ def gae(
     advantages_A = actions.discounted_sums(delta_A, gamma * lam)
     returns_A = advantages_A + values_A
     return actions.on_tokens(advantages_A, batch), actions.on_tokens(returns_A, batch)
+
+
+def overlong_penalty(tokens: int, max_new_tokens: int, window: int) -> float:
+    """DAPO's soft punishment of long answers (Yu et al., 2025), a term of a reward.
+
+    It is 0 up to `window` tokens below `max_new_tokens`, and falls to -1 at `max_new_tokens`.
+    """
+    if not 0 < window <= max_new_tokens:
+        raise UserError(f"overlong_penalty: window={window} must be in 1 to {max_new_tokens}")
+    return -min(1.0, max(0, tokens - (max_new_tokens - window)) / window)
 
 
 # ---- By algorithm ---------------------------------------------------------------------------------------------------
@@ -232,29 +261,79 @@ def advantage_fields(
 ) -> dict[str, Tensor]:
     """The token fields of a step: `advantages`, and with a critic `returns` and `old_values`.
 
-    `kl_T` is a penalty that belongs to the rewards, with the weight `kl`. Algorithms that compare the samples of a
-    group subtract its sum from the sample's reward.
+    `kl_T` is a penalty that belongs to the rewards, with the weight `kl`. Algorithms that compare samples subtract its
+    sum from the sample's reward; of distil it is minus the advantage of its token.
     """
-    if algorithm.advantages in ("group", "leave_one_out"):
+    kind, fields = algorithm.advantages, batch.sequence_fields
+    if kind == "teacher":
+        assert kl_T is not None
+        return {"advantages": of_labels(-kl * kl_T, batch)}
+    if kind in ("group", "leave_one_out", "optimal", "source"):
         if kl_T is not None:
             rewards_S = rewards_S.double() - kl * sums_of_actions(kl_T, batch)
-        leave_one_out = algorithm.advantages == "leave_one_out"
         advantages_S = group_advantages(
             rewards_S,
-            groups_S,
+            fields["source"] if kind == "source" else groups_S,
             std=algorithm.std,
-            leave_one_out=leave_one_out,
-            episodes_S=batch.sequence_fields.get("episode"),
+            leave_one_out=kind == "leave_one_out",
+            weights_S=Actions.of(batch).counts if kind == "optimal" else None,
+            episodes_S=fields.get("episode"),
         )
         return {"advantages": spread(advantages_S, batch)}
     rewards_T = token_rewards(rewards_S, batch, kl_T, kl)
-    if algorithm.advantages == "reinforce_pp":
+    if kind == "greedy":
+        return {"advantages": remax(rewards_T, fields["baseline"], batch)}
+    if kind == "reinforce_pp":
         return {"advantages": reinforce_pp(rewards_T, batch, gamma)}
     if values_T is None:
         raise UserError(f"{algorithm.name} needs the values of a critic")
     advantages_T, returns_T = gae(values_T, rewards_T, batch, gamma, lam)
     advantages_T = whiten(advantages_T, batch)
     return {"advantages": advantages_T, "returns": returns_T, "old_values": values_T.float()}
+
+
+# ---- Correction of a sampler that is not the trainer ----------------------------------------------------------------
+
+
+def importance_weights(
+    correction: Correction, batch: PackedBatch
+) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """(T,): how much the policy loss of each token counts; and metrics of the whole batch, as (sum, weight).
+
+    Ratios are p(trainer before the step) / p(sampler): of a token, of its sequence (the product), and geometric (the
+    geometric mean of the sequence). A weight is the ratio, up to `cap`; out of `bounds` it is 0. Such tokens stay in
+    the denominator of the loss, so leaving some out does not make the others count for more.
+    """
+    fields = batch.token_fields
+    has_label_T = batch.labels != IGNORE
+    difference_T = fields["old_log_probs"] - fields["sampler_log_probs"]
+    token_T = torch.where(has_label_T, difference_T, 0.0)
+    sums_S = sums_of_actions(token_T, batch)
+    counts_S = Actions.of(batch).counts
+    log_ratios = {
+        "token": token_T,
+        "sequence": sums_S.repeat_interleave(batch.lengths),
+        "geometric": (sums_S / counts_S.clamp(min=1)).repeat_interleave(batch.lengths),
+    }
+    weights_T = has_label_T.float()
+    if correction.weights is not None:
+        ratio_T = clamp_log_ratio(log_ratios[correction.weights]).exp()
+        weights_T = torch.where(has_label_T, ratio_T.clamp(max=correction.cap).float(), 0.0)
+    is_masked_T = torch.zeros_like(has_label_T)
+    if correction.mask is not None:
+        low, high = map(math.log, correction.bounds)
+        log_ratio_T = log_ratios[correction.mask]
+        is_masked_T = has_label_T & ~((log_ratio_T >= low) & (log_ratio_T <= high))
+        weights_T = torch.where(is_masked_T, 0.0, weights_T)
+    tokens = int(counts_S.sum())
+    masked_S = sums_of_actions(is_masked_T, batch)
+    total, squares = weights_T.double().sum(), weights_T.double().square().sum()
+    metrics: dict[str, tuple[float, float]] = {
+        "masked_tokens": (int(masked_S.sum()), tokens),
+        "masked_sequences": (int((masked_S > 0).sum()), int((counts_S > 0).sum())),
+        "ess": (float(total.square() / squares) if squares else 0.0, tokens),
+    }
+    return weights_T, metrics
 
 
 # ---- Losses -------------------------------------------------------------------------------------------------------
@@ -274,17 +353,36 @@ def probability_ratios(
     return clamp_log_ratio(log_ratio_T).exp()
 
 
+def clipped_log_probs(
+    log_probs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip: tuple[float, float]
+) -> Tensor:
+    """Log-probs with log-ratios to the old ones within `clip`, on the side to which the advantage pushes (GMPO)."""
+    log_ratio_T = log_probs_T - old_T
+    low, high = clip
+    clipped_T = torch.where(
+        advantages_T < 0, log_ratio_T.clamp(min=-low), log_ratio_T.clamp(max=high)
+    )
+    return torch.where(clipped_T == log_ratio_T, log_probs_T, old_T + clipped_T)
+
+
+def soft_gate(
+    ratio_T: Tensor, advantages_T: Tensor, temperatures: tuple[float, float] = (1.0, 1.05)
+) -> Tensor:
+    """A bounded function of the ratio with the slope 1 where the ratio is 1 (SAPO).
+
+    `temperatures`: of positive and of other advantages; the higher, the faster the slope falls away from 1.
+    """
+    positive, negative = temperatures
+    tau_T = torch.where(advantages_T > 0, positive, negative)
+    return torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
+
+
 def dual_clipped(loss_T: Tensor, advantages_T: Tensor, ratio: float | None) -> Tensor:
     """The loss with this largest ratio that counts where the advantage is negative; None: no such limit."""
     if ratio is None:
         return loss_T
     largest_T = -advantages_T * ratio
     return torch.where((advantages_T < 0) & (loss_T > largest_T), largest_T, loss_T)
-
-
-def importance_weights(old_T: Tensor, sampler_T: Tensor, cap: float) -> Tensor:
-    """min(cap, p_old / p_sampler) of each token: corrects for a sampler that is not the trainer."""
-    return clamp_log_ratio(old_T - sampler_T).exp().clamp(max=cap)
 
 
 def normed(
@@ -324,44 +422,48 @@ def log_distances(log: Log, batch: PackedBatch, log_probs_T: Tensor, old_T: Tens
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The clipped policy gradient: PPO, GRPO, GSPO, CISPO and relatives, by their options.
+    """The clipped policy gradient: PPO, GRPO, GSPO, GMPO, CISPO, SAPO and relatives, by their options.
 
     It reads the token fields `advantages` and `old_log_probs` (without them the policy is the one that sampled, and the
-    ratio is 1), `reference_log_probs` for the KL term, `sampler_log_probs` for the gap, the importance correction and
-    `ratio_to="sampler"`.
+    ratio is 1), `importance`, of `importance_weights`, `reference_log_probs` for the KL term, `sampler_log_probs` for
+    the gap and `ratio_to="sampler"`.
     """
 
     clip: tuple[float, float] = (0.2, 0.2)  # below and above 1
     dual_clip: float | None = None  # the largest ratio that counts where the advantage is negative
-    ratio: Literal["token", "sequence"] = "token"  # sequence: its geometric mean (GSPO)
+    # sequence: its geometric mean (GSPO). clipped_sequence: that of the tokens' ratios, each clipped before, and `clip`
+    # is of their logarithms (GMPO).
+    ratio: Literal["token", "sequence", "clipped_sequence"] = "token"
     ratio_to: Literal["old", "sampler"] = "old"  # sampler: samples by older weights, as they are
     cispo: bool = False  # the clipped ratio as a weight without gradient: no token loses its own
+    # Instead of clipping, a soft gate with these temperatures, of positive and of other advantages (SAPO).
+    gate: tuple[float, float] | None = None
     kl: float = 0.0  # the weight of the KL divergence from the reference
     kl_estimator: Estimator = "k3"
     entropy: float = 0.0  # the weight of the entropy bonus
     norm: Norm = "token"  # see `normed`
     length: float | None = None
     temperature: float = 1.0
-    # The largest weight exp(old - sampler) of a token, which corrects for a sampler that is not the trainer.
-    importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        (low, high), dual, cap = self.clip, self.dual_clip, self.importance_cap
+        (low, high), dual = self.clip, self.dual_clip
+        is_plain = not self.cispo and self.gate is None and self.ratio != "clipped_sequence"
+        one_ratio = not self.cispo and self.ratio == "token"
         above = f"above the clip range's end {1 + high}, or None"
         has_length = self.length is not None and self.length > 0
-        of_old = "None with ratio_to=sampler, which corrects already"
         for name, is_valid, wanted in (
             ("clip", 0 <= low <= 1 and high >= 0, "(low, high) with 0 <= low <= 1, high >= 0"),
             ("dual_clip", dual is None or dual > 1 + high, above),
-            ("dual_clip", dual is None or not self.cispo, "None with cispo"),
-            ("ratio", self.ratio in ("token", "sequence"), "token or sequence"),
+            ("dual_clip", dual is None or is_plain, "None with cispo, gate and clipped_sequence"),
+            ("ratio", self.ratio in RATIOS, "token, sequence or clipped_sequence"),
+            ("gate", self.gate is None or min(self.gate) > 0, "two numbers above 0, or None"),
+            ("gate", self.gate is None or one_ratio, "None with cispo and ratios of sequences"),
+            ("cispo", not (self.cispo and self.ratio == "clipped_sequence"), "False with it"),
             ("kl_estimator", self.kl_estimator in ("k1", "k2", "k3"), "k1, k2 or k3"),
             ("norm", self.norm in get_args(Norm), "token, sequence or constant"),
             ("length", has_length == (self.norm == "constant"), "set, with norm=constant alone"),
             ("temperature", self.temperature > 0, "above 0"),
-            ("importance_cap", cap is None or cap > 0, "above 0, or None"),
             ("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler"),
-            ("importance_cap", cap is None or self.ratio_to == "old", of_old),
         ):
             if not is_valid:
                 raise UserError(f"PolicyLoss: {name}={getattr(self, name)} must be {wanted}")
@@ -373,7 +475,7 @@ class PolicyLoss:
         options = dict(rl.preset.loss, clip=rl.clip_range, norm=rl.loss_norm)
         if rl.loss_norm == "constant":
             options["length"] = float(config.generation.max_new_tokens)
-        if rl.kl_coef and not rl.preset.kl_in_reward:
+        if rl.has_reference and not rl.preset.kl_in_reward:
             options["kl"] = rl.kl_coef
         return cls(
             **options,
@@ -381,7 +483,6 @@ class PolicyLoss:
             ratio_to=ratio_to,
             entropy=rl.entropy,
             temperature=config.generation.temperature,
-            importance_cap=rl.max_importance if ratio_to == "old" else None,
         )
 
     def __call__(self, model: nn.Module, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]:
@@ -394,23 +495,35 @@ class PolicyLoss:
         old_T = fields.get("old_log_probs", log_probs_T.detach())
         if self.ratio_to == "sampler":
             old_T = self._field(batch, "sampler_log_probs", "ratio_to")
-        of_sequence = self.ratio == "sequence"
-        ratio_T = probability_ratios(log_probs_T, old_T, batch, of_sequence=of_sequence)
         advantages_T = fields["advantages"]
+        own_T = log_probs_T
+        if self.ratio == "clipped_sequence":
+            own_T = clipped_log_probs(log_probs_T, old_T, advantages_T, self.clip)
+        of_sequence = self.ratio != "token"
+        ratio_T = probability_ratios(own_T, old_T, batch, of_sequence=of_sequence)
         clipped_T = ratio_T.clamp(1 - self.clip[0], 1 + self.clip[1])
         plain_T = -advantages_T * ratio_T
         if self.cispo:
             loss_T = -clipped_T.detach() * advantages_T * log_probs_T
             is_clipped_T = clipped_T != ratio_T
+        elif self.gate is not None:
+            loss_T = -advantages_T * soft_gate(ratio_T, advantages_T, self.gate)
+            is_clipped_T = torch.zeros_like(ratio_T)  # nothing is
+        elif self.ratio == "clipped_sequence":
+            loss_T = plain_T
+            is_clipped_T = own_T != log_probs_T
         else:
             loss_T = torch.maximum(plain_T, -advantages_T * clipped_T)
             loss_T = dual_clipped(loss_T, advantages_T, self.dual_clip)
             is_clipped_T = loss_T != plain_T
         log_tokens(log, batch, ratio=ratio_T, clip_fraction=is_clipped_T, entropy=entropy_T)
         log_distances(log, batch, log_probs_T, old_T)
-        if self.importance_cap is not None:
-            sampler_T = self._field(batch, "sampler_log_probs", "importance_cap")
-            loss_T = loss_T * importance_weights(old_T, sampler_T, self.importance_cap)
+        if "importance" in fields:
+            if self.ratio_to == "sampler":
+                raise UserError(
+                    "PolicyLoss: ratio_to=sampler corrects already: leave out the field importance"
+                )
+            loss_T = loss_T * fields["importance"]
         if self.kl or "reference_log_probs" in fields:
             reference_T = self._field(batch, "reference_log_probs", "kl")
             kl_T = kl_penalty(log_probs_T, reference_T, self.kl_estimator)
@@ -425,6 +538,49 @@ class PolicyLoss:
             needed = f"{option}={getattr(self, option)} needs the token field {name} in the batch"
             raise UserError(f"PolicyLoss: {needed}")
         return batch.token_fields[name]
+
+
+@dataclass(frozen=True)
+class DistilLoss:
+    """The KL divergence between policy and teacher over the whole vocabulary, the mean over sampled tokens.
+
+    The teachers are in the actor's processes (`model_groups.Teachers`), where they give the model the output
+    `teacher_kl`. `sources` are the names for the metrics, by the number in the sequence field `source`.
+    """
+
+    sources: tuple[str, ...] = ()
+    entropy: float = 0.0  # the weight of the entropy bonus
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: RLConfig, sources: Sequence[str]) -> DistilLoss:
+        """The loss of a config, whose `rl.algorithm` is distil_reverse or distil_forward."""
+        return cls(tuple(sources), config.rl.entropy, config.generation.temperature)
+
+    def micro_batches(self, model: Any, cut: PackedBatch | None, budget: int) -> list[PackedBatch]:
+        """Those of an optimizer step, each with the hidden states of its teacher."""
+        found: list[PackedBatch] = model.teachers.micro_batches(cut, budget)
+        return found
+
+    def __call__(self, model: Any, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]:
+        """`(loss_sum, weight)` of a micro-batch; `log(name, sum, weight)` gets the metrics."""
+        names = ["teacher_kl", "log_probs", "label_entropy"]
+        with model.teachers.reading(batch):
+            outputs = model(batch, names, temperature=self.temperature)
+        kl_T, entropy_T = outputs["teacher_kl"], outputs["label_entropy"]
+        log_teacher_kl(log, batch, kl_T, self.sources)
+        log_tokens(log, batch, entropy=entropy_T)
+        log_distances(log, batch, outputs["log_probs"], old_log_probs(batch))
+        return normed(kl_T - self.entropy * entropy_T, batch, "token")
+
+
+def log_teacher_kl(log: Log, batch: PackedBatch, kl_T: Tensor, sources: Sequence[str]) -> None:
+    """Log the mean divergence from the teachers over the tokens of each source."""
+    source_T = per_token(batch.sequence_fields["source"], batch)
+    for index, name in enumerate(sources):
+        is_counted_T = (source_T == index) & (batch.labels != IGNORE)
+        total = torch.where(is_counted_T, kl_T.detach(), 0.0).sum()
+        log(f"teacher_kl/{name}", total, is_counted_T.sum())
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class PromptDataset(Dataset[Any]):
         if epoch == self.epoch:
             return
         self.epoch = epoch
-        order = self.mixture.order(self.seed, epoch, self.shuffle)
+        order = self.mixture.order(self.seed, epoch, self.shuffle)[:, :2]
         samples = self.first[order[:, 0]] + order[:, 1]
         keys = epoch * len(order) + np.arange(len(order))
         good = self.is_good[samples]

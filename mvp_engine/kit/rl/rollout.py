@@ -6,8 +6,11 @@ actor's own weights. Servers are in modules of their own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -16,16 +19,15 @@ from torch import Tensor
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError, count
+from mvp_engine.hf.experts.router_replay import add_routes
 from mvp_engine.kit.decoding import Completion, Decoding, with_completion
 from mvp_engine.kit.rl.chat import Answer, Ask
 from mvp_engine.kit.rl.prompts import Prompt
 
 if TYPE_CHECKING:
-    from mvp_engine.kit.rl.prompts import Prompt
     from mvp_engine.worker.group import WorkerGroup
 
 Reason = Literal["stop", "length"]
-Complete = Callable[[list["Prompt"], int], "list[Sample]"]  # so many answers of each prompt
 Buckets = Iterable[list[tuple[str, Tensor]]]  # weights by their Hugging Face names
 
 
@@ -37,10 +39,11 @@ class Sample:
     placeholders of media.
     """
 
-    prompt: int  # index in the list that was given to `generate`
+    prompt: int  # index in the list that was given to `generate`; 0 from `Rollout.submit`
     tokens: list[int]  # with the stop token, if there is one; all that follows the prompt
     log_probs: list[float]  # 0 for tokens that the policy did not write
-    version: int  # of the weights that wrote it
+    # Of the weights that wrote each of `tokens`; what was inserted has the version of the token that follows it.
+    versions: list[int]
     reason: Reason  # "length": cut after `max_new_tokens`, or no room was left for another turn
     # Of several turns: the tokens of each that the policy wrote, as (first, end); empty: all tokens are one turn.
     turns: list[tuple[int, int]] = field(default_factory=list)
@@ -50,6 +53,14 @@ class Sample:
     # prompt than the row's. The tokens end it.
     context: PackedBatch | None = None
     others: list[Sample] = field(default_factory=list)  # further sequences of the same episode
+    # The experts of each token of the whole sequence, its prompt included: (tokens, layers, k) int16; -1, and rows that
+    # are missing at the end: not known. See `hf/experts/router_replay.py`.
+    experts: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that wrote a token of this sequence; 0 without any token."""
+        return min(self.versions, default=0)
 
     def sequences(self) -> list[Sample]:
         return [self, *self.others]
@@ -80,7 +91,9 @@ class Sample:
     @classmethod
     def of(cls, completion: Completion, version: int) -> Sample:
         reason: Reason = "stop" if completion.is_finished else "length"
-        return cls(completion.prompt, completion.tokens, completion.log_probs, version, reason)
+        of = completion
+        versions = [version] * len(of.tokens)
+        return cls(of.prompt, of.tokens, of.log_probs, versions, reason, experts=of.experts)
 
 
 def _plain(batch: PackedBatch) -> dict[str, Any]:
@@ -107,17 +120,44 @@ class Sampling(Decoding):
 
 
 class Rollout(Protocol):
-    """A sampler of completions with weights that the trainer sends."""
+    """A sampler of completions with weights that the trainer sends.
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        """`sampling.samples` completions of each prompt, in the order of the prompts."""
+    `submit` may be called from several threads. `is_batched`: `run` generates all that was submitted, in one go;
+    otherwise requests run by themselves. `switches_in_flight`: `sync` may be called while completions are generated,
+    which then have tokens of several versions.
+    """
+
+    is_batched: bool
+    switches_in_flight: bool
+
+    def submit(self, prompt: Prompt, sampling: Any) -> list[Future[Sample]]:
+        """Ask for `sampling.samples` completions of a prompt: a future for each of them."""
+        ...
+
+    def run(self) -> None:
+        """Generate what was submitted, in the order of submission; nothing where requests run by themselves."""
         ...
 
     def sync(self, weights: Buckets | None, version: int) -> None:
         """From now on sample with these weights; None: the sampler has the trainer's own, only the version changes."""
         ...
 
+    def release(self) -> None:
+        """Free memory of GPUs that the trainer shares, until the next `sync`; nothing is generated until then."""
+        ...
+
     def close(self) -> None: ...
+
+
+def generate(rollout: Rollout, prompts: Sequence[Prompt], sampling: Decoding) -> list[Sample]:
+    """`sampling.samples` completions of each prompt, in the order of the prompts."""
+    submitted = [rollout.submit(prompt, sampling) for prompt in prompts]
+    rollout.run()
+    return [
+        replace(future.result(), prompt=index)
+        for index, futures in enumerate(submitted)
+        for future in futures
+    ]
 
 
 class PackedRollout:
@@ -127,23 +167,44 @@ class PackedRollout:
     prompts are generated together. `budget`: the most tokens of a forward over prompts.
     """
 
-    def __init__(self, group: WorkerGroup, *, budget: int) -> None:
+    is_batched = True
+    switches_in_flight = False  # but `sync` may come between two calls of `run`
+
+    def __init__(self, group: WorkerGroup, *, budget: int, version: int = 0) -> None:
         self.group = group
         self.budget = budget
-        self.version = 0
+        self.version = version
+        self._lock = threading.Lock()
+        self._submitted: list[tuple[Prompt, Decoding, list[Future[Sample]]]] = []
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        if not prompts:
-            return []
-        batch = PackedBatch.concat([prompt.batch for prompt in prompts])
-        keys = [prompt.key for prompt in prompts]
-        completions = self.group.generate(batch, replace(sampling, budget=self.budget), keys)
-        return [Sample.of(completion, self.version) for completion in completions]
+    def submit(self, prompt: Prompt, sampling: Decoding) -> list[Future[Sample]]:
+        futures: list[Future[Sample]] = [Future() for _ in range(sampling.samples)]
+        with self._lock:
+            self._submitted.append((prompt, sampling, futures))
+        return futures
+
+    def run(self) -> None:
+        with self._lock:
+            submitted = self._submitted
+            self._submitted = []
+        for sampling, group in groupby(submitted, key=lambda one: one[1]):
+            same = list(group)
+            batches = [prompt.batch for prompt, _, _ in same]
+            routes = [one.token_fields.get("experts") for one in batches]  # of earlier turns
+            batch = PackedBatch.concat(add_routes(batches, routes))
+            keys = [prompt.key for prompt, _, _ in same]
+            completions = self.group.generate(batch, replace(sampling, budget=self.budget), keys)
+            futures = [future for _, _, of_prompt in same for future in of_prompt]
+            for future, completion in zip(futures, completions, strict=True):
+                future.set_result(Sample.of(replace(completion, prompt=0), self.version))
 
     def sync(self, weights: Buckets | None, version: int) -> None:
         if weights is not None:
             self.group.load_weights(weights)
         self.version = version
+
+    def release(self) -> None:
+        """The group's memory is managed by its owner."""
 
     def close(self) -> None:
         """The group is its owner's to close."""
@@ -157,18 +218,21 @@ class PackedRollout:
 def rollout_batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> PackedBatch:
     """One sequence per sample: its prompt and the tokens after it, never tokenized again. Drawn ones carry loss.
 
-    Token field `sampler_log_probs`; sequence field `group`, the index of the prompt. Each sample has a token or more.
-    Of samples with several turns, each sequence of an episode is one, and there are the token fields `turn_rewards`, at
-    the last token of each turn, and `turn`, its number from 1; and the sequence fields `episode`, the index of the
-    sample, and `rewarded`, the rewards of turns in the sequences before it.
+    Token fields `sampler_log_probs`, `experts` if a sample has them, and `versions` of samples by several versions of
+    the weights; sequence field `group`, the index of the prompt. Each sample has a token or more. Of samples with
+    several turns, each sequence of an episode is one, and there are the token fields `turn_rewards`, at the last token
+    of each turn, and `turn`, its number from 1; and the sequence fields `episode`, the index of the sample, and
+    `rewarded`, the rewards of turns in the sequences before it.
     """
     has_turns = any(sample.turns for sample in samples)
+    versions = {v for sample in samples for one in sample.sequences() for v in one.versions}
     sequences = []
+    routes = []
     for episode, sample in enumerate(samples):
         rewarded = 0.0
         for one in sample.sequences():
             if one.tokens:
-                batch = _sequence(prompts[sample.prompt], one)
+                batch = _sequence(prompts[sample.prompt], one, with_versions=len(versions) > 1)
                 if has_turns:
                     _add_turns(batch, one)
                     batch.sequence_fields["episode"] = torch.tensor([episode])
@@ -177,10 +241,11 @@ def rollout_batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Packe
                     )
                     rewarded += sum(one.turn_rewards)
                 sequences.append(batch)
-    return PackedBatch.concat(sequences)
+                routes.append(one.experts)
+    return PackedBatch.concat(add_routes(sequences, routes))
 
 
-def _sequence(prompt: Prompt, sample: Sample) -> PackedBatch:
+def _sequence(prompt: Prompt, sample: Sample, with_versions: bool) -> PackedBatch:
     batch = sample.batch(prompt)
     # The first new token is predicted at the last one of the prompt.
     first = batch.num_tokens - len(sample.tokens) - 1
@@ -190,6 +255,10 @@ def _sequence(prompt: Prompt, sample: Sample) -> PackedBatch:
     for start, end in sample.written():
         labels[first + start : first + end] = batch.input_ids[first + start + 1 : first + end + 1]
     token_fields = {**batch.token_fields, "sampler_log_probs": log_probs_T}
+    if with_versions:
+        versions_T = torch.zeros(batch.num_tokens, dtype=torch.int32)
+        versions_T[first:-1] = torch.tensor(sample.versions)
+        token_fields["versions"] = versions_T
     sequence_fields = {"group": torch.tensor([sample.prompt])}
     return replace(batch, labels=labels, token_fields=token_fields, sequence_fields=sequence_fields)
 
@@ -205,7 +274,7 @@ def _add_turns(batch: PackedBatch, sample: Sample) -> None:
     batch.token_fields |= {"turn_rewards": rewards_T, "turn": turn_T}
 
 
-# Rounds: answers of many episodes at a time, and the sequences that they make.
+# The sequences of episodes.
 
 
 class GrowingSequence:
@@ -217,7 +286,7 @@ class GrowingSequence:
         self.since: list[int] = []  # tokens after those of `batch`
         self.text_ids = list(prompt.text_ids)
         self.media = list(prompt.media)
-        self.sample = Sample(0, [], [], 0, "stop")
+        self.sample = Sample(0, [], [], [], "stop")
 
     def read(self, ask: Ask) -> None:
         """Append what the policy reads before its next turn."""
@@ -234,6 +303,7 @@ class GrowingSequence:
     def context(self, key: int) -> Prompt:
         """What the next turn is generated from."""
         batch = with_completion(self.batch, None, self.since) if self.since else self.batch
+        (batch,) = add_routes([batch], [self.sample.experts])
         return replace(
             self.prompt, key=key, batch=batch, text_ids=list(self.text_ids), media=list(self.media)
         )
@@ -243,8 +313,11 @@ class GrowingSequence:
         sample.turns.append((len(sample.tokens), len(sample.tokens) + len(turn.tokens)))
         sample.tokens += turn.tokens
         sample.log_probs += turn.log_probs
-        sample.version = turn.version
+        inserted = len(sample.tokens) - len(sample.versions) - len(turn.tokens)
+        before = turn.versions[0] if turn.versions else sample.version
+        sample.versions += [before] * inserted + turn.versions
         sample.reason = turn.reason
+        sample.experts = turn.experts  # of all tokens so far
         self.since += turn.tokens
         self.text_ids += turn.tokens
 
@@ -256,34 +329,35 @@ class GrowingSequence:
 
 
 class Rounds:
-    """The samples of a step in the making. `answers` generates what all running episodes ask for."""
+    """The samples of a step in the making: what episodes ask the rollout for, and the sequences that they make."""
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        number: int,
-        complete: Complete,
+        rollout: Rollout,
+        sampling: Decoding,
         answer: Callable[[Sample], Answer],
     ) -> None:
         self.prompts = list(prompts)
-        self.number = number
-        self.complete = complete
+        self.rollout = rollout
+        self.sampling = sampling
+        self.number = sampling.samples
         self.answer = answer
         self.sequences: list[dict[int, GrowingSequence]] = []
         self.samples: list[Sample] = []
         for place, prompt in enumerate(prompts):
-            for _ in range(number):
+            for _ in range(self.number):
                 first = GrowingSequence(prompt)
                 first.sample.prompt = place
                 self.sequences.append({0: first})
                 self.samples.append(first.sample)
-        self._first: dict[int, Sample] = {}  # the first turns of whole groups, by episode
+        self._first: dict[int, Future[Sample]] = {}  # turns of whole groups, by episode
 
-    def answers(self, asks: Mapping[int, Ask]) -> dict[int, Answer]:
-        """The answer that each episode waits for, by its index."""
+    def submit(self, asks: Mapping[int, Ask]) -> dict[int, Future[Sample]]:
+        """Submit what episodes ask for; returns the completion of each, by its index."""
+        found: dict[int, Future[Sample]] = {}
         fresh: list[int] = []
-        contexts: list[Prompt] = []
-        later: list[int] = []
+        contexts: dict[int, Prompt] = {}
         for index in sorted(asks):
             ask = asks[index]
             place, number = divmod(index, self.number)
@@ -299,20 +373,25 @@ class Rounds:
             else:
                 # Without the turn, each would be drawn with the noise of the first.
                 key = derived_seed(prompt.key, "turn", number, ask.sequence, turn)
-                contexts.append(sequence.context(key))
-                later.append(index)
+                contexts[index] = sequence.context(key)
         # The samples of a prompt begin with one forward over it, also if some of them start in a later round.
         places = sorted({index // self.number for index in fresh if index not in self._first})
-        if places:
-            found = self.complete([self.prompts[place] for place in places], self.number)
-            for at, sample in enumerate(found):
-                self._first[places[at // self.number] * self.number + at % self.number] = sample
-        turns = {index: self._first[index] for index in fresh}
-        if contexts:
-            turns |= dict(zip(later, self.complete(contexts, 1), strict=True))
-        for index, sample in turns.items():
-            self.sequences[index][asks[index].sequence].write(sample)
-        return {index: self.answer(sample) for index, sample in turns.items()}
+        for place in places:
+            first = place * self.number
+            for at, future in enumerate(self.rollout.submit(self.prompts[place], self.sampling)):
+                self._first[first + at] = future
+        if places and contexts:
+            self.rollout.run()  # apart, as the bits of log-probs depend on what is in a batch
+        found = {index: self._first[index] for index in fresh}
+        one = replace(self.sampling, samples=1)
+        for index, context in contexts.items():
+            (found[index],) = self.rollout.submit(context, one)
+        return found
+
+    def write(self, index: int, ask: Ask, turn: Sample) -> Answer:
+        """Append a completion to the sequence that asked for it."""
+        self.sequences[index][ask.sequence].write(turn)
+        return self.answer(turn)
 
     def end(self, index: int, rewards: Mapping[int, list[float]], is_cut: bool) -> None:
         """Complete the sample of an episode that has ended; `rewards` of turns, by sequence."""
@@ -407,7 +486,7 @@ class Gap:
             + ". The worst tokens:",
             *(f"  {one.text(tokenizer)}" for one in self.worst if one.modality in over),
             "The sampler has other weights, another temperature or precision, or computes other features of media. "
-            "rl.importance_cap corrects for a small gap; generation.max_gap=null trains with any.",
+            "rl.correction={} corrects for a small gap; generation.max_gap=null trains with any.",
         ]
         raise GapTooLarge("\n".join(lines))
 
@@ -420,7 +499,7 @@ def check_mean_gap(gap: tuple[float, float] | None, max_gap: float | None) -> No
     if not mean <= max_gap:
         raise GapTooLarge(
             f"generation.max_gap={max_gap}: log-probs of sampler and trainer differ by {mean:.4f} on average. With "
-            "generation.gap_interval=1 the worst tokens are shown. rl.importance_cap corrects for a small gap; "
+            "rl.updates=2 the worst tokens are shown. rl.correction={} corrects for a small gap; "
             "generation.max_gap=null trains with any"
         )
 
@@ -437,17 +516,23 @@ def measure_gap(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample] = (),
     show: int = 5,
+    version: int | None = None,
 ) -> Gap:
     """Compare the trainer's log-probs with the token field `sampler_log_probs`, on the CPU.
 
     `batch` is that of `rollout_batch`: its labels are the sampled tokens, its sequence field `group` says the prompt of
     each sequence. `samples` are its samples, which may have media between turns. What is not finite counts as
-    infinitely far apart.
+    infinitely far apart. With `version`, tokens that weights of another version wrote are left out.
     """
+    is_measured_T = batch.labels != IGNORE
+    if version is not None:
+        same = {v for sample in samples for one in sample.sequences() for v in one.versions}
+        versions_T = batch.token_fields.get("versions", torch.tensor(max(same, default=version)))
+        is_measured_T = is_measured_T & (versions_T == version)
     sampler_T = batch.token_fields["sampler_log_probs"].double()
     trainer_T = trainer_log_probs_T.double()
     gap_T = (trainer_T - sampler_T).abs().nan_to_num(nan=torch.inf)
-    gap_T = torch.where(batch.labels == IGNORE, 0.0, gap_T)
+    gap_T = torch.where(is_measured_T, gap_T, 0.0)
     sequence_T = torch.arange(batch.num_sequences).repeat_interleave(batch.lengths)
     of_sequence = [prompts[index] for index in batch.sequence_fields["group"].tolist()]
     trained = [one for sample in samples for one in sample.sequences() if one.tokens]
@@ -457,17 +542,20 @@ def measure_gap(
     by_modality = {}
     for name in sorted(set(modalities)):
         has_name_S = torch.tensor([other == name for other in modalities])
-        chosen_T = has_name_S[sequence_T] & (batch.labels != IGNORE)
+        chosen_T = has_name_S[sequence_T] & is_measured_T
         if bool(chosen_T.any()):
             by_modality[name] = _gap_of(gap_T[chosen_T])
     by_turn = {}
     turn_T = batch.token_fields.get("turn")
     if turn_T is not None:
         for name, chosen_T in (("turn1", turn_T == 1), ("turn2+", turn_T > 1)):
+            chosen_T = chosen_T & is_measured_T
             if bool(chosen_T.any()):
                 by_turn[name] = _gap_of(gap_T[chosen_T])
     worst = []
     for at in gap_T.topk(min(show, batch.num_tokens)).indices.tolist():
+        if not bool(is_measured_T[at]):
+            continue
         sequence = int(sequence_T[at])
         start = max(int(batch.cu_seqlens[sequence]), at + 1 - CONTEXT)
         worst.append(
@@ -480,7 +568,7 @@ def measure_gap(
                 of_sequence[sequence].where,
             )
         )
-    return Gap(by_modality, [one for one in worst if one.token != IGNORE], by_turn)
+    return Gap(by_modality, worst, by_turn)
 
 
 def _gap_of(gaps: Tensor) -> ModalityGap:

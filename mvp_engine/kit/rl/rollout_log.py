@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +16,14 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mvp_engine.distributed import World
+from mvp_engine.engine.monitor import Meter
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.examples import media_files
-from mvp_engine.kit.rl.collector import Experience
-from mvp_engine.kit.rl.episodes import Reward
+from mvp_engine.kit.rl.buffer import Experience
+from mvp_engine.kit.rl.episodes import Reward, reward_metrics
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.log.format import number
@@ -27,6 +34,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 TRAIN_PROMPTS = 4  # prompts of each step that are written
 EVAL_PROMPTS = 24  # held-out prompts of each evaluation that are written
 MAX_CHARACTERS = 300  # of a column
+PLACEHOLDERS = re.compile(r"(?:<[^<>]*(image|video|audio)[^<>]*>)+")  # of the chat template
 Record = dict[str, Any]
 
 
@@ -96,14 +104,21 @@ class RolloutLog:
         rewards = sample.turn_rewards or [0.0] * len(sample.turns)
         for (start, end), reward in zip(sample.turns, rewards, strict=True):
             if start > done:
-                found.append({"by": "environment", "text": self._text(sample.tokens[done:start])})
+                between = self._text(sample.tokens[done:start], bool(sample.media))
+                found.append({"by": "environment", "text": between})
             text = self._text(sample.tokens[start:end])
             found.append({"by": "policy", "text": text, "reward": reward})
             done = end
         return found
 
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    def _text(self, tokens: list[int], has_media: bool = False) -> str:
+        """Without special tokens; `has_media` writes [image] in place of the tokens of an image."""
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=not has_media))
+        if has_media:
+            text = PLACEHOLDERS.sub(r"[\1]", text)
+            for special in self.tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+        return text
 
 
 def _columns(prompt: Prompt) -> dict[str, str]:
@@ -125,6 +140,49 @@ def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
+def rollout_metrics(made: Experience, has_reward: bool) -> dict[str, tuple[float, float]]:
+    """Of rewards; the mean numbers of sampled tokens and turns, the share of samples that ended with a stop token."""
+    sequences = [one for sample in made.samples for one in sample.sequences()]
+    tokens = sum(end - start for one in sequences for start, end in one.written())
+    finished = sum(sample.reason == "stop" for sample in made.samples)
+    total = len(made.samples)
+    found = {"length": (tokens, total), "finished": (finished, total)}
+    if turns := sum(len(one.turns) for one in sequences):
+        found["turns"] = (turns, total)
+    return (reward_metrics(made.rewards) if has_reward else {}) | found
+
+
+# pass@k: the probability that at least one of k completions of a prompt is right, from n >= k of them.
+
+
+def pass_at_k(total: int, right: int, k: int) -> float:
+    """The unbiased estimate from `total` completions, of which `right` are right (Chen et al., 2021)."""
+    return 1.0 - math.comb(total - right, k) / math.comb(total, k)
+
+
+def pass_metrics(
+    samples: Sequence[Sample], rewards: Sequence[Reward], right_from: float = 1.0
+) -> dict[str, tuple[float, float]]:
+    """pass@1, pass@2, pass@4, ... up to the completions of each prompt, as (sum, prompts).
+
+    A completion is right if its reward is `right_from` or more. One without a reward is left out, as it is of the mean
+    reward: pass@k is the mean over the prompts with at least k rewards.
+    """
+    completions = Counter(sample.prompt for sample in samples)
+    judged: dict[int, list[bool]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if reward.value is not None:
+            judged.setdefault(sample.prompt, []).append(reward.value >= right_from)
+    fewest = min(completions.values(), default=0)
+    found = {}
+    for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest} - {0}):
+        groups = [group for group in judged.values() if len(group) >= k]
+        if groups:
+            total = sum(pass_at_k(len(group), sum(group), k) for group in groups)
+            found[f"pass@{k}"] = (total, float(len(groups)))
+    return found
+
+
 # The report page of an RL run: curves of rewards and of the policy, and rollouts from `rollouts.jsonl`.
 
 MAX_PROMPTS = 12  # of the last evaluation
@@ -133,11 +191,14 @@ MAX_STEPS = 8  # of the completions of one prompt over the training
 # Metrics with a plot of their own, where the run has them.
 PANELS = ("length", "kl", "entropy", "ratio", "clip_fraction", "gap", "values", "finished")
 MAX_SHOWN = 2000  # of a completion on the page
+MAX_LINE = 80  # of a message between turns that is shown in one line
 STYLE = """<style>
+.card:has(> .rollouts) { align-content: flex-start; }
 .rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
 .rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
-.policy { background: color-mix(in srgb, var(--good) 18%, transparent); border-radius: 3px; }
-.environment { opacity: 0.65; }
+.policy, .environment { border-left: 3px solid; padding: 1px 8px; margin: 2px 0; }
+.policy { border-color: var(--good); background: color-mix(in srgb, var(--good) 12%, transparent); }
+.environment { border-color: color-mix(in srgb, currentColor 25%, transparent); color: var(--dim); }
 .reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 </style>"""
 
@@ -195,10 +256,11 @@ def _turns_html(turns: Sequence[Record]) -> str:
     html = ""
     left = MAX_SHOWN
     for turn in turns:
-        text = turn["text"]
-        html += f"<span class={turn['by']}>{escape(text[:left])}</span>"
-        if turn.get("reward"):
-            html += f" <span class=dim>{turn['reward']:+g}</span>"
+        text = turn["text"][:left]
+        if turn["by"] == "environment":  # the chat template has lines of its own around a message
+            text = " ".join(text.split()) if len(text) < MAX_LINE else text.strip()
+        reward = f" <span class=dim>{turn['reward']:+g}</span>" if turn.get("reward") else ""
+        html += f"<div class={turn['by']}>{escape(text)}{reward}</div>"
         left -= len(text)
         if left <= 0:
             return f"{html} ..."
@@ -206,14 +268,14 @@ def _turns_html(turns: Sequence[Record]) -> str:
 
 
 def _colour(reward: float | None, rewards: list[float]) -> str:
-    """Green in the upper third of the rewards on the page, red in the lower third."""
+    """Green in the upper third of the rewards on the page, red in the lower third if it is no right answer's."""
     if reward is None:
         return "bad"
     lowest, highest = min(rewards), max(rewards)
     if highest == lowest:
         return ""
     place = (reward - lowest) / (highest - lowest)
-    return "good" if place >= 2 / 3 else "bad" if place <= 1 / 3 else ""
+    return "good" if place >= 2 / 3 else "bad" if place <= 1 / 3 and reward < 1 else ""
 
 
 def rl_panels(facts: RunFacts) -> dict[str, dict[str, str]]:
@@ -297,6 +359,48 @@ def _over_steps(records: Sequence[Record]) -> list[PromptRollouts]:
         for record in [of_prompt[place] for place in places]:
             first = record["completions"][0]
             note = f"step {record['step']}"
-            completions.append(RolloutText(first["text"], first["reward"], note))
+            turns = first.get("turns", ())
+            completions.append(RolloutText(first["text"], first["reward"], note, turns))
         found.append(PromptRollouts(of_prompt[0]["prompt"], completions))
     return found
+
+
+HASH = "episodes_hash"  # the total of `Experience.hash` over a training shows that nothing was lost or trained twice
+
+# RLMeter: a Meter that also says what the steps of an RL training spend their time on.
+
+
+class RLMeter(Meter):
+    evaluation_keys = "eval.samples"
+
+    def __init__(self, world: World, folder: Path, step: int) -> None:
+        super().__init__(world, folder, step)
+        self.seconds: dict[str, float] = {}
+        self._timed = threading.local()  # what a thread is in: rollouts may run next to an update
+        # Bytes of the rank that has most: the controller itself holds no model.
+        self.peak_memory = 0
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """A context whose time is logged as `<name>_s` per step, without that of contexts inside."""
+        outer = getattr(self._timed, "name", None)
+        self._timed.name = name
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self._timed.name = outer
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if outer is not None:
+            self.seconds[outer] = self.seconds.get(outer, 0.0) - seconds
+
+    def peak(self) -> int:
+        return self.peak_memory or super().peak()
+
+    def read(self, totals: Any, waited: float, remaining_steps: int | None) -> dict[str, float]:
+        steps = max(1, self.steps)
+        totals = {name: value for name, value in totals.items() if name != HASH}  # it has no rate
+        spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        if self.peak_memory:
+            spent["memory_gib"] = self.peak_memory / 2**30
+        return {**super().read(totals, waited, remaining_steps), **spent}

@@ -1,8 +1,7 @@
-"""Rollouts by vLLM servers over HTTP. Weights are sent by vLLM's weight-transfer API.
+"""Rollouts by vLLM servers over HTTP. Weights come by vLLM's weight-transfer API, or as adapters.
 
-vLLM is installed in another Python environment than the trainer. With each completion a server returns the version of
-the weights that it used. A server that was restarted, or that got weights from another trainer, returns another version
-than ours: it then gets our weights again, and the completion is generated again.
+vLLM is installed in another Python environment than the trainer. Requests that run while weights change continue with
+the new ones; the server says which tokens were written by which.
 """
 
 from __future__ import annotations
@@ -10,34 +9,35 @@ from __future__ import annotations
 import base64
 import ctypes
 import functools
-import mimetypes
+import io
 import pickle
-import shutil
 import threading
 import time
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.rl.rollout import Buckets, Sample, Sampling
+from mvp_engine.kit.rl.rollout import Sampling
 from mvp_engine.kit.rl.server_rollout import (
-    BAN,
     LOGGER,
-    PROBE,
+    AdapterFiles,
+    Bias,
+    Completed,
+    Files,
     Server,
     ServerGone,
     ServerRefused,
     ServerRollout,
-    request_seed,
+    Transfer,
+    Weights,
+    data_url,
 )
 from mvp_engine.kit.rl.vllm_plugin import BACKEND
 
@@ -45,240 +45,156 @@ if TYPE_CHECKING:
     from mvp_engine.kit.rl.prompts import Prompt
 
 GENERATE = "/inference/v1/generate"  # from token ids to token ids
-MEDIA_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
-START = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
-    '--weight-transfer-config \'{"backend": "%s"}\''
-)
 
 
 class VLLMRollout(ServerRollout):
-    """A `Rollout` of vLLM servers. `folder`: where sync=file writes weights; the servers must see the same files."""
+    """A `Rollout` of vLLM servers. `folder`: where `sync` writes weights; the servers must see the same files."""
 
-    def __init__(
-        self, urls: list[str], *, sync: str = "file", folder: str | Path, **options: Any
-    ) -> None:
-        super().__init__(urls, **options)
-        self.transfer: Transfer = transfer_of(sync, folder)
-        # Another trainer, or this run before a resume, may have sent weights with the same number: the random name
-        # makes versions differ.
-        self.name = f"mvp-{uuid.uuid4().hex[:12]}"
-        self.version: int | None = None
+    adapter_routes = "/v1"
+    transfer: VLLMTransfer | AdapterFiles
+
+    def __init__(self, urls: list[str], sync: str, folder: str | Path, **options: Any) -> None:
+        super().__init__(urls, transfer_of(sync, folder), **options)
         self._joined: set[Server] = set()  # servers that `transfer` is connected to
 
-    @property
-    def label(self) -> str:
-        """The version of the weights, as it is sent to servers."""
-        return f"{self.name}-{self.version}"
-
-    def sync(self, weights: Buckets | None, version: int) -> None:
-        """Send weights to all servers. A server that does not answer gets them when it is back."""
-        if weights is None:
-            raise ValueError("a vLLM server has no weights of the trainer: sync needs them")
-        self.transfer.keep(weights, version)
-        self.version = version
-        self.ready()
-
-    def prepare(self, server: Server) -> None:
-        """Send the current weights to a server, unless it has them already."""
-        if self.version is None:
-            raise RuntimeError(
-                "sync comes before generate: the servers have no weights of this run"
-            )
-        try:
-            server_version = server.get("/weight_info")["weight_version"]
-            if server_version != self.label:
-                self._send(server, server_version)
-        except ServerRefused as error:
-            raise self._refused(server, error) from None
-
-    def close(self) -> None:
-        self.transfer.close()
-
-    def complete(self, server: Server, index: int, prompt: Prompt, how: Sampling) -> list[Sample]:
-        parameters = {
-            "temperature": how.temperature,
-            "max_tokens": how.max_new_tokens,
-            "n": how.samples,
-            "seed": request_seed(how.seed, prompt),
-            "stop_token_ids": list(how.stop),
-            "ignore_eos": True,  # only `stop` ends a completion
-            "logit_bias": {str(token): BAN for token in self.banned} or None,
-        }
-        answer = self._generate(server, prompt, parameters)
-        self.check_prompt(server, prompt, answer.get("prompt_token_ids"))
-        choices = self.choices(server, answer, how)
-        return [self._sample(server, index, choice, how) for choice in choices]
-
-    def biased_log_prob(self, server: Server, prompt: Prompt, token: int) -> float:
-        parameters = {"temperature": 1.0, "max_tokens": 1, "logit_bias": {str(token): PROBE}}
-        answer = self._generate(server, prompt, parameters)
-        return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
-
-    def _generate(self, server: Server, prompt: Prompt, parameters: dict[str, Any]) -> Any:
-        # A server's own defaults, such as top_k of the model's generation config, must not apply.
-        fixed = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False}
-        body = {
+    def complete(
+        self, server: Server, prompt: Prompt, how: Sampling, *, label: str, seed: int, bias: Bias
+    ) -> Completed:
+        body: dict[str, Any] = {
             "token_ids": prompt.text_ids,
-            "sampling_params": {**fixed, **parameters},
             "return_token_ids": True,  # the prompt with expanded media
+            "sampling_params": {
+                **self.sampling_params(how, bias),
+                "max_tokens": how.max_new_tokens,
+                "seed": seed,
+                "top_k": 0,
+                "logprobs": 0,
+                "detokenize": False,
+            },
         }
         if prompt.media:
-            body["content_parts"] = [_content_part(item, prompt.where) for item in prompt.media]
-        try:
-            return server.post(GENERATE, body)
-        except ServerRefused as error:
-            raise self._refused(server, error) from None
-
-    def _sample(self, server: Server, index: int, choice: Any, sampling: Sampling) -> Sample:
-        versions = {span["version"] for span in choice.get("weight_versions") or []}
-        if versions != {self.label}:
-            raise ServerGone(
-                f"{server.url} generated with other weights ({', '.join(sorted(versions))}), not with {self.label}"
-            )
-        content = (choice.get("logprobs") or {}).get("content") or []
-        assert self.version is not None
-        return self.sample(
-            server,
-            index,
-            choice["token_ids"],
-            [token["logprob"] for token in content],
+            body["content_parts"] = [
+                {"type": f"{item['type']}_url", "url": data_url(item, prompt.where)}
+                for item in prompt.media
+            ]
+        if self.transfer.is_adapter:
+            body["model"] = label
+        answer = server.post(GENERATE, body)
+        choice = answer["choices"][0]
+        tokens = choice["token_ids"]
+        spans = choice.get("weight_versions") or []
+        if self.transfer.is_adapter:
+            spans = [{"version": label, "start": 0, "end": len(tokens)}]
+        return Completed(
+            tokens,
+            [token["logprob"] for token in choice["logprobs"]["content"]],
             choice["finish_reason"],
-            self.version,
-            sampling,
+            spans,
+            answer.get("prompt_token_ids"),
+            experts_of(choice.get("routed_experts")),
         )
 
-    def _send(self, server: Server, server_version: str) -> None:
-        if server in self._joined and not server_version.startswith(self.name):
+    def server_version(self, server: Server) -> str:
+        version: str = server.get("/weight_info")["weight_version"]
+        if not self.transfer.is_adapter:
+            return version
+        if version.startswith("mvp-"):
+            raise UserError(
+                f"generation.sync=adapter: {server.url} has weights that another training sent, and adapters belong to "
+                "the model's own: start the server again"
+            )
+        models = [one["id"] for one in server.get("/v1/models")["data"]]
+        return self.label if self.label in models else version
+
+    def send(self, server: Server, server_version: str) -> None:
+        is_ours = server_version.startswith(self.name) or self.transfer.is_adapter
+        if server in self._joined and not is_ours:
             LOGGER.warning(
                 "rollout server %s has other weights (version %s): it was restarted, or another trainer uses it. "
-                "Version %s is sent again",
+                "%s is sent again",
                 server.url,
                 server_version,
-                self.version,
+                self.label,
             )
             self._joined.discard(server)
-        if server not in self._joined:
-            self.transfer.join(server)
-        # A server is paused already if its trainer was killed in an update. The requests that wait in it would never
-        # finish, so they are aborted.
-        is_paused = server.get("/is_paused")["is_paused"]
-        server.post(f"/pause?mode={'abort' if is_paused else 'wait'}")
+        is_paused = server.get("/is_paused")["is_paused"]  # it sleeps, or its trainer was killed
+        if is_paused:
+            server.post("/wake_up?tags=weights")
+        if isinstance(self.transfer, VLLMTransfer):
+            if server not in self._joined:
+                self.transfer.join(server)
+            # Requests of a trainer that was killed would never finish.
+            server.post(f"/pause?mode={'abort' if is_paused else 'keep'}")
+            self._update(server, self.transfer)
+        else:
+            self.send_adapter(server)
+        if is_paused:
+            server.post("/wake_up?tags=kv_cache")
+        server.post("/resume")
+
+    def _update(self, server: Server, transfer: VLLMTransfer) -> None:
         # If this trainer is killed in the update, half of the new weights must not have the old version.
         server.post("/update_weight_version", {"new_version": f"{self.name}-incomplete"})
-        try:
-            self._start_update(server)
-            self.transfer.send(server)
-            server.post("/finish_weight_update", {"weight_version": self.label})
-        except BaseException:
-            self._joined.discard(server)
-            raise
-        server.post("/resume")
-        self._joined.add(server)
-
-    def _start_update(self, server: Server) -> None:
+        self._joined.discard(server)  # until it is done
         try:
             server.post("/start_weight_update")
         except ServerRefused:  # an update is active, whose trainer was killed: end it
             server.post("/finish_weight_update")
             server.post("/start_weight_update")
+        transfer.send(server)
+        server.post("/finish_weight_update", {"weight_version": self.label})
+        self._joined.add(server)
 
-    def _refused(self, server: Server, error: ServerRefused) -> UserError:
-        start = START % self.transfer.backend
+    def rest(self, server: Server) -> None:
+        config = server.get("/server_info?config_format=json")["vllm_config"]["model_config"]
+        if config["enable_sleep_mode"]:
+            server.post("/sleep?level=1")
+
+    def refused(self, error: ServerRefused) -> UserError:
+        if error.status == 400:
+            return UserError(f"generation.urls: {error}")
+        start = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
+        if isinstance(self.transfer, VLLMTransfer):
+            start += f'--weight-transfer-config \'{{"backend": "{self.transfer.backend}"}}\''
+        else:
+            start = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {start}--enable-lora --max-loras 2 --max-lora-rank RANK"
         hint = f" {self.transfer.hint}" if self.transfer.hint else ""
-        fix = "" if error.status == 400 else f". Start the server as: {start}{hint}"
-        return UserError(f"generation.urls: {error}{fix}")
+        return UserError(f"generation.urls: {error}. Start the server as: {start}{hint}")
 
 
-def _content_part(item: dict[str, Any], where: str) -> dict[str, str]:
-    kind = item["type"]
-    media_type: str | None = MEDIA_TYPES.get(kind)
-    if "path" in item:
-        data = Path(item["path"]).read_bytes()
-        media_type = mimetypes.guess_type(item["path"])[0] or media_type
-    elif "bytes" in item:
-        data = item["bytes"]
-    else:
-        data = None
-    if data is None or media_type is None:
-        raise UserError(
-            f"{where}: generation.backend=vllm sends media as files, and this {kind} is none: set "
-            "generation.backend=packed"
-        )
-    encoded = base64.b64encode(data).decode()
-    return {"type": f"{kind}_url", "url": f"data:{media_type};base64,{encoded}"}
+def experts_of(encoded: str | None) -> Tensor | None:
+    """The experts of each token, from the bytes of a .npy file as base64."""
+    if encoded is None:
+        return None
+    return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(encoded))).astype(np.int16))
 
 
 # Sending weights to vLLM servers through its weight-transfer API: by files, CUDA IPC or NCCL.
 #
-# A transfer keeps the weights of the last version, so that a server that was restarted can get them again: FileTransfer
-# on disk, the others in host memory. The receiving code is part of vLLM; for files it is `vllm_plugin.py`.
+# The receiving code is part of vLLM; for files it is `vllm_plugin.py`.
 
 JOIN_SECONDS = 120.0  # a limit for joining a communicator, and for one broadcast
 
 
-class Transfer(ABC):
-    """A way to send weights. `keep` stores those of a version; `send` sends them to one server, any number of times."""
-
+class VLLMTransfer(Transfer):
     backend: str  # the name in vLLM's --weight-transfer-config
-    hint = ""  # a further requirement of servers, for error messages
-
-    @abstractmethod
-    def keep(self, weights: Buckets, version: int) -> None: ...
 
     def join(self, server: Server) -> None:
         """Connect to a server, before its first update and after it was restarted."""
         server.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    @abstractmethod
     def send(self, server: Server) -> None:
         """Send the weights, after the server has started an update and before it finishes the update."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the weights that are kept."""
+        raise NotImplementedError
 
 
-class FileTransfer(Transfer):
-    """Weights in safetensors files, in a folder that trainer and servers share and that no other trainer uses.
-
-    Only the last version is kept.
-    """
-
+class FileTransfer(Files, VLLMTransfer):
     backend = BACKEND
     hint = "with this package in the server's environment (pip install --no-deps mvp-engine)"
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).resolve()
-        self.files: list[Path] = []
-
-    def keep(self, weights: Buckets, version: int) -> None:
-        from safetensors.torch import save_file
-
-        # Versions of this run, or of one that was killed. They are removed when the new files are complete.
-        old_folders = list(self.folder.glob("version-*"))
-        target = self.folder / f"version-{version}-{uuid.uuid4().hex[:8]}"
-        target.mkdir(parents=True)
-        files: list[Path] = []
-        for bucket in weights:
-            file = target / f"{len(files):05d}.safetensors"
-            # Cloned, since safetensors refuses tensors that share memory.
-            save_file({name: tensor.contiguous().clone() for name, tensor in bucket}, file)
-            files.append(file)
-        self.files = files
-        for folder in old_folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def send(self, server: Server) -> None:
-        for file in self.files:
+        for file in sorted(self.current.iterdir()):
             server.post("/update_weights", {"update_info": {"path": str(file)}})
-
-    def close(self) -> None:
-        if self.files:
-            shutil.rmtree(self.files[0].parent, ignore_errors=True)
-            with suppress(OSError):  # it is not empty: someone else wrote into it
-                self.folder.rmdir()
-        self.files = []
 
 
 @dataclass
@@ -310,17 +226,19 @@ class Packed:
         return cls(info, sizes, memory)
 
 
-class DeviceTransfer(Transfer):
+class DeviceTransfer(VLLMTransfer):
     """The base of transfers from GPU to GPU. It keeps packed buckets in pinned host memory."""
 
     def __init__(self) -> None:
+        super().__init__()
         if not torch.cuda.is_available():
             raise UserError(
                 f"generation.sync={self.backend} needs a GPU in the controller's process: set generation.sync=file"
             )
         self.buckets: list[Packed] = []
 
-    def keep(self, weights: Buckets, version: int) -> None:
+    def keep(self, weights: Weights, version: int) -> None:
+        assert not callable(weights)
         old_buckets = self.buckets
         self.buckets = []
         for index, bucket in enumerate(weights):
@@ -446,16 +364,20 @@ def _both(server: Server, request: Future[Any], nccl_call: Future[Any]) -> None:
     nccl_call.result()
 
 
-def transfer_of(sync: str, folder: str | Path) -> Transfer:
+def transfer_of(sync: str, folder: str | Path) -> VLLMTransfer | AdapterFiles:
     """Returns the transfer for the value `sync` of the config key `generation.sync`."""
     match sync:
         case "file":
             return FileTransfer(folder)
+        case "adapter":
+            return AdapterFiles(folder)
         case "ipc":
             return IPCTransfer()
         case "nccl":
             return NCCLTransfer()
-    raise UserError(f"generation.sync={sync}: vLLM servers get weights by file, ipc or nccl")
+    raise UserError(
+        f"generation.sync={sync}: vLLM servers get weights by file, adapter, ipc or nccl"
+    )
 
 
 # An NCCL communicator with vLLM's workers, which are not ranks of the trainer. They join it by the same unique id.

@@ -211,6 +211,7 @@ class FSDPBaseEngine(ModelEngine):
         self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
         self.initial_groups: list[dict[str, Any]] = []  # options of the new optimizer
+        self._keeps_grads = False  # while the weights move to the host
         self._ranks_agree = False  # on the states of the optimizer, as far as they are saved once
         self.lockstep = LockstepScheduler(layout)
         self._recompiles = RecompileWatch()
@@ -367,9 +368,15 @@ class FSDPBaseEngine(ModelEngine):
                 part.reshard()
             self._recompiles.forget()  # graphs without gradients
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = False
+    ) -> None:
+        if grad and not model:
+            raise UserError("to(grad=True): gradients move with the weights. Set model=True")
         if model:
+            self._keeps_grads = grad
             self._offloader.move("model", to_host=device == "cpu")
+            self._keeps_grads = False
         if optimizer:
             self._offloader.move("optimizer", to_host=device == "cpu")
 
@@ -383,10 +390,10 @@ class FSDPBaseEngine(ModelEngine):
                 move_optimizer(self.optimizer, target)
                 move_averages(self.ema, target)
             return
-        if self.training and to_host:
-            self.optimizer_zero_grad()  # gradients are not offloaded
+        if self.training and to_host and not self._keeps_grads:
+            self.optimizer_zero_grad()
         if self.reducer and to_host:
-            self.reducer.release()
+            self.reducer.release(keep=self._keeps_grads)
         move_model(self.model, target)
         gather_fp8(self.model)
         if self.reducer and not to_host:

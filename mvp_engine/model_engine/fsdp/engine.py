@@ -49,6 +49,7 @@ from mvp_engine.model_engine.fsdp.step_status import (
     first_nonfinite_grad,
     local_grad_norm_sq,
 )
+from mvp_engine.model_engine.optim import with_learning_rate
 
 
 class _Forwarded(NamedTuple):
@@ -214,8 +215,11 @@ class FSDPEngine(FSDPBaseEngine):
 
     # ---- Update ---------------------------------------------------------------------------------------------------
 
-    def optimizer_step(self) -> StepNumbers:
-        self._status.read()
+    def optimizer_step(self, lr: float | None = None) -> StepNumbers:
+        self._status.read()  # the schedule advances
+        if lr is not None:
+            with with_learning_rate(self.optimizer, lr):
+                return self.optimizer_step()
         self._grads_used = True
         totals = self._totals.clone()
         reduced = self._reduce_numbers(totals)

@@ -27,6 +27,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch, tensor_versions
 from mvp_engine.data.loader import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
+from mvp_engine.hf.experts.router_replay import add_routes
 
 
 @dataclass(eq=False)
@@ -142,7 +143,8 @@ def _join(batches: list[PackedBatch]) -> PackedBatch:
                 media={kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds},
             )
         )
-    return PackedBatch.concat(alike)
+    routes = [batch.token_fields.get("experts") for batch in batches]
+    return PackedBatch.concat(add_routes(alike, routes))
 
 
 def run_dummies_along(model: nn.Module) -> None:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import is_gone, user_error, wait_until
+from conftest import user_error, wait_until
 from templates.tiny import tokenizer
 from test_prompts import kit_of
 from tiny_vlm import model_config, qwen3_vl, saved_model, with_images
 
 from mvp_engine.data.batch import IGNORE
+from mvp_engine.kit.data.encode import tokenization
 from mvp_engine.kit.rl.chat import ChatSettings, ContextFull
-from mvp_engine.kit.rl.episodes import Episodes, RewardFailed
+from mvp_engine.kit.rl.episodes import Episodes
 from mvp_engine.kit.rl.policy import advantage_fields, token_rewards
 from mvp_engine.kit.rl.prompts import prompt_loader
-from mvp_engine.kit.rl.rollout import PackedRollout, Sample, Sampling, measure_gap, rollout_batch
+from mvp_engine.kit.rl.rollout import (
+    PackedRollout,
+    Sample,
+    Sampling,
+    measure_gap,
+    rollout_batch,
+)
 from mvp_engine.kit.rl.settings import ALGORITHMS, RewardSettings
 from mvp_engine.process.watchdog import descendants
 from mvp_engine.worker import WorkerGroup, WorkerSpec
@@ -45,22 +49,33 @@ class Policy:
         self.calls: list[list[str]] = []
         self.written: list[list[int]] = []
         self.keys: list[int] = []  # of the noise
+        self.submitted: list[Any] = []
 
-    def __call__(self, prompts, number):
-        texts = [WORDS.decode(prompt.batch.input_ids) for prompt in prompts]
-        self.calls.append(texts)
-        self.keys += [prompt.key for prompt in prompts]
-        found = []
-        for place, text in enumerate(texts):
-            for sample in range(number):
-                words = self.say(text, sample)
-                tokens = WORDS(words.removesuffix("~"), add_special_tokens=False).input_ids
-                is_cut = words.endswith("~")
-                tokens += [] if is_cut else [STOP]
-                self.written.append(tokens)
-                log_probs = [-0.5 - 0.01 * i for i in range(len(tokens))]
-                found.append(Sample(place, tokens, log_probs, 3, "length" if is_cut else "stop"))
-        return found
+    is_batched = True
+
+    def submit(self, prompt, sampling):
+        futures: list[Future] = [Future() for _ in range(sampling.samples)]
+        self.submitted.append((prompt, futures))
+        return futures
+
+    def run(self):
+        if self.submitted:
+            self.calls.append([])
+        for prompt, futures in self.submitted:
+            text = WORDS.decode(prompt.batch.input_ids)
+            self.calls[-1].append(text)
+            self.keys.append(prompt.key)
+            for number, future in enumerate(futures):
+                future.set_result(self.write(self.say(text, number)))
+        self.submitted = []
+
+    def write(self, words):
+        tokens = WORDS(words.removesuffix("~"), add_special_tokens=False).input_ids
+        is_cut = words.endswith("~")
+        tokens += [] if is_cut else [STOP]
+        self.written.append(tokens)
+        log_probs = [-0.5 - 0.01 * i for i in range(len(tokens))]
+        return Sample(0, tokens, log_probs, [3] * len(tokens), "length" if is_cut else "stop")
 
 
 @pytest.fixture
@@ -69,21 +84,35 @@ def play(tmp_path):
     opened = []
 
     def run(
-        episode, say, samples=1, rows=ROWS, words=WORDS, max_turns=8, max_tokens=250, **settings
+        episode,
+        say,
+        samples=1,
+        rows=ROWS,
+        words=WORDS,
+        max_turns=8,
+        max_tokens=250,
+        policy=Policy,
+        **settings,
     ):
         kit = kit_of(tmp_path, rows, words)
         chat = ChatSettings(kit.row_encoder, 16, max_tokens, max_turns, kit.eos_token_ids)
         given = {"timeout": 20.0, "max_errors": 1.0, **settings}
         opened.append(Episodes(episode, words, RewardSettings(**given), 0, chat))
         (prompts,) = prompt_loader(kit, prompts=len(rows), shuffle=False)
-        policy = Policy(say)
-        found, rewards = opened[-1].play(prompts, samples, policy)
+        policy = policy(say)
+        policy.episodes = opened[-1]
+        found, rewards = opened[-1].play(prompts, policy, Sampling(16, samples=samples))
         trained = [sample for sample in found if sample.tokens]
         return found, rewards, rollout_batch(prompts, trained) if trained else None, policy
 
+    before = descendants(os.getpid())
     yield run
     for episodes in opened:
+        idle = {one.pid for one in episodes._processes._processes}
+        zygote = episodes._processes._zygote.pid
+        wait_until(lambda: descendants(zygote) == idle)  # noqa: B023 - called here
         episodes.close()
+    assert descendants(os.getpid()) <= before
 
 
 def written(batch):
@@ -263,6 +292,70 @@ def test_episode_same_answers_for_any_number_of_processes(play):
     assert found[1] == found[2] == found[16]
 
 
+class Speller(Policy):
+    """Writes "hello" letter by letter, which a tokenizer encodes as one token."""
+
+    letters = (*(WORDS.convert_tokens_to_ids(letter) for letter in "hello"), STOP)
+
+    def write(self, words):
+        return Sample(
+            0, list(self.letters), [-0.5] * len(self.letters), [0] * len(self.letters), "stop"
+        )
+
+
+def test_episode_answers_are_trained_as_sampled_and_never_tokenized(play, tmp_path, monkeypatch):
+    heard = tmp_path / "encoded.txt"
+
+    def noted(encode):
+        def encoder(tokenizer, text, *args, **options):
+            with open(heard, "a") as file:  # in the processes of episodes, too
+                file.write(f"{text!r}\n")
+            return encode(tokenizer, text, *args, **options)
+
+        return encoder
+
+    assert WORDS("hello", add_special_tokens=False).input_ids != list(Speller.letters[:-1])
+    for name in ("__call__", "encode"):
+        monkeypatch.setattr(type(WORDS), name, noted(getattr(type(WORDS), name)))
+    monkeypatch.setattr(tokenization, "fast_encode", noted(tokenization.fast_encode))
+
+    def episode(row, chat):
+        answer = chat.answer()
+        chat.tool("12 degrees")
+        other = chat.new([{"role": "user", "content": "And you?"}])
+        other.answer()
+        post(chat.url, messages=[{"role": "user", "content": "Own"}])
+        return float(chat.answer().tokens == answer.tokens)
+
+    _, rewards, batch, _ = play(episode, counts, samples=2, policy=Speller)
+    assert [reward.value for reward in rewards] == [1.0] * 6
+    assert written(batch) == [list(Speller.letters)] * 24
+    assert "12 degrees" in heard.read_text()
+    assert "hello" not in heard.read_text()
+
+
+@pytest.mark.parametrize(
+    "reads, has_read",
+    [
+        (["reason"], False),
+        (["text", "calls"], False),  # it has no calls
+        (["reason", "text"], True),
+        (["tokens"], True),
+        ([], True),
+    ],
+)
+def test_episode_that_does_not_read_its_last_answer_is_known(play, reads, has_read):
+    def episode(row, chat):
+        for name in reads:
+            getattr(chat.answer(), name)
+            chat.user("on")
+        return 1.0
+
+    _, rewards, _, policy = play(episode, counts)
+    assert [reward.value for reward in rewards] == [1.0] * 3
+    assert policy.episodes.has_read_last == has_read
+
+
 WRONG: dict[str, Any] = {
     "chat.answer() twice": lambda chat: [chat.answer(), chat.answer()],
     "chat.reward(x) credits the last answer": lambda chat: chat.reward(1),
@@ -291,133 +384,6 @@ def test_episode_calls_that_make_no_sense_say_what_to_do(play):
     for name, reward in zip(names[:-1], rewards[:-1], strict=True):
         assert reward.error is not None
         assert name in reward.error, name
-
-
-# ---- Faults -------------------------------------------------------------------------------------------------------
-
-
-def fork_and_hang():
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(600)
-        time.sleep(600)
-    time.sleep(600)
-
-
-FAULTS: dict[str, tuple[Any, str]] = {
-    "hang": (lambda chat: time.sleep(600), "no result after 1 s"),
-    "fork": (lambda chat: fork_and_hang(), "no result after 1 s"),
-    "segfault": (
-        lambda chat: [faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)],
-        "its process died (SIGSEGV)",
-    ),
-    "exit": (lambda chat: os._exit(5), "its process died (exit code 5)"),
-    "raise": (lambda chat: {}["answer"], "KeyError: 'answer'"),
-    "nan": (lambda chat: chat.reward(float("nan")), "ValueError: chat.reward(x) is nan"),
-    "image": (
-        lambda chat: [chat.user({"type": "image", "image": b"broken"}), chat.answer()],
-        "BadRow: ",
-    ),
-    "none": (lambda chat: "return", "TypeError: the reward is None"),
-}
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_episode_that_fails_costs_no_other_and_leaves_no_process(play, kind):
-    fault, error = FAULTS[kind]
-
-    def episode(row, chat):
-        chat.answer()
-        if row["n"] == 1:
-            fault(chat)
-            return None
-        chat.user("next")
-        return float(len(chat.answer().text))
-
-    before = descendants(os.getpid())
-    _, rewards, _, _ = play(episode, counts, samples=2, timeout=1.0 if "1 s" in error else 20.0)
-    assert [reward.value for reward in rewards] == [6.0, 6.0, None, None, 6.0, 6.0]
-    assert all(error in rewards[i].error for i in (2, 3)), rewards[2]
-    alive = lambda: len(descendants(os.getpid()) - before)  # noqa: E731
-    wait_until(lambda: alive() <= 1 + 6)  # the zygote and idle processes
-
-
-def test_episode_huge_text_does_not_fit_and_one_that_never_answers_is_not_trained(play):
-    def episode(row, chat):
-        if row["n"] == 0:
-            return 1.0
-        chat.answer()
-        chat.user("word " * (100_000 if row["n"] == 1 else 1))
-        chat.answer()
-        return 1.0
-
-    samples, rewards, batch, _ = play(episode, counts)
-    assert [len(sample.turns) for sample in samples] == [0, 1, 2]
-    assert [reward.value for reward in rewards] == [1.0, 0.0, 1.0]
-    assert batch.num_sequences == 2
-
-
-def test_episode_processes_and_threads_that_it_leaves_end_with_it(play, tmp_path):
-    def episode(row, chat):
-        chat.answer()
-        sleeper = subprocess.Popen(["setsid", "sleep", "600"])
-        (tmp_path / f"{row['n']}.pid").write_text(str(sleeper.pid))
-        os.chdir("/")
-        os.fork()  # both return
-        return float(Path.cwd() == Path("/"))
-
-    _, rewards, _, _ = play(episode, counts, workers=1)
-    assert [reward.value for reward in rewards] == [1.0, 1.0, 1.0]
-    for file in tmp_path.glob("*.pid"):
-        wait_until(lambda file=file: is_gone(int(file.read_text())))
-
-
-def test_episode_too_many_failures_end_the_run_with_the_row(play):
-    def episode(row, chat):
-        chat.answer()
-        raise OSError("no simulator")
-
-    with pytest.raises(RewardFailed, match=r"rows.jsonl:\d .*OSError: no simulator"):
-        play(episode, counts, max_errors=0.0)
-
-
-KILLED = """
-import os, sys, time
-sys.path[:0] = {path!r}
-from test_episodes import WORDS, Policy, counts, kit_of, ChatSettings, Episodes, RewardSettings, prompt_loader
-from pathlib import Path
-
-def episode(row, chat):
-    chat.answer()
-    if os.fork() == 0:
-        os.setsid()
-    (Path({folder!r}) / f"{{os.getpid()}}.pid").touch()
-    time.sleep(600)
-
-kit = kit_of(Path({folder!r}), [{{"prompt": "Q?"}}], WORDS)
-chat = ChatSettings(kit.row_encoder, 16, 250, 8, kit.eos_token_ids)
-episodes = Episodes(episode, WORDS, RewardSettings(workers=4), 0, chat)
-(prompts,) = prompt_loader(kit, prompts=1, shuffle=False)
-episodes.play(prompts, 3, Policy(counts))
-"""
-
-
-def test_episode_controller_killed_leaves_no_process(tmp_path):
-    path = [
-        str(Path(__file__).parent),
-        str(Path(__file__).parents[1]),
-        str(Path(__file__).parents[2]),
-    ]
-    controller = subprocess.Popen(
-        [sys.executable, "-c", KILLED.format(path=path, folder=str(tmp_path))]
-    )
-    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 6)
-    started = descendants(controller.pid)
-    assert len(started) >= 7
-    controller.kill()
-    controller.wait()
-    wait_until(lambda: all(map(is_gone, started)), seconds=10)
 
 
 def test_episode_on_a_template_without_such_messages_is_refused_at_start(tmp_path):
@@ -534,6 +500,48 @@ def test_chat_url_calls_of_tools_streams_and_refusals(play):
     assert not samples[0].others
 
 
+class Server(Policy):
+    """A policy that answers each request by itself."""
+
+    is_batched = False
+
+    def submit(self, prompt, sampling):
+        futures: list[Future] = [Future() for _ in range(sampling.samples)]
+        text = WORDS.decode(prompt.batch.input_ids)
+
+        def answer():
+            for number, future in enumerate(futures):
+                future.set_result(self.write(self.say(text, number)))
+
+        threading.Thread(target=answer).start()
+        return futures
+
+    def run(self):
+        """Nothing to do."""
+
+
+def waits_for_the_others(row, chat):
+    chat.answer()
+    folder = Path(row["folder"])
+    if row["first"]:
+        wait_until(lambda: len(list(folder.iterdir())) == 2)
+    else:
+        for _ in range(3):
+            chat.user("More?")
+            chat.answer()
+        (folder / str(os.getpid())).touch()
+    return 1.0
+
+
+def test_episodes_of_a_server_do_not_wait_for_one_whose_tool_takes_long(play, tmp_path):
+    folder = tmp_path / "ended"
+    folder.mkdir()
+    rows = [{"prompt": f"Q{n}?", "first": n == 0, "folder": str(folder)} for n in range(3)]
+    samples, rewards, _, _ = play(waits_for_the_others, counts, rows=rows, policy=Server)
+    assert [reward.value for reward in rewards] == [1.0, 1.0, 1.0]
+    assert [len(sample.turns) for sample in samples] == [1, 4, 4]
+
+
 # ---- With a model -------------------------------------------------------------------------------------------------
 
 
@@ -557,14 +565,11 @@ def test_episode_with_images_between_turns_has_no_gap_to_the_trainer(tmp_path):
     spec = WorkerSpec.of(model={"path": str(saved_model(tmp_path))}, device="cpu", cpu_threads=1)
     with WorkerGroup.start(spec) as group:
         rollout = PackedRollout(group, budget=256)
-        sampling = Sampling(max_new_tokens=6, seed=1, stop=tuple(kit.eos_token_ids))
-
-        def complete(prompts, number):
-            return rollout.generate(prompts, Sampling(**{**vars(sampling), "samples": number}))
+        sampling = Sampling(max_new_tokens=6, samples=2, seed=1, stop=tuple(kit.eos_token_ids))
 
         try:
-            samples, _ = episodes.play(prompts, 2, complete)
-            again, _ = episodes.play(prompts, 2, complete)
+            samples, _ = episodes.play(prompts, rollout, sampling)
+            again, _ = episodes.play(prompts, rollout, sampling)
             assert not episodes._processes._exit_codes  # decoding leaves no process behind
         finally:
             episodes.close()

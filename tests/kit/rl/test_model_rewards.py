@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tiny_vlm import TEXT, made, write
 
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.rl.episodes import Episodes, RewardFailed
-from mvp_engine.kit.rl.model_groups import RewardModel, check_reward_model
+from mvp_engine.kit.rl.model_groups import ModelGroups, check_scorer
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.worker.group import WorkerGroup
@@ -39,13 +41,18 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
     kit = MLLMDataKit(prompt_settings(kit.settings, 8), kit.processor)
     (prompts,) = prompt_loader(kit, prompts=2, shuffle=False)
     samples = [
-        Sample(i % 2, list(range(5, 6 + i)) if i else [], [0.0] * i, 0, "stop") for i in range(4)
+        Sample(i % 2, list(range(5, 6 + i)) if i else [], [0.0] * i, [0] * i, "stop")
+        for i in range(4)
     ]
     spec = WorkerSpec.of(str(folder), model={"type": "value_model"}, device="cpu")
     with WorkerGroup.start(spec, name="reward") as group:
-        scores = RewardModel(group, budget=64)(prompts, samples)
+        models: Any = object.__new__(ModelGroups)
+        models.actor, models.reward = None, group
+        generation = SimpleNamespace(temperature=1.0)
+        models.config = SimpleNamespace(budget=64, generation=generation)
+        scores = models.reward_scores(prompts, samples)
         episodes = Episodes(lambda row, answer: {"n": 2.0}, Letters(), settings(workers=0))
-        episodes.model = RewardModel(group, budget=64)
+        episodes.model = models.reward_scores
         found = episodes.rewards(prompts, samples)
     model: Any = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for sample, score, reward in zip(samples, scores, found, strict=True):
@@ -57,7 +64,7 @@ def test_reward_model_scores_equal_the_classifier_and_are_added(folder, tmp_path
 
 
 def test_rewards_without_a_function_are_the_scores_and_nan_is_named():
-    samples = [Sample(0, [1], [0.0], 0, "stop")] * 2
+    samples = [Sample(0, [1], [0.0], [0], "stop")] * 2
     episodes = Episodes(None, Letters(), settings(workers=2))
     episodes.model = lambda prompts, samples: [1.5, 2.5]
     assert [one.value for one in episodes.rewards(toy_prompts(1), samples)] == [1.5, 2.5]
@@ -66,13 +73,14 @@ def test_rewards_without_a_function_are_the_scores_and_nan_is_named():
         episodes.rewards(toy_prompts(1), samples)
 
 
-def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder, tmp_path):
-    check_reward_model(folder, tokenizer("qwen2_5"))
+def test_check_scorer_another_vocabulary_or_no_head_is_refused(folder, tmp_path):
+    check = partial(check_scorer, "reward.model", has_score=True)
+    check(folder, tokenizer("qwen2_5"))
     with user_error(r"reward.model=.* its tokenizer is not the policy's"):
-        check_reward_model(folder, tokenizer("zephyr"))
+        check(folder, tokenizer("zephyr"))
     hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT)).save_pretrained(tmp_path / "policy")
     with user_error(r"policy has no score.weight, so it is not a reward model"):
-        check_reward_model(tmp_path / "policy", tokenizer("qwen2_5"))
+        check(tmp_path / "policy", tokenizer("qwen2_5"))
     (tmp_path / "hf_step_20").mkdir()
     with user_error(r"is not the Hugging Face folder .* Its export is .*hf_step_20"):
-        check_reward_model(tmp_path, tokenizer("qwen2_5"))
+        check(tmp_path, tokenizer("qwen2_5"))

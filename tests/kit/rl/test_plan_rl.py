@@ -74,3 +74,15 @@ def test_plan_of_an_rl_config_that_does_not_fit_names_keys_of_its_groups(config,
     )
     again = estimated(capsys, config, *more[0]["words"].split(), gpu="T4")
     assert again["peak_gib"] == pytest.approx(more[0]["peak_gib"])
+
+
+@pytest.mark.slow
+def test_plan_of_an_rl_config_counts_teachers_on_the_actors_ranks(config, capsys):
+    large = Path(config).parent / "large"
+    words = ["rl.algorithm=distil", f"rl.teachers={{*: {large}}}"]
+    plain, taught = estimated(capsys, config), estimated(capsys, config, *words)
+    assert taught["memory_gib"]["teacher"] == pytest.approx(3.2, abs=0.1)
+    assert "reference model" not in taught["memory_gib"]
+    assert taught["seconds"]["teacher"] == pytest.approx(plain["seconds"]["log-probs"])
+    own = ["workers.where=spawn", "groups.actor.ranks=1", "groups.teacher.ranks=1"]
+    assert "teacher" not in estimated(capsys, config, *words, *own)["memory_gib"]

@@ -16,7 +16,9 @@ from mvp_engine.kit.rl import (
     group_advantages,
     has_signal,
     kl_penalty,
+    overlong_penalty,
     reinforce_pp,
+    remax,
     token_rewards,
     whiten,
 )
@@ -143,8 +145,11 @@ def test_kl_estimators_agree_with_true_kl_in_expectation():
 def test_advantage_fields_of_each_algorithm_fit_its_loss(name):
     algorithm, batch = ALGORITHMS[name], batch_of()
     kl, values = random_values(5), random_values(6)
+    batch.sequence_fields["source"] = GROUPS
+    batch.sequence_fields["baseline"] = REWARDS / 2
     found = advantage_fields(algorithm, batch, REWARDS, GROUPS, values_T=values, kl_T=kl, kl=0.2)
     sums = torch.stack([kl[tokens].sum() for tokens in places()])
+    counts = torch.tensor([len(tokens) for tokens in places()])
     token_values = token_rewards(REWARDS, batch, kl, 0.2)
     advantages, returns = gae(values, token_values, batch)
     wanted = {
@@ -152,10 +157,16 @@ def test_advantage_fields_of_each_algorithm_fit_its_loss(name):
             REWARDS - 0.2 * sums, GROUPS, std=False, leave_one_out=True
         ),
         "group": lambda: group_advantages(REWARDS - 0.2 * sums, GROUPS, std=name != "dr_grpo"),
+        "optimal": lambda: group_advantages(
+            REWARDS - 0.2 * sums, GROUPS, std=False, weights_S=counts
+        ),
+        "source": lambda: group_advantages(REWARDS - 0.2 * sums, GROUPS),
+        "greedy": lambda: remax(token_values, REWARDS / 2, batch),
+        "teacher": lambda: torch.where(batch.labels == -100, 0.0, -0.2 * kl),
         "reinforce_pp": lambda: reinforce_pp(token_values, batch),
         "gae": lambda: whiten(advantages, batch),
     }[algorithm.advantages]()
-    if algorithm.has_groups:
+    if algorithm.has_groups or algorithm.advantages == "source":
         wanted = torch.where(batch.labels == -100, 0.0, wanted.repeat_interleave(batch.lengths))
     assert torch.allclose(found["advantages"], wanted, atol=1e-5)
     assert algorithm.has_critic == ("returns" in found)
@@ -174,3 +185,60 @@ def test_ppo_without_values_raises():
 def test_algorithms_import_no_torch():
     code = "import sys; from mvp_engine.kit.rl import ALGORITHMS; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_opo_baseline_is_the_mean_reward_weighted_by_length():
+    lengths = torch.tensor([4, 3, 2, 1, 5, 4, 1])
+    found = group_advantages(REWARDS, GROUPS, std=False, weights_S=lengths)
+    for place, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
+        members = [i for i, other in enumerate(GROUPS) if other == group]
+        total = sum(float(lengths[i]) * float(REWARDS[i]) for i in members)
+        wanted = float(reward) - total / sum(int(lengths[i]) for i in members)
+        assert float(found[place]) == pytest.approx(wanted, abs=1e-6)
+    batch = batch_of()
+    [of_preset] = advantage_fields(ALGORITHMS["opo"], batch, REWARDS, GROUPS).values()
+    counts = torch.tensor([len(tokens) for tokens in places()])
+    same = group_advantages(REWARDS, GROUPS, std=False, weights_S=counts)
+    for row, tokens in enumerate(places()):
+        assert torch.equal(of_preset[tokens], same[row].expand(len(tokens)))
+
+
+def test_opo_length_of_an_episode_is_that_of_all_its_sequences():
+    episodes = torch.tensor([0, 0, 1])
+    lengths, rewards = torch.tensor([1, 2, 1]), torch.tensor([1.0, 1.0, 0.0])
+    options = {"std": False, "weights_S": lengths, "episodes_S": episodes}
+    found = group_advantages(rewards, torch.zeros(3, dtype=torch.long), **options)
+    assert torch.allclose(found, rewards - 3 / 4)
+
+
+def test_remax_is_the_return_minus_the_greedy_reward():
+    batch, kl = batch_of(), random_values(5)
+    baseline = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    batch.sequence_fields["baseline"] = baseline
+    [found] = advantage_fields(
+        ALGORITHMS["remax"], batch, REWARDS, GROUPS, kl_T=kl, kl=0.3
+    ).values()
+    wanted = torch.zeros(len(kl))
+    for row, tokens in enumerate(places()):
+        for place, token in enumerate(tokens):
+            wanted[token] = REWARDS[row] - 0.3 * kl[tokens[place:]].sum() - baseline[row]
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_reinforce_source_compares_all_samples_of_a_source():
+    batch = batch_of()
+    batch.sequence_fields["source"] = sources = torch.tensor([0, 1, 0, 1, 0, 1, 1])
+    [found] = advantage_fields(
+        ALGORITHMS["reinforce_source"], batch, REWARDS, torch.arange(7)
+    ).values()
+    for row, tokens in enumerate(places()):
+        mine = REWARDS[sources == sources[row]]
+        wanted = (REWARDS[row] - mine.mean()) / (mine.std() + 1e-6)
+        assert torch.allclose(found[tokens], wanted.expand(len(tokens)), atol=1e-6)
+
+
+def test_overlong_penalty_falls_from_0_to_minus_1_in_its_window():
+    found = [overlong_penalty(tokens, 100, 20) for tokens in (0, 80, 81, 90, 100, 120)]
+    assert found == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
+    with user_error("window=0 must be in 1 to 100"):
+        overlong_penalty(5, 100, 0)

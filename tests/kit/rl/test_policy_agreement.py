@@ -23,6 +23,8 @@ from mvp_engine.kit.rl import (
     token_rewards,
     whiten,
 )
+from mvp_engine.kit.rl.policy import importance_weights
+from mvp_engine.kit.rl.settings import Correction
 
 pytestmark = CAMPAIGN
 
@@ -78,7 +80,7 @@ class Given(nn.Module):
         return {
             "log_probs": self.masked,
             "values": self.masked,
-            "entropy": torch.zeros_like(self.values),
+            "label_entropy": torch.zeros_like(self.values),
         }
 
 
@@ -131,7 +133,7 @@ def test_policy_loss_agrees_with_verl(verl, kind, norm):
     low, high = (0.02, 0.03) if kind == "gspo" else (0.2, 0.28)
     config = verl_config(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=1.4)
     config.global_batch_info.update(of_batch)
-    options = {**options, "clip": (low, high), "importance_cap": 1.1}
+    options = {**options, "clip": (low, high)}
     options |= {
         "vanilla": {"dual_clip": 1.4},
         "gspo": {"ratio": "sequence"},
@@ -141,7 +143,55 @@ def test_policy_loss_agrees_with_verl(verl, kind, norm):
     leaf = leaf_of(LOG_PROBS)
     arguments = (FIELDS["old_log_probs"], leaf, FIELDS["advantages"], MASK, name, config, weights)
     loss, _ = verl.get_policy_loss_fn(kind)(*arguments)
-    assert_agree(ours(PolicyLoss(**options)), loss, leaf)
+    assert_agree(ours(PolicyLoss(**options), importance=weights), loss, leaf)
+
+
+@pytest.mark.parametrize("kind", ["geo_mean", "sapo"])
+def test_gmpo_and_sapo_agree_with_verl(verl, kind):
+    """Of verl's GMPO one advantage of each sequence, and no weights: it has their geometric mean."""
+    options = {"geo_mean": {"ratio": "clipped_sequence"}, "sapo": {"gate": (1.0, 1.05)}}[kind]
+    config = verl_config(clip_ratio_low=0.1, clip_ratio_high=0.2)
+    advantages = OF_SEQUENCES[:, None].expand(B, L)
+    leaf = leaf_of(LOG_PROBS)
+    arguments = (FIELDS["old_log_probs"], leaf, advantages, MASK, "seq-mean-token-mean", config)
+    loss, _ = verl.get_policy_loss_fn(kind)(*arguments)
+    found = ours(PolicyLoss(norm="sequence", clip=(0.1, 0.2), **options), advantages=advantages)
+    assert_agree(found, loss, leaf)
+
+
+@pytest.mark.parametrize("mask", [None, "token", "sequence", "geometric"])
+@pytest.mark.parametrize("weights", [None, "token", "sequence"])
+def test_correction_agrees_with_verl(verl, weights, mask):
+    """verl's bounds are those of p(sampler) / p(trainer), in its modes token_k1, seq_sum_k1 and seq_mean_k1."""
+    helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+    if weights is None and mask is None:
+        return  # no correction
+    log_ratio = (FIELDS["old_log_probs"] - FIELDS["sampler_log_probs"]) * MASK
+    wanted = MASK.clone()
+    options = {"weights": weights}
+    if weights is not None:
+        wanted, metrics = helper.compute_rollout_correction_weights(log_ratio, MASK, weights, 1.1)
+        options["cap"] = 1.1
+    if mask is not None:
+        mode = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[mask]
+        bounds = f"{1 / 1.2}_{1 / 0.9}"
+        kept, masked = helper.compute_rollout_rejection_mask(log_ratio, MASK, mode, bounds)
+        wanted = wanted * kept
+        options |= {"mask": mask, "bounds": [0.9, 1.2]}
+    batch = batch_of()
+    found, ours_of = importance_weights(Correction(**options), batch)
+    assert torch.allclose(unpack(found, batch), wanted, atol=1e-6)
+    if mask is None:
+        ess, tokens = ours_of["ess"]
+        assert ess / tokens == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-6)
+    else:
+        for name, theirs in (
+            ("masked_tokens", "rollout_rs_masked_fraction"),
+            ("masked_sequences", "rollout_rs_seq_masked_fraction"),
+        ):
+            total, count = ours_of[name]
+            assert 0 < total <= count
+            assert total / count == pytest.approx(masked[theirs], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -250,7 +300,7 @@ PER_TOKEN = {
 TRL_LOSSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"loss_type": "grpo"}, {"norm": "sequence"}),
     ({"loss_type": "bnpo", "beta": 0.2}, {"norm": "token", "kl": 0.2}),
-    ({"loss_type": "dapo", "use_vllm": True}, {"norm": "token", "importance_cap": 1.1}),
+    ({"loss_type": "dapo", "use_vllm": True}, {"norm": "token"}),
     ({"loss_type": "dr_grpo", "delta": 1.4}, {"norm": "constant", "length": 12, "dual_clip": 1.4}),
     (
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -270,7 +320,10 @@ def test_policy_loss_agrees_with_trl_grpo(theirs, options):
     theirs = {"epsilon_low": 0.2, "epsilon_high": 0.28, **theirs}
     loss = trl_loss(trainer, leaf, {**PER_TOKEN, "advantages": OF_SEQUENCES}, **theirs)
     options = {"clip": (0.2, 0.28), **options}
-    found = ours(PolicyLoss(**options), advantages=OF_SEQUENCES[:, None].expand(B, L))
+    changed = {"advantages": OF_SEQUENCES[:, None].expand(B, L)}
+    if theirs.get("use_vllm"):
+        changed["importance"] = PER_TOKEN["importance_sampling_ratio"]
+    found = ours(PolicyLoss(**options), **changed)
     assert_agree(found, loss, leaf)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from functools import cache
 from typing import Any
 
@@ -9,27 +12,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from conftest import user_error
+from conftest import ROOT, user_error
 from families import config_of, overrides_of, parallel
 from test_preference_loss import LAYOUTS, POLICY, alone, assert_equal, padded_model
 
+from mvp_engine.config import compose
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit.rl import PolicyLoss, ValueLoss
+from mvp_engine.kit.rl.policy import importance_weights
+from mvp_engine.kit.rl.settings import Correction
 from mvp_engine.model_engine import LanguageModelEngine, Settings, ValueModelEngine
 
 LOSSES: list[dict[str, Any]] = [
     {"clip": (0.2, 0.28)},
     {"norm": "sequence", "kl": 0.3, "kl_estimator": "k3", "entropy": 0.1},
     {"norm": "constant", "length": 9, "kl": 0.2, "kl_estimator": "k1", "dual_clip": 1.3},
-    {"norm": "sequence", "ratio": "sequence", "clip": (0.03, 0.04), "importance_cap": 1.1},
+    {"norm": "sequence", "ratio": "sequence", "clip": (0.03, 0.04)},
     {"norm": "sequence", "cispo": True, "clip": (1.0, 0.3), "kl": 0.1, "kl_estimator": "k2"},
-    {"importance_cap": 1.05, "dual_clip": 1.5, "entropy": -0.05, "temperature": 0.7},
+    {"dual_clip": 1.5, "entropy": -0.05, "temperature": 0.7},
+    {"norm": "sequence", "ratio": "clipped_sequence", "clip": (0.1, 0.2), "entropy": 0.1},
+    {"norm": "sequence", "gate": (1.0, 1.05), "kl": 0.1},
+    {"gate": (2.0, 3.0)},
 ]
 VALUE_LOSSES: list[dict[str, Any]] = [{}, {"clip": 0.1}]
-READ = ("old_log_probs", "sampler_log_probs", "reference_log_probs", "advantages")
+READ = ("old_log_probs", "importance", "reference_log_probs", "advantages")
 SPLITS = [[[0, 1, 2, 3, 4, 5, 6]], [[5, 0], [6], [3], [1, 2, 4]]]
 
 
@@ -61,6 +70,9 @@ def fields():
         named = {"old_log_probs": own + 0.3 * noise[0], "reference_log_probs": own + 0.5 * noise[1]}
         named["sampler_log_probs"] = named["old_log_probs"] + 0.2 * noise[2]
         named |= {"advantages": noise[3], "returns": noise[4], "old_values": 0.2 * noise[0]}
+        named["importance"] = noise[1].exp().clamp(max=1.5) * (
+            noise[2] < 1
+        )  # some tokens are masked
         found.append(
             {name: torch.where(has_label, value, torch.nan) for name, value in named.items()}
         )
@@ -102,19 +114,25 @@ def padded_policy_loss(options):
         if not mask.any():
             continue
         lp, entropy = log_probs[row][mask], entropies[row][mask]
-        old, sampler, ref, adv = (padded_field(name)[row][mask] for name in READ)
+        old, importance, ref, adv = (padded_field(name)[row][mask] for name in READ)
         ratio = (lp - old).exp()
         # GSPO-token: the sequence's ratio, each token's gradient.
         if options.get("ratio") == "sequence":
             ratio = (lp - old).mean().exp().detach() * (lp - lp.detach()).exp()
-        if options.get("cispo"):
+        if options.get("ratio") == "clipped_sequence":
+            # GMPO with an advantage for each token, as in GSPO-token.
+            own = torch.where(adv < 0, (lp - old).clamp(min=-low), (lp - old).clamp(max=high))
+            terms = -adv * own.mean().exp().detach() * (own - own.detach()).exp()
+        elif options.get("gate"):
+            tau = torch.where(adv > 0, *map(torch.tensor, options["gate"]))
+            terms = -adv * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+        elif options.get("cispo"):
             terms = -ratio.clamp(1 - low, 1 + high).detach() * adv * lp
         else:
             terms = -torch.min(ratio * adv, ratio.clamp(1 - low, 1 + high) * adv)
             if bound := options.get("dual_clip"):
                 terms = torch.where(adv < 0, torch.min(terms, -bound * adv), terms)
-        if cap := options.get("importance_cap"):
-            terms = terms * (old - sampler).exp().clamp(max=cap)
+        terms = terms * importance
         kl = {"k1": lp - ref, "k2": 0.5 * (lp - ref) ** 2, "k3": (ref - lp).exp() - (ref - lp) - 1}
         terms = terms + options.get("kl", 0.0) * kl[options.get("kl_estimator", "k3")]
         of_sequences.append(terms - options.get("entropy", 0.0) * entropy)
@@ -260,7 +278,8 @@ def test_policy_metrics_are_exact_means_over_tokens():
     _, _, metrics = step(policy, PolicyLoss(), batches)
     with torch.no_grad():
         log_probs, entropies, mask = padded_outputs(padded_model(POLICY))
-    old, sampler, reference, advantages = (padded_field(name)[mask] for name in READ)
+    old, _, reference, advantages = (padded_field(name)[mask] for name in READ)
+    sampler = padded_field("sampler_log_probs")[mask]
     ratio = (log_probs[mask] - old).exp()
     gap = reference - log_probs[mask]
     is_clipped = ((ratio > 1.2) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
@@ -295,6 +314,9 @@ def test_policy_loss_without_old_log_probs_is_on_policy():
 def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now():
     policy, _ = engines_on(alone())
     batch = packed([0, 1, 2], fields())
+    with user_error("ratio_to=sampler corrects already"):
+        step(policy, PolicyLoss(ratio_to="sampler"), [batch])
+    del batch.token_fields["importance"]
     sampler_T = batch.token_fields["sampler_log_probs"]
     batch.token_fields["old_log_probs"] = sampler_T
     wanted = step(policy, PolicyLoss(), [batch])
@@ -328,7 +350,10 @@ def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite():
         ({"norm": "token", "length": 4}, "with norm=constant alone"),
         ({"norm": "tokens"}, "token, sequence or constant"),
         ({"cispo": True, "dual_clip": 3.0}, "None with cispo"),
-        ({"ratio_to": "sampler", "importance_cap": 2.0}, "None with ratio_to=sampler"),
+        ({"gate": (1.0, 1.05), "ratio": "sequence"}, "None with cispo and ratios of sequences"),
+        ({"gate": (1.0, 0.0)}, "two numbers above 0"),
+        ({"ratio": "clipped_sequence", "dual_clip": 3.0}, "None with cispo, gate and clipped_seq"),
+        ({"ratio": "clipped_sequence", "cispo": True}, "cispo=True must be False"),
     ],
     ids=str,
 )
@@ -337,12 +362,108 @@ def test_policy_loss_wrong_option_raises(options, message):
         PolicyLoss(**options)
 
 
-@pytest.mark.parametrize(
-    "option", [{"kl": 0.1}, {"importance_cap": 2.0}, {"ratio_to": "sampler"}], ids=str
-)
+@pytest.mark.parametrize("option", [{"kl": 0.1}, {"ratio_to": "sampler"}], ids=str)
 def test_policy_loss_missing_field_raises(option):
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
     del batch.token_fields["reference_log_probs"], batch.token_fields["sampler_log_probs"]
     with user_error(f"PolicyLoss: {next(iter(option))}=.* needs the token field"):
         step(policy, PolicyLoss(**option), [batch])
+
+
+# ---- Correction ----------------------------------------------------------------------------------------------------
+
+CORRECTIONS = [
+    {"weights": weights, "mask": mask, "bounds": [0.8, 1.1]}
+    for weights in (None, "token", "sequence")
+    for mask in (None, "token", "sequence", "geometric")
+    if weights or mask
+]
+
+
+def correction_of(options):
+    given = {key: value for key, value in options.items() if key != "bounds" or options["mask"]}
+    cap = {"cap": 1.05} if options["weights"] else {}
+    return Correction(**given, **cap)
+
+
+@pytest.mark.parametrize("options", CORRECTIONS, ids=str)
+def test_importance_weights_are_those_of_plain_loops(options):
+    batch = packed(range(7), fields())
+    found, metrics = importance_weights(correction_of(options), batch)
+    old_T, sampler_T = (
+        batch.token_fields[f"{name}_log_probs"].tolist() for name in ("old", "sampler")
+    )
+    low, high = options["bounds"]
+    weights = [0.0] * batch.num_tokens
+    masked, masked_sequences = 0, 0
+    starts = batch.cu_seqlens.tolist()
+    for first, end in itertools.pairwise(starts):
+        places = [t for t in range(first, end) if batch.labels[t] != -100]
+        total = sum(old_T[t] - sampler_T[t] for t in places)
+        before = masked
+        for t in places:
+            ratios = {
+                "token": math.exp(old_T[t] - sampler_T[t]),
+                "sequence": math.exp(total),
+                "geometric": math.exp(total / len(places)),
+            }
+            weights[t] = min(1.05, ratios[options["weights"]]) if options["weights"] else 1.0
+            if options["mask"] and not low <= ratios[options["mask"]] <= high:
+                weights[t] = 0.0
+                masked += 1
+        masked_sequences += masked > before
+    assert found.tolist() == pytest.approx(weights, abs=1e-6)
+    tokens = batch.num_loss_tokens
+    assert metrics["masked_tokens"] == (masked, tokens)
+    assert metrics["masked_sequences"] == (masked_sequences, 6)
+    squares = sum(weight**2 for weight in weights)
+    assert metrics["ess"] == (pytest.approx(sum(weights) ** 2 / squares), tokens)
+    assert (0 < masked < tokens) == (options["mask"] is not None)
+
+
+@pytest.mark.parametrize("shifted", [2.0, -2.0])
+def test_geometric_mask_removes_exactly_the_sequences_with_shifted_tokens(shifted):
+    """40 sequences of 25 tokens, two of them with all tokens (5 %) by another sampler."""
+    batch = PackedBatch.from_sequences([torch.arange(26)] * 40, [torch.arange(26) > 0] * 40)
+    g = torch.Generator().manual_seed(5)
+    own_T = -2 * torch.rand(batch.num_tokens, generator=g)
+    sampler_T = own_T + 0.05 * torch.randn(batch.num_tokens, generator=g)
+    sequence_T = torch.arange(40).repeat_interleave(26)
+    is_other_T = (sequence_T == 7) | (sequence_T == 31)
+    fields = {"old_log_probs": own_T, "sampler_log_probs": sampler_T + shifted * is_other_T}
+    batch.token_fields |= fields
+    weights_T, metrics = importance_weights(Correction(weights=None, mask="geometric"), batch)
+    assert torch.equal(weights_T == 1, (batch.labels != -100) & ~is_other_T)
+    assert metrics["masked_tokens"] == (50, 1000)
+    assert metrics["masked_sequences"] == (2, 40)
+    assert metrics["ess"] == (950, 1000)
+
+
+def test_masked_tokens_stay_in_the_denominator():
+    policy, _ = engines_on(alone())
+    batch = packed([0, 1, 2], fields())
+    counts = []
+    for share in (1.0, 0.0):
+        batch.token_fields["importance"] = torch.full((batch.num_tokens,), share)
+        loss, weight = PolicyLoss()(policy.model, batch, lambda *_: None)
+        counts.append((float(loss.detach()) != 0, int(weight)))
+    assert counts == [(True, batch.num_loss_tokens), (False, batch.num_loss_tokens)]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("rl.correction={weights:null}", "weights and mask are both null: set one"),
+        ("rl.correction={weights:null,mask:token,cap:3}", "rl.correction.cap is of weights"),
+        ("rl.correction={bounds:[0.4,2]}", "rl.correction.bounds is of mask, which is null"),
+        ("rl.correction={mask:geometric,bounds:[2,0.5]}", "low < high"),
+        ("rl.correction={mask:mean}", "rl.correction.mask"),
+        ("rl.importance_cap=2", "Here it is rl.correction, as {weights: token, cap: 2}"),
+        ("rl.algorithm=sapo rl.clip=[0.1,0.1]", "a soft gate in place of clipping"),
+    ],
+)
+def test_correction_that_means_nothing_is_refused(words, message):
+    config = ROOT / "recipes" / "reverse_rl" / "configs" / "grpo.yaml"
+    with user_error(re.escape(message)):
+        compose(config, ["model.path=x", *words.split()])

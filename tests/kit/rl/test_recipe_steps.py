@@ -19,7 +19,14 @@ from test_policy_loss import alone, engines_on, fields, packed, step
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.config import compose
 from mvp_engine.imports import import_file
-from mvp_engine.kit.rl import ALGORITHMS, PolicyLoss, RLEngine, Updates
+from mvp_engine.kit.rl import (
+    ALGORITHMS,
+    PolicyLoss,
+    RLEngine,
+    Updates,
+    reinforce_pp,
+    token_rewards,
+)
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
@@ -29,7 +36,7 @@ OPTIONS = [
     "rl.kl_coef=0.1 rl.entropy=0.01",
     "rl.kl_coef=0.1 rl.clip=[0.1,0.3]",
 ]
-OPTIONS += ["rl.importance_cap=1.5 rl.dual_clip=6"]
+OPTIONS += ["rl.correction={} rl.clip=[0.2,0.2,6]"]
 
 
 def engine_class(name):
@@ -46,8 +53,12 @@ def batch_of(config):
     """Sequences of three prompts, with every field that a step has."""
     batch = packed([0, 1, 2, 3, 5], fields())
     batch.sequence_fields["group"] = torch.tensor([0, 0, 0, 1, 1])
+    batch.sequence_fields["source"] = torch.tensor([0, 0, 0, 0, 0])
+    batch.sequence_fields["baseline"] = torch.tensor([0.5, 0.5, 0.5, 0.75, 0.75])
     batch.sequence_fields["reward"] = torch.tensor([1.0, 0.0, 0.5, 0.25, 1.0], dtype=torch.float64)
     batch.token_fields["old_values"] = batch.token_fields["reference_log_probs"] / 7
+    if config.rl.correction is None:
+        del batch.token_fields["importance"]
     if not config.rl.kl_coef:
         del batch.token_fields["reference_log_probs"]
     return batch
@@ -63,6 +74,9 @@ def default_step(engine, batch):
 
     engine.prepare_batch = lambda ctx, experience: batch
     engine.update = update
+    engine._is_distillation = False
+    engine.gamma = getattr(engine, "gamma", RLEngine.gamma)
+    engine._policy_loss = partial(RLEngine._policy_loss, engine)
     RLEngine.train_step(engine, SimpleNamespace(), SimpleNamespace())
     return found
 
@@ -74,16 +88,20 @@ def assert_equal_with_nan(found, wanted):
 @pytest.mark.parametrize("ratio_to", ["old", "sampler"])
 @pytest.mark.parametrize(
     "name, algorithm",
-    [("reverse_rl", name) for name in ALGORITHMS]
+    [("reverse_rl", name) for name in ALGORITHMS if ALGORITHMS[name].advantages != "teacher"]
     + [("digits_rl", name) for name in ("grpo", "dapo", "dr_grpo")],
 )
 def test_recipe_step_has_the_advantages_and_losses_of_rl_engine(name, algorithm, ratio_to):
     policy, _ = engines_on(alone())
     for words in OPTIONS:
-        if "dual_clip" in words and algorithm == "cispo":
+        if "clip=[0.2,0.2,6]" in words and algorithm in ("cispo", "gmpo", "sapo"):
+            continue
+        if "clip" in words and algorithm == "sapo":
+            continue
+        if "correction" in words and ratio_to == "sampler":  # no such step
             continue
         if name == "digits_rl":  # its loss has neither
-            words = re.sub(r"rl\.(entropy|dual_clip)=\S+", "", words)
+            words = re.sub(r"rl\.entropy=\S+|,6(?=])", "", words)
         config = config_of(name, f"rl.algorithm={algorithm}", "rl.clip=null", *words.split())
         engine: Any = SimpleNamespace(config=config, ratio_to=lambda _: ratio_to)
         wanted = default_step(engine, batch_of(config))
@@ -173,3 +191,13 @@ def test_docs_changes_to_the_step_apply_to_the_recipe_and_train(tmp_path):
     names = [name for name in reference.entries if name.startswith("model.")]
     assert names
     assert all(torch.equal(actor.read(name), reference.read(name)) for name in names)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_step_discounts_what_comes_after_a_token_by_gamma_of_the_engine(gamma):
+    config = config_of("reverse_rl", "rl.algorithm=reinforce_pp")
+    engine: Any = SimpleNamespace(config=config, ratio_to=lambda _: "old", gamma=gamma)
+    batch = batch_of(config)
+    rewards_T = token_rewards(batch.sequence_fields["reward"], batch)
+    wanted_T = reinforce_pp(rewards_T, batch, gamma)
+    assert torch.equal(default_step(engine, batch)["fields"]["advantages"], wanted_T)

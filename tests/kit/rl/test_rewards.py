@@ -55,7 +55,7 @@ def prompts(count):
 
 def samples(count, group):
     return [
-        Sample(i // group, [i // group, i % group, 26], [0.0] * 3, 7, "stop")
+        Sample(i // group, [i // group, i % group, 26], [0.0] * 3, [7] * 3, "stop")
         for i in range(count * group)
     ]
 
@@ -252,7 +252,7 @@ def test_rewards_worker_killed_while_idle_is_replaced(made):
 def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(made, limit):
     """The controller is busy for longer than the limit, and the result is there."""
     processes = made(lambda row, answer: 1.0, workers=1).__self__._processes
-    processes._give(deque([Task(0, 0, pickle.dumps({}))]))
+    processes._give(deque([Task(0, 0, pickle.dumps({}))]), {})
     (process,) = processes._processes
     assert process.connection.poll(60)
     limit.now = 1000.0

@@ -120,6 +120,28 @@ def test_rl_run_resumed_has_the_rollouts_and_metrics_of_one_run(tmp_path):
     assert steps.count((2, "train")) == 4
 
 
+@pytest.mark.slow
+def test_rl_run_several_steps_ahead_trains_each_prompt_once_also_after_a_resume(tmp_path):
+    """The steps of two resumes from the middle train others in another order, and in all the same."""
+    config = write_recipe(tmp_path, LENGTH)
+    words = ["rl.async_steps=3", "rl.prompts_per_step=2", "train.max_steps=null", "train.epochs=2"]
+    words += ["checkpoint.interval=1", "checkpoint.keep_n=9"]
+    runs = [trained(config, *words, "run_id=whole")]
+    for step in (2, 5):
+        checkpoint = runs[0] / "checkpoints" / f"step_{step:08d}"
+        runs.append(trained(config, *words, f"run_id=from_{step}", f"resume={checkpoint}"))
+    hashes = []
+    for folder in runs:
+        found = records(folder)
+        assert [one["step"] for one in found] == list(range(1, 9))
+        assert max(one["staleness_max"] for one in found) <= 3
+        hashes.append(sum(one["totals"]["episodes_hash"] for one in found))
+    rollouts = read_rollouts(runs[0] / "rollouts.jsonl")
+    answers = [one["columns"]["answer"] for one in rollouts]
+    assert sorted(answers) == sorted(2 * [str(i) for i in range(8)])
+    assert hashes[0] == hashes[1] == hashes[2] > 0
+
+
 REFRESH = """
     def train_post_step(self, ctx):
         if ctx.step == 1:
@@ -257,3 +279,42 @@ def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) 
     words = f"--out {tmp_path}/profile --steps 2 --first 2 train.max_steps=8".split()
     assert mvp(f"profile {config}", *words) == 0
     assert (tmp_path / "profile" / "profile.json").is_file()
+
+
+@pytest.mark.slow
+def test_rl_run_with_our_own_decode_needs_no_other_sync_of_adapters(tmp_path):
+    config = write_recipe(tmp_path, LENGTH)
+    words = ["lora={}", "generation.sync=adapter", "optim.lr=0.1"]
+    for groups in ("groups.rollout=null", "groups.rollout={}"):
+        found = records(trained(config, *words, groups))
+        assert len(found) == 2
+        assert all(record["gap"] < 1e-5 for record in found), groups
+
+
+TURNS = """
+from mvp_engine.kit.rl import RLEngine
+
+class Tiny(RLEngine):
+    def episode(self, row, chat):
+        first = chat.answer()
+        chat.user("again")
+        return float(sum(token % 2 for token in first.tokens + chat.answer().tokens))
+"""
+
+
+@pytest.mark.slow
+def test_rl_run_of_turns_with_experts_resumes_its_pending_step_bit_for_bit(tmp_path):
+    config = write_recipe(tmp_path, LENGTH)
+    (tmp_path / "engine.py").write_text(TURNS)
+    torch.manual_seed(0)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = hf.Qwen3MoeConfig(**TEXT, **experts, initializer_range=0.5)
+    hf.Qwen3MoeForCausalLM(sizes).save_pretrained(tmp_path / "model")
+    words = ["rl.async_steps=1", "train.precision=bf16", "train.max_steps=3", "rl.updates=2"]
+    words += ["checkpoint.interval=1", "reward.workers=8", "data.pack_tokens=512"]
+    whole = trained(config, *words, "run_id=whole")
+    checkpoint = whole / "checkpoints" / "step_00000002"
+    again = trained(config, *words, "run_id=again", f"resume={checkpoint}")
+    last, found = (records(run)[-1] for run in (whole, again))
+    for name in ("loss", "grad_norm", "ess", "gap/turn2+", "reward"):
+        assert found[name] == last[name], name

@@ -15,11 +15,14 @@ from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.rl.prompts import Prompt
 from mvp_engine.kit.rl.rollout import (
     GapTooLarge,
+    ModalityGap,
     PackedRollout,
     Sample,
     Sampling,
     check_mean_gap,
+    generate,
     measure_gap,
+    rollout_batch,
 )
 from mvp_engine.model_engine import Settings
 from mvp_engine.worker import WorkerGroup, WorkerSpec
@@ -77,7 +80,7 @@ def test_packed_rollout_samples_depend_on_key_and_seed_alone(text_group):
     rollout = PackedRollout(text_group, budget=16)
     rollout.sync(None, 7)
     prompts = text_prompts()
-    found = rollout.generate(prompts, SAMPLING)
+    found = generate(rollout, prompts, SAMPLING)
     assert [sample.prompt for sample in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert {sample.version for sample in found} == {7}
     assert {sample.reason for sample in found} == {"stop", "length"}
@@ -86,24 +89,24 @@ def test_packed_rollout_samples_depend_on_key_and_seed_alone(text_group):
         assert sample.reason == ("stop" if is_stop else "length")
         assert len(sample.tokens) == len(sample.log_probs)
         assert is_stop or len(sample.tokens) == 5
-    alone = rollout.generate(prompts[2:], SAMPLING)
+    alone = generate(rollout, prompts[2:], SAMPLING)
     assert [sample.tokens for sample in alone] == [sample.tokens for sample in found[6:]]
-    other_key = rollout.generate([replace(prompts[2], key=14)], SAMPLING)
-    other_seed = rollout.generate(prompts[2:], replace(SAMPLING, seed=5))
+    other_key = generate(rollout, [replace(prompts[2], key=14)], SAMPLING)
+    other_seed = generate(rollout, prompts[2:], replace(SAMPLING, seed=5))
     for other in (other_key, other_seed):
         assert [sample.tokens for sample in other] != [sample.tokens for sample in alone]
-    assert rollout.generate([], SAMPLING) == []
+    assert generate(rollout, [], SAMPLING) == []
 
 
 def test_packed_rollout_sync_samples_with_the_trainers_weights(text_group):
     prompts = text_prompts()
-    expected = PackedRollout(text_group, budget=64).generate(prompts, SAMPLING)
+    expected = generate(PackedRollout(text_group, budget=64), prompts, SAMPLING)
     with start(seed=9) as other:
         rollout = PackedRollout(other, budget=64)
-        assert rollout.generate(prompts, SAMPLING) != expected
+        assert generate(rollout, prompts, SAMPLING) != expected
         rollout.sync(text_group.weights(dtype=torch.float32), 3)
-        found = rollout.generate(prompts, SAMPLING)
-    assert [replace(sample, version=0) for sample in found] == expected
+        found = generate(rollout, prompts, SAMPLING)
+    assert [replace(sample, versions=[0] * len(sample.tokens)) for sample in found] == expected
     assert {sample.version for sample in found} == {3}
 
 
@@ -130,8 +133,8 @@ def test_gap_of_packed_rollouts_on_images_is_zero(temperature, tmp_path):
     ones = media_samples(model, "qwen3_vl")
     prompts = [prompt_of(key, one, "image" if key else None) for key, one in enumerate(ones)]
     with start(path=str(tmp_path)) as group:
-        samples = PackedRollout(group, budget=200).generate(
-            prompts, replace(SAMPLING, temperature=temperature)
+        samples = generate(
+            PackedRollout(group, budget=200), prompts, replace(SAMPLING, temperature=temperature)
         )
         batch = batch_of(prompts, samples)
         log_probs = group.infer(batch, ["log_probs"], budget=200, temperature=temperature)[
@@ -160,8 +163,8 @@ def measured():
     prompts[1] = replace(
         prompts[1], media=[{"type": "image"}, {"type": "audio"}, {"type": "image"}]
     )
-    samples = [Sample(0, [1, 2], [-1.0, -2.0], 0, "stop"), Sample(0, [3], [-0.5], 0, "stop")]
-    samples.append(Sample(1, [4, 5, 6], [-1.0, -1.5, -0.5], 0, "length"))
+    samples = [Sample(0, [1, 2], [-1.0, -2.0], [0, 0], "stop"), Sample(0, [3], [-0.5], [0], "stop")]
+    samples.append(Sample(1, [4, 5, 6], [-1.0, -1.5, -0.5], [0] * 3, "length"))
     batch = batch_of(prompts, samples)
     return batch, prompts, batch.token_fields["sampler_log_probs"].clone()
 
@@ -186,7 +189,7 @@ def test_gap_over_the_limit_names_the_modality_and_shows_the_worst_tokens():
     assert "but by 0 with text" in lines[0]
     worst = "  sampler -1.5000, trainer -2.1000: token 5 '<5>' after '<30> <31> <32> <4>' (audio+image, rows.jsonl:1)"
     assert lines[1] == worst
-    assert "rl.importance_cap" in lines[-1]
+    assert "rl.correction={}" in lines[-1]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
@@ -200,7 +203,7 @@ def test_gap_that_is_not_finite_is_over_every_limit(wrong):
 def test_gap_of_a_sampler_with_other_weights_stops(text_group):
     prompts = text_prompts()
     with start(seed=9) as other:
-        samples = PackedRollout(other, budget=64).generate(prompts, SAMPLING)
+        samples = generate(PackedRollout(other, budget=64), prompts, SAMPLING)
     batch = batch_of(prompts, samples)
     log_probs = text_group.infer(batch, ["log_probs"], budget=64)["log_probs"]
     with pytest.raises(GapTooLarge):
@@ -210,9 +213,25 @@ def test_gap_of_a_sampler_with_other_weights_stops(text_group):
 def test_check_mean_gap_above_the_limit_raises_and_names_the_key_that_shows_tokens():
     check_mean_gap((0.5, 10.0), 0.05)
     check_mean_gap((5.0, 10.0), None)
-    with pytest.raises(
-        GapTooLarge, match=r"differ by 0\.5000 on average.*generation\.gap_interval=1"
-    ):
+    with pytest.raises(GapTooLarge, match=r"differ by 0\.5000 on average.*rl\.updates=2"):
         check_mean_gap((5.0, 10.0), 0.05)
     with pytest.raises(GapTooLarge):
         check_mean_gap((float("nan"), 10.0), 0.05)
+
+
+def test_gap_of_a_version_leaves_out_tokens_that_older_weights_wrote():
+    (prompt,) = text_prompts()[:1]
+    one = Sample(0, [3, 4, 5], [-1.0, -1.0, -1.0], [6, 7, 7], "stop")
+    batch = rollout_batch([prompt], [one])
+    trainer_T = batch.token_fields["sampler_log_probs"].clone()
+    first = prompt.batch.num_tokens - 1
+    trainer_T[first] += 9.0
+    trainer_T[first + 2] += 0.5
+    found = measure_gap(batch, trainer_T, [prompt], [one], version=7)
+    assert found.by_modality["text"] == ModalityGap(0.5, 0.5, 2)
+    assert {token.token for token in found.worst} == {4, 5}
+    assert measure_gap(batch, trainer_T, [prompt], [one]).by_modality["text"].tokens == 3
+    old = replace(one, versions=[6, 6, 6])
+    assert not measure_gap(
+        rollout_batch([prompt], [old]), trainer_T, [prompt], [old], version=7
+    ).by_modality

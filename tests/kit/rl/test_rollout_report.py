@@ -8,12 +8,13 @@ from tiny_vlm import made, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.kit.rl import Experience
-from mvp_engine.kit.rl.engine import pass_at_k, pass_metrics
 from mvp_engine.kit.rl.episodes import Reward, reward_metrics
 from mvp_engine.kit.rl.prompts import prompt_loader, prompt_settings
 from mvp_engine.kit.rl.rollout import Sample
 from mvp_engine.kit.rl.rollout_log import (
     RolloutLog,
+    pass_at_k,
+    pass_metrics,
     read_rollouts,
     rl_panels,
     rollout_sections,
@@ -32,7 +33,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(total, right):
 
 
 def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out():
-    samples = [Sample(i // 3, [1], [0.0], 0, "stop") for i in range(9)]
+    samples = [Sample(i // 3, [1], [0.0], [0], "stop") for i in range(9)]
     rewards = [Reward(value) for value in (1.0, 0.9, 0.0, None, 0.0, 2.0, None, None, None)]
     found = pass_metrics(samples, rewards, 1.0)
     assert found == {
@@ -43,7 +44,7 @@ def test_pass_metrics_groups_by_prompt_and_leaves_failed_rewards_out():
 
 
 def test_pass_metrics_and_mean_reward_of_a_policy_that_is_always_right_are_1_whatever_fails():
-    samples = [Sample(i // 4, [1], [0.0], 0, "stop") for i in range(200)]
+    samples = [Sample(i // 4, [1], [0.0], [0], "stop") for i in range(200)]
     rewards = [Reward(None, error="timeout") if i % 14 == 0 else Reward(1.0) for i in range(200)]
     metrics = reward_metrics(rewards) | pass_metrics(samples, rewards, 1.0)
     means = {name: total / weight for name, (total, weight) in metrics.items()}
@@ -74,7 +75,7 @@ def run(tmp_path):
 
 def rollouts(kit, step):
     ids = kit.processor.tokenizer(f"at {step}").input_ids
-    samples = [Sample(i // 2, ids, [0.0] * len(ids), step, "length") for i in range(6)]
+    samples = [Sample(i // 2, ids, [0.0] * len(ids), [step] * len(ids), "length") for i in range(6)]
     rewards = [Reward(float(i % 2), {"exact": 1.0} if i else {}) for i in range(5)] + [
         Reward(None, error="ValueError: x")
     ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from conftest import read_metrics
-from fake_vllm import FakeVLLM
+from fake_servers import FakeVLLM
 
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.kit.tiny_processors import train_tokenizer
@@ -21,6 +23,18 @@ from mvp_engine.kit.rl import RLEngine
 class ParityEngine(RLEngine):
     def reward(self, row, answer):
         return float(sum(token % 2 for token in answer.tokens))
+"""
+TURNS = """
+from mvp_engine.kit.rl import RLEngine
+
+class TurnsEngine(RLEngine):
+    def episode(self, row, chat):
+        total = 0.0
+        for turn in range(3):
+            total += sum(token % 2 for token in chat.answer().tokens)
+            if turn < 2:
+                chat.user("again")
+        return total
 """
 CONFIG: dict[str, Any] = {
     "engine": "engine.py:ParityEngine",
@@ -99,6 +113,37 @@ def test_training_with_servers_has_no_gap_and_survives_the_death_of_one(train, t
 
 
 @pytest.mark.slow
+def test_episodes_whose_only_server_dies_in_turn_2_continue_when_it_is_back(train, tmp_path, fakes):
+    fakes[1].kill()
+    fake = fakes[0]
+    path = config(tmp_path, [fake.url])
+    (tmp_path / "engine.py").write_text(TURNS.replace("TurnsEngine", "ParityEngine"))
+    generate = fake.generate
+    deaths: list[threading.Thread] = []
+
+    asked: list[list[int]] = []
+
+    def dies_once(body):
+        ids = body["token_ids"]
+        is_second_turn = any(ids[: len(one)] == one and ids != one for one in asked)
+        asked.append(ids)
+        if not deaths and is_second_turn:
+            deaths.append(threading.Thread(target=fake.restart))
+            deaths[0].start()
+        return generate(body)
+
+    fake.generate = dies_once
+    assert train("train.max_steps=1", "reward.workers=4", config=path) == 0
+    (death,) = deaths
+    death.join()
+    assert versions(fake) == [0, 0]  # its weights were sent again
+    (record,) = read_metrics(tmp_path)
+    assert record["turns"] == 3
+    assert record["gap/turn1"] < 1e-5
+    assert record["gap/turn2+"] < 1e-5
+
+
+@pytest.mark.slow
 def test_training_without_its_server_ends_with_url_and_fix(
     train,
     tmp_path,
@@ -111,3 +156,35 @@ def test_training_without_its_server_ends_with_url_and_fix(
     assert f"no server for 0.1 s:\n  {fakes[0].url}: " in err
     assert "Start the servers (docs/rl.md" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_training_that_fails_while_a_server_generates_for_the_next_step_ends_at_once(
+    train, tmp_path, fakes, capfd
+):
+    fakes[1].kill()
+    (fake, _), may_end = fakes, threading.Event()
+    path = config(tmp_path, [fake.url])
+    step = """
+    def train_step(self, ctx, experience):
+        from pathlib import Path
+        while not Path(__file__).with_name("begun").exists():
+            pass
+        raise UserError("the step failed")
+"""
+    error = "from mvp_engine.errors import UserError\n"
+    (tmp_path / "engine.py").write_text(error + ENGINE + step)
+    generate = fake.generate
+
+    def waits(body):
+        if len([1 for at, _ in fake.requests if at == "/inference/v1/generate"]) > 12:
+            (tmp_path / "begun").touch()
+            may_end.wait(60)
+        return generate(body)
+
+    fake.generate = waits
+    start = time.monotonic()
+    assert train("rl.async_steps=1", config=path) == EXIT_USER_ERROR
+    assert time.monotonic() - start < 50
+    may_end.set()
+    assert "the step failed" in capfd.readouterr().err

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from mvp_engine.kit.rl import vllm_plugin
-from mvp_engine.kit.rl.server_rollout import OpenAIRollout, server_rollout
+from mvp_engine.kit.rl.server_rollout import server_rollout
 from mvp_engine.kit.rl.settings import GenerationSettings
+from mvp_engine.kit.rl.sglang_rollout import SGLangRollout
 from mvp_engine.kit.rl.vllm_rollout import (
     Communicator,
     IPCTransfer,
@@ -161,15 +162,20 @@ def test_server_rollout_of_config_has_its_backend_and_options(tmp_path):
     shared = GenerationSettings(backend="vllm", urls=urls, sync="file:/shared")
     found = server_rollout(shared, folder=tmp_path, wait_seconds=5)
     assert found.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
-    fixed = GenerationSettings(backend="openai", urls=urls, sync="none")
-    assert isinstance(server_rollout(fixed, folder=tmp_path, wait_seconds=5), OpenAIRollout)
+    adapters = GenerationSettings(backend="sglang", urls=urls, sync="adapter:/shared")
+    other = server_rollout(adapters, folder=tmp_path, wait_seconds=5)
+    assert isinstance(other, SGLangRollout)
+    assert other.transfer.is_adapter
+    assert other.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
 
 
-def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused():
-    with pytest.raises(ValidationError, match="takes no weights"):
-        GenerationSettings(backend="openai", urls=["http://one"])
-    with pytest.raises(ValidationError, match="set file, ipc or nccl"):
+def test_rollout_settings_where_weights_do_not_reach_the_sampler_are_refused(tmp_path):
+    with pytest.raises(ValidationError, match=r"openai is gone.*backend=vllm or sglang.*chat.url"):
+        GenerationSettings.model_validate({"backend": "openai", "sync": "none"})
+    with pytest.raises(ValidationError, match="sync"):
         GenerationSettings(backend="vllm", urls=["http://one"], sync="none")
+    with user_error("generation.sync=ipc: SGLang servers get weights by file or adapter"):
+        SGLangRollout(["http://one"], "ipc", tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
