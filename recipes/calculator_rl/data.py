@@ -2,13 +2,11 @@
 
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from mvp_engine.hf.model.config_source import tool_schema
-from mvp_engine.kit import build_once
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
 from .tools import add
@@ -16,6 +14,7 @@ from .tools import add
 PROMPT = "Sum of {} {} {}."
 VOCABULARY = 512  # at most
 HELD_OUT = 200
+VERSION = 2  # of what `build` writes
 # Qwen's format of tools, with fewer words.
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
@@ -28,11 +27,6 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    build_once(Path(made.folder), {"rows": made.rows, "version": 2}, partial(build, rows=made.rows), "made.folder")
 
 
 def build(folder: Path, rows: int) -> None:

@@ -5,21 +5,14 @@ from typing import Any
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.rl import Chat, Experience, Prompt, RLEngine, Updates, policy
 
-from .data import prepare
 from .settings import CalculatorConfig
 from .tools import add
 
 
 class CalculatorEngine(RLEngine):
     config_class = CalculatorConfig
-    config: CalculatorConfig
-    tools = (add,)  # declared in the prompts
 
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
+    tools = (add,)  # declared in the prompts
 
     # ---- One step: prompts, episodes with their rewards, advantages, update -----------------------
 
@@ -37,7 +30,7 @@ class CalculatorEngine(RLEngine):
     def sample(self, prompts: list[Prompt]) -> Experience:
         """`rl.num_generations` episodes of each prompt, all at the same time."""
         with self.phase("reward"):  # the time of `episode`, without that of `generate`
-            samples, rewards = self.episodes.play(prompts, self.sampling.samples, self.generate)
+            samples, rewards = self.episodes.play(prompts, self.rollout, self.sampling)
         return Experience(prompts, samples, rewards)
 
     def train_step(self, ctx: StepContext, experience: Experience) -> Updates:

@@ -1,22 +1,14 @@
 """The data of the CPU configs, built once into a folder: handwritten digits to name. Every fifth digit is held out."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.digits import is_held_out, write_digits
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 
 QUESTION = "Which digit is this?"
 VOCABULARY = 320  # at most
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    sizes = {"digits": made.digits}
-    build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, **sizes), "made.folder")
 
 
 def build(folder: Path, digits: int) -> None:

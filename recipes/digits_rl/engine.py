@@ -15,7 +15,6 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.rl import Answer, Experience, ModelGroups, Prompt, RLEngine, Updates, policy, prompt_loader
 
-from .data import prepare
 from .settings import DigitsConfig
 
 
@@ -36,12 +35,6 @@ class DigitsEngine(RLEngine):
 
     # ---- Data: prompts, which are rows without their answers; their completions share the image ---
 
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
-
     def prepare_dataloader(self, split: str) -> Any:
         count, folder = self.config.rl.prompts_per_step, self.run.dir
         return prompt_loader(self.data, split, prompts=count, seed=self.config.seed, folder=folder)
@@ -54,8 +47,7 @@ class DigitsEngine(RLEngine):
 
     def sample(self, prompts: list[Prompt]) -> Experience:
         """Completions of the next prompts, and their rewards; with `rl.async_steps` one step ahead, in a thread."""
-        with self.phase("generate"):
-            samples = self.rollout.generate(prompts, self.sampling)  # rl.num_generations of each prompt
+        samples = self.generate(prompts, self.sampling)  # rl.num_generations of each prompt
         with self.phase("reward"):
             rewards = self.rewards(prompts, samples)  # of `reward`, and of the reward model
         return Experience(prompts, samples, rewards)
@@ -86,8 +78,8 @@ class DigitsEngine(RLEngine):
         plain_T = -advantages_T * ratio_T
         loss_T = torch.maximum(plain_T, -advantages_T * ratio_T.clamp(1 - low, 1 + high))
         is_clipped_T = loss_T != plain_T
-        if rl.max_importance is not None and ratio_to == "old":  # for a sampler that is not the actor
-            loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
+        if "importance" in fields:  # rl.correction, for a sampler that is not the actor
+            loss_T = loss_T * fields["importance"]
         if rl.kl_coef:
             kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], "k3")
             loss_T = loss_T + rl.kl_coef * kl_T

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from mvp_engine.config import Section
 from mvp_engine.kit.rl import RLConfig
 
 ALGORITHMS = ("grpo", "dapo", "dr_grpo")
 
 
-class Made(Section):
-    folder: str  # images, rows and processor are built into it, once
-    digits: int  # how many of the 1,797 digits; a fifth is held out
-
-
 class DigitsConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: data.sources are files of your own
-
     @model_validator(mode="after")
     def _is_grpo(self) -> DigitsConfig:
         if self.rl.algorithm not in ALGORITHMS:

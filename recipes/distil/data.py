@@ -5,22 +5,13 @@ A fifth of the numbers is held out.
 
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
 SENTENCE = "The next number is {}."
 VOCABULARY = 320
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    parameters = {"rows": made.rows, "version": 1}
-    build_once(Path(made.folder), parameters, partial(build, rows=made.rows), "made.folder")
 
 
 def build(folder: Path, rows: int) -> None:

@@ -13,7 +13,6 @@ from mvp_engine.engine import StepContext
 from mvp_engine.kit import MFUKit, MLLMEngine, MLLMModelKit
 from mvp_engine.kit.preference import Head, Teacher, frozen_engine, frozen_model, linear_kl
 
-from .data import prepare
 from .settings import StudentConfig
 
 
@@ -35,12 +34,6 @@ class StudentEngine(MLLMEngine):
         self.teacher_mfu = MFUKit(frozen_model(self.config.distil.teacher))
 
     # ---- Data: rows with an answer, as those of an SFT -------------------------------------------
-
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
 
     def prepare_dataloader(self, split: str) -> Any:
         return self.data.engine_loader(self, split)

@@ -11,11 +11,6 @@ from mvp_engine.config.schema import NonNegative, Positive
 from mvp_engine.kit import MLLMConfig
 
 
-class Made(Section):
-    folder: str  # rows and tokenizer are built into it, once
-    rows: int  # for training
-
-
 class Distil(Section):
     """The config section of distillation."""
 
@@ -33,7 +28,6 @@ class Distil(Section):
 class StudentConfig(MLLMConfig):
     distil: Distil
     """The teacher, and the divergence from it."""
-    made: Made | None = None  # synthetic data; null: data.sources are files of your own
 
     @model_validator(mode="after")
     def _a_language_model_on_answers(self) -> StudentConfig:

@@ -1,23 +1,15 @@
 """The data of the CPU configs, built once into a folder: seeds of grids, and walks of which few moves are good."""
 
 import json
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.tiny_processors import word_tokenizer
 
 from .world import MOVES, SIZE, GridWorld
 
 HELD_OUT = 200
 GOOD = 0.25  # the share of moves in walks that are good; the others are any
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    build_once(Path(made.folder), {"rows": made.rows, "version": 1}, partial(build, rows=made.rows), "made.folder")
 
 
 def build(folder: Path, rows: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.rl import Chat, Experience, Prompt, RLEngine, Updates, policy
 
-from .data import prepare
 from .settings import GridConfig
 from .world import GridWorld
 
@@ -14,13 +13,6 @@ GAMMA = 0.8  # discount per token; a move has two
 
 class GridEngine(RLEngine):
     config_class = GridConfig
-    config: GridConfig
-
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
 
     # ---- One step: prompts, episodes with their rewards, advantages, update -----------------------
 
@@ -38,7 +30,7 @@ class GridEngine(RLEngine):
     def sample(self, prompts: list[Prompt]) -> Experience:
         """`rl.num_generations` episodes of each prompt, all at the same time."""
         with self.phase("reward"):  # the time of `episode`, without that of `generate`
-            samples, rewards = self.episodes.play(prompts, self.sampling.samples, self.generate)
+            samples, rewards = self.episodes.play(prompts, self.rollout, self.sampling)
         return Experience(prompts, samples, rewards)
 
     def train_step(self, ctx: StepContext, experience: Experience) -> Updates:

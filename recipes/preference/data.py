@@ -6,24 +6,16 @@ digits is drawn, named rightly (preferred) or wrongly. A fifth of the numbers, a
 
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.digits import is_held_out, write_digits
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 
 SENTENCE = "The next number is {}."
 DIGIT = "Which digit is this?"
 VOCABULARY = 320
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    sizes = {"kind": made.kind, "rows": made.rows}
-    build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, **sizes), "made.folder")
 
 
 def build(folder: Path, kind: str, rows: int) -> None:

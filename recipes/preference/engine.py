@@ -15,7 +15,6 @@ from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMEngine, MLLMModelKit
 from mvp_engine.kit import preference as kit
 
-from .data import prepare
 from .settings import PairsConfig
 
 
@@ -44,12 +43,6 @@ class PairsEngine(MLLMEngine):
         self.reference = kit.open_reference(self, ["eval"])
 
     # ---- Data: packs of pairs, or of rows with a label; optimizer and schedule -------------------
-
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
 
     def prepare_dataloader(self, split: str) -> Any:
         if self.config.preference.loss != "kto" and not self.config.preference.nll_weight:
@@ -143,5 +136,5 @@ class PairsEngine(MLLMEngine):
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
         """Log how often a generated answer is of the preferred kind: a sentence, or the right digit."""
         super().score(ctx, name, answers)
-        if self.config.made and self.config.made.kind == "text":
+        if self.config.made and self.config.made["kind"] == "text":
             ctx.log("preferred", sum(one.written.startswith("The next number is") for one in answers), len(answers))

@@ -14,12 +14,6 @@ Reference = Literal["copy", "adapters_off", "cached", "none"]
 WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
-class Made(Section):
-    kind: Literal["text", "images"]
-    folder: str  # rows, images and processor are built into it, once
-    rows: int  # pairs of text for training; of images: how many of the 1,797 digits
-
-
 class PreferenceLoss(Section):
     """The config section of the preference losses."""
 
@@ -67,7 +61,6 @@ class PreferenceLoss(Section):
 class PairsConfig(MLLMConfig):
     preference: PreferenceLoss = PreferenceLoss()
     """The loss on preference pairs, and its reference model."""
-    made: Made | None = None  # synthetic data; null: data.sources are files of your own
 
     @property
     def reference(self) -> Reference:

@@ -2,23 +2,15 @@
 
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
 PROMPT = "Write {} backwards, digits only."
 VOCABULARY = 320  # at most
 HELD_OUT = 200
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    sizes = {"digits": made.digits, "rows": made.rows}
-    build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, **sizes), "made.folder")
 
 
 def build(folder: Path, digits: int, rows: int) -> None:

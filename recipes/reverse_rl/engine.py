@@ -14,13 +14,11 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.kit.rl import Answer, Experience, ModelGroups, Prompt, RLEngine, Updates, policy, prompt_loader
 
-from .data import prepare
 from .settings import ReverseConfig
 
 
 class ReverseEngine(RLEngine):
     config_class = ReverseConfig
-    config: ReverseConfig
 
     # ---- Models; the optimizer and schedule of those that are trained are in `optim`, by default AdamW
 
@@ -37,12 +35,6 @@ class ReverseEngine(RLEngine):
 
     # ---- Data: prompts, which are rows without their answers -------------------------------------
 
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
-
     def prepare_dataloader(self, split: str) -> Any:
         count, folder = self.config.rl.prompts_per_step, self.run.dir
         return prompt_loader(self.data, split, prompts=count, seed=self.config.seed, folder=folder)
@@ -58,8 +50,7 @@ class ReverseEngine(RLEngine):
 
     def sample(self, prompts: list[Prompt]) -> Experience:
         """Completions of the next prompts, and their rewards; with `rl.async_steps` one step ahead, in a thread."""
-        with self.phase("generate"):
-            samples = self.rollout.generate(prompts, self.sampling)  # rl.num_generations of each prompt
+        samples = self.generate(prompts, self.sampling)  # rl.num_generations of each prompt
         with self.phase("reward"):
             rewards = self.rewards(prompts, samples)  # of `reward`, and of the reward model
         return Experience(prompts, samples, rewards)
@@ -70,20 +61,29 @@ class ReverseEngine(RLEngine):
         batch = self.prepare_batch(ctx, experience)
         batch.token_fields |= self.advantages(batch)
         policy_loss = partial(self.policy_loss, self.config, self.ratio_to(experience))
-        return self.update(ctx, batch, policy_loss, policy.ValueLoss(clip=self.config.rl.value_clip))
+        return self.update(ctx, batch, policy_loss, policy.ValueLoss(clip=0.2))
 
     def advantages(self, batch: PackedBatch) -> dict[str, Tensor]:
         """(T,): how much better than expected a token is, or its whole completion; of ppo also the critic's targets."""
         rl, fields = self.config.rl, batch.token_fields
         rewards_S, groups_S = batch.sequence_fields["reward"], batch.sequence_fields["group"]
-        kl_T = torch.zeros(batch.num_tokens)  # these three subtract the KL divergence from the rewards
-        if rl.kl_coef and rl.algorithm in ("rloo", "reinforce_pp", "ppo"):
+        kl_T = torch.zeros(batch.num_tokens)  # some subtract the KL divergence from the rewards
+        if rl.kl_coef and rl.preset.kl_in_reward:
             reference_T = fields["reference_log_probs"]
             kl_T = policy.kl_penalty(policy.old_log_probs(batch), reference_T, "k1")
         match rl.algorithm:
             case "rloo":  # minus the mean of the prompt's other completions
                 rewards_S = rewards_S - rl.kl_coef * policy.sums_of_actions(kl_T, batch)
                 advantages_S = policy.group_advantages(rewards_S, groups_S, std=False, leave_one_out=True)
+            case "opo":  # minus the mean of the prompt's completions, weighted by their lengths
+                lengths_S = policy.Actions.of(batch).counts
+                advantages_S = policy.group_advantages(rewards_S, groups_S, std=False, weights_S=lengths_S)
+            case "reinforce_source":  # minus the mean of all completions of the source, over their deviation
+                rewards_S = rewards_S - rl.kl_coef * policy.sums_of_actions(kl_T, batch)
+                advantages_S = policy.group_advantages(rewards_S, batch.sequence_fields["source"])
+            case "remax":  # the return of each token minus the reward of the prompt's greedy completion
+                rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
+                return {"advantages": policy.remax(rewards_T, batch.sequence_fields["baseline"], batch)}
             case "reinforce_pp":  # the return of each token, whitened over the step
                 rewards_T = policy.token_rewards(rewards_S, batch, kl_T, rl.kl_coef)
                 return {"advantages": policy.reinforce_pp(rewards_T, batch)}
@@ -103,20 +103,29 @@ class ReverseEngine(RLEngine):
         log_probs_T, entropy_T, advantages_T = outputs["log_probs"], outputs["label_entropy"], fields["advantages"]
         # Of the policy before the step. Without the field it is the same one: this is the only update of the step.
         old_T = fields.get(f"{ratio_to}_log_probs", log_probs_T.detach())
-        ratio_T = policy.probability_ratios(log_probs_T, old_T, batch, of_sequence=rl.algorithm == "gspo")
         low, high = rl.clip_range
+        own_T = log_probs_T
+        if rl.algorithm == "gmpo":  # clipped before the mean
+            own_T = policy.clipped_log_probs(log_probs_T, old_T, advantages_T, (low, high))
+        of_sequence = rl.algorithm in ("gspo", "gmpo")  # its geometric mean
+        ratio_T = policy.probability_ratios(own_T, old_T, batch, of_sequence=of_sequence)
         clipped_T = ratio_T.clamp(1 - low, 1 + high)
         if rl.algorithm == "cispo":  # the clipped ratio is a weight without gradient
             loss_T = -clipped_T.detach() * advantages_T * log_probs_T
             is_clipped_T = clipped_T != ratio_T
+        elif rl.algorithm == "sapo":  # a soft gate instead of clipping
+            loss_T = -advantages_T * policy.soft_gate(ratio_T, advantages_T)
+            is_clipped_T = torch.zeros_like(ratio_T)
+        elif rl.algorithm == "gmpo":
+            loss_T, is_clipped_T = -advantages_T * ratio_T, own_T != log_probs_T
         else:
             loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
             loss_T = policy.dual_clipped(loss_T, advantages_T, rl.dual_clip)
             is_clipped_T = loss_T != -advantages_T * ratio_T
-        if rl.max_importance is not None and ratio_to == "old":  # for a sampler that is not the actor
-            loss_T = loss_T * policy.importance_weights(old_T, fields["sampler_log_probs"], rl.max_importance)
+        if "importance" in fields:  # rl.correction, for a sampler that is not the actor
+            loss_T = loss_T * fields["importance"]
         if rl.kl_coef:
-            is_in_loss = rl.algorithm not in ("rloo", "reinforce_pp", "ppo")
+            is_in_loss = not rl.preset.kl_in_reward
             kl_T = policy.kl_penalty(log_probs_T, fields["reference_log_probs"], "k3")
             loss_T = loss_T + is_in_loss * rl.kl_coef * kl_T
             policy.log_tokens(log, batch, kl=kl_T)

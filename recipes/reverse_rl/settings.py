@@ -1,14 +1,7 @@
-"""The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
+"""The config class of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
-from mvp_engine.config import Section
 from mvp_engine.kit.rl import RLConfig
 
 
-class Made(Section):
-    folder: str  # rows and tokenizer are built into it, once
-    digits: int  # of the numbers
-    rows: int  # numbers for training
-
-
 class ReverseConfig(RLConfig):
-    made: Made | None = None  # synthetic data; null: data.sources are files of your own
+    """It has no keys of its own: those of the data are in `made`."""

@@ -6,12 +6,10 @@ rejected; every fifth digit is held out.
 """
 
 import json
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from mvp_engine.kit import build_once
 from mvp_engine.kit.digits import is_held_out, write_digits
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 
@@ -20,13 +18,6 @@ BAD = ("stale", "cold", "bland", "rude", "slow", "awful")
 OTHER = ("soup", "bread", "table", "waiter", "salad", "tea")
 QUESTION = "How was the meal?"
 DIGIT = "Which digit is this?"
-
-
-def prepare(made: Any) -> None:
-    """Build the folder of the config section `made`, unless it exists."""
-    sizes = {"rows": made.rows} if made.kind == "text" else {"kind": made.kind, "rows": made.rows}
-    build = build_reviews if made.kind == "text" else build_digits
-    build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, rows=made.rows), "made.folder")
 
 
 def build_reviews(folder: Path, rows: int) -> None:

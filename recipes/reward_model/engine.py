@@ -17,7 +17,6 @@ from mvp_engine.kit import MLLMEngine, MLLMModelKit
 from mvp_engine.kit.loss import last_token_scores
 from mvp_engine.kit.preference import check_last_tokens, check_pairs, log_pairs
 
-from .data import prepare
 from .settings import ReviewsConfig
 
 
@@ -35,12 +34,6 @@ class ReviewsEngine(MLLMEngine):
         return MLLMModelKit(self.config.lora).of_engine(self)
 
     # ---- Data: packs of pairs (`data.pairs`), or of rows with a score (`data.fields`) ------------
-
-    @classmethod
-    def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            prepare(config.made)
-        return super().data_kit(config)
 
     def prepare_dataloader(self, split: str) -> Any:
         if self.config.reward_loss.target is None:

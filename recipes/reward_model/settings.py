@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import model_validator
 
 from mvp_engine.config import Section
 from mvp_engine.config.schema import NonNegative, Positive
 from mvp_engine.kit import MLLMConfig
-
-
-class Made(Section):
-    kind: Literal["text", "images"] = "text"
-    folder: str  # rows and processor are built into it, once
-    rows: int  # pairs for training; of images: how many of the 1,797 digits
 
 
 class RewardLoss(Section):
@@ -33,7 +25,6 @@ class RewardLoss(Section):
 class ReviewsConfig(MLLMConfig):
     reward_loss: RewardLoss = RewardLoss()
     """The loss of scores."""
-    made: Made | None = None  # synthetic data; null: data.sources are files of your own
 
     @model_validator(mode="after")
     def _rows_fit_the_loss(self) -> ReviewsConfig:

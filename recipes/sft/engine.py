@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.kit import Answer, MLLMDataKit, MLLMEngine, MLLMModelKit, check_rows, load_processor
+from mvp_engine.kit import Answer, MLLMDataKit, MLLMEngine, MLLMModelKit, check_rows, load_processor, make_data
 from mvp_engine.kit.row_checks import log_fill, refuse_preference_rows
 
 from .settings import SFTConfig
@@ -41,6 +41,7 @@ class SFTEngine(MLLMEngine):
     def data_kit(cls, config: Any) -> MLLMDataKit:
         """Reads rows, renders them by the chat template, and marks the answers: only their tokens have a label."""
         config.check_engine()
+        make_data(config.made)
         model_config = read_config(config.model.path, config.model.config)
         processor = cls.make_processor(config)
         return MLLMDataKit(config.data, processor, model_config=model_config, num_workers=config.data.num_workers)

@@ -1,6 +1,6 @@
 """The Push-T task of LeRobot's dataset: the engine of this recipe, evaluated in the environment gym_pusht."""
 
-from mvp_engine.kit.actions.gym_env import GymEnv
+from mvp_engine.kit.actions.simulation import GymEnv
 
 from .engine import TableEngine
 from .pusht_settings import PushTConfig

@@ -1,7 +1,7 @@
 """The config keys of this recipe. This module imports no torch, so a misspelt key is an error at once."""
 
 from mvp_engine.config import Section
-from mvp_engine.kit.actions import ActionConfig
+from mvp_engine.kit.actions import ActionConfig, Simulation
 
 
 class Demonstrations(Section):
@@ -20,3 +20,5 @@ class Demonstrations(Section):
 class TableConfig(ActionConfig):
     table: Demonstrations | None = None
     """Demonstrations on the table; null: LeRobot folders of your own, without rollouts."""
+    simulation: Simulation | None = None
+    """Roll out the policy in every evaluation; null: evaluations have losses only."""

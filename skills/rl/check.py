@@ -127,7 +127,7 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
 
 def _sample(engine: Any, text: str) -> Sample:
     tokens = engine.tokenizer.encode(text, add_special_tokens=False)
-    return Sample(0, tokens, [0.0] * len(tokens), 0, "stop")
+    return Sample(0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop")
 
 
 def batch_problems(step: OneStep) -> list[str]:

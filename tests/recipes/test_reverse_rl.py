@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,10 +89,11 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base):
     assert "global_batch_size" not in card
 
 
-def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base):
+def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base, monkeypatch):
     words = ["rl.updates=1", "eval.steps=null"]
     skipped = trained(base, "single", *words)
-    measured = trained(base, "measured", *words, "generation.gap_interval=1")
+    monkeypatch.setattr("mvp_engine.kit.rl.engine.GAP_INTERVAL", 1)
+    measured = trained(base, "measured", *words)
     assert "gap/text" in skipped[0]
     assert "gap/text" not in skipped[1]
     assert skipped[1]["gap"] < 2e-5
@@ -151,7 +153,9 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base, config, words):
 
 
 @CAMPAIGN
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    "algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "gmpo", "cispo", "sapo"]
+)
 def test_rl_algorithms_train_a_step(base, algorithm):
     words = "train.max_steps=1 eval.steps=null rl.clip=null rl.kl_coef=0.01 rl.updates=1".split()
     (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
@@ -213,7 +217,7 @@ def test_rl_config_errors_name_the_fix(base, word, text, capsys):
 
 
 def test_rl_gap_above_the_limit_stops_before_the_first_update(base, capsys):
-    words = words_of(base, "gap", "generation.max_gap=1e-12", "rl.importance_cap=2")
+    words = words_of(base, "gap", "generation.max_gap=1e-12", "rl.correction={cap:2}")
     assert mvp(f"train {CONFIGS}/grpo.yaml", *words) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert "generation.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
@@ -243,6 +247,26 @@ def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
     assert started["actor"].total_steps == steps
     assert ("critic" in started) == (algorithm == "ppo")
     assert (groups.world.size, groups.world.device.type) == (8, "cuda")  # as the log names them
+
+
+def test_reference_of_a_checkpoint_that_a_resumed_run_does_not_start_is_named(tmp_path):
+    from mvp_engine.kit.rl.check import _warnings
+    from mvp_engine.kit.rl.model_groups import ModelGroups
+
+    groups: Any = ModelGroups.__new__(ModelGroups)
+    groups.is_training = True
+    (tmp_path / "reference").mkdir()
+    assert groups._without_group(tmp_path) == ["reference"]
+    groups.left_out = ["reference"]
+    config = compose(CONFIGS / "ppo.yaml", [f"made.folder={tmp_path}"]).config
+    engine: Any = SimpleNamespace(
+        config=config, model_engine=groups, episodes=SimpleNamespace(chat=None, has_read_last=True)
+    )
+    facts = {"reward": [1.0], "with_signal": [1], "own_answers": None, "finished": [1.0]}
+    facts |= {"seconds": {"reward": 0.0}, "gap_by_modality": {}, "teacher_kl": {}}
+    assert any("the checkpoint has a reference" in one for one in _warnings(engine, facts))
+    groups.reference = object()
+    assert groups._without_group(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8", "vllm_gpu1"])

@@ -1,7 +1,0 @@
-"""The config keys of `agent_engine.py`."""
-
-from .settings import GridConfig
-
-
-class AgentConfig(GridConfig):
-    pass
