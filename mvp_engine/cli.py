@@ -9,7 +9,7 @@ one line per argument, and examples. An argument is written as its help text sho
     --limit N=3, --dir>root D   an option with a default; an option that is called `root` in the function
     --stop TEXT..., --json      an option that may come several times; an option without a value
 
-N, S and PORT are integers, X, T, P and GB floats, values with | between them choices.
+N, S and PORT are integers, X, T, P and GB floats, lower-case values with | between them choices.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.tools.nodes import nodes_of
 
 TEXT = "Fine-tune and pre-train models on text, images, video and audio."
-GROUPS = {
-    "data": "inspect training data, or prepare it",
-    "launch": "scripts that start a training on a cluster",
-}
+GROUPS = {"data": "inspect training data, or prepare it"}
 # What several commands have: @config in the text below.
 SHARED = {
     "@config": "a YAML file, or the config of a shipped recipe, such as sft/lora",
@@ -52,7 +49,7 @@ OVERVIEW = """\
 fine-tune a model on your own rows, in four commands:
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
   mvp check sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
-  mvp train sft/lora model.path=Qwen/Qwen3-VL-2B-Instruct data.sources.rows.path=photos.jsonl
+  mvp sft --model Qwen/Qwen3-VL-2B-Instruct --data photos.jsonl
   mvp chat latest --image photo.jpg -p "What is in this photo?"
 
 mvp COMMAND --help prints the options and examples of a command. Exit codes: 0 done, 1 a bug, 2 a user error,
@@ -71,6 +68,28 @@ examples:
 
 mvp config --explain KEY prints what a key means, mvp config CONFIG all keys with their values, and
 mvp recipe the recipes. A run writes its files to outputs/.
+
+mvp sft|dpo|rm|distil|grpo -> tools.launcher:fine_tune
+train a model on your rows with the settings of a shipped config; also mvp dpo, mvp rm (a reward model), mvp distil and
+mvp grpo
+  @overrides
+  --model MODEL           folder or Hub id of the model
+  --data FILE             the rows: a file, a folder, or hf://org/dataset
+  --eval-data FILE        held-out rows (default: a share of --data)
+  --lora                  train adapters (the default, except for distil)
+  --qlora                 train adapters on weights in 4 bits
+  --full                  train all parameters
+  --teacher MODEL         of distil: the model whose predictions are learnt
+  --engine FILE           of grpo: the file with your reward, an RLEngine
+  @nproc
+  @nodes
+examples:
+  mvp sft --model Qwen/Qwen3-VL-2B-Instruct --data photos.jsonl
+  mvp sft --model Qwen/Qwen3-8B --data chats.jsonl --qlora train.epochs=1
+  mvp dpo --model Qwen/Qwen3-0.6B --data pairs.jsonl --full optim.lr=1e-6
+  mvp grpo --model Qwen/Qwen3-0.6B --data questions.jsonl --engine reward.py
+
+It prints the mvp train command that it stands for: mvp check takes the same config and words.
 
 mvp evaluate -> tools.launcher:evaluate
 evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
@@ -116,18 +135,23 @@ examples:
   mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json
   mvp profile outputs/my-run --step 740             # the line that made this step slow
 
-mvp launch slurm -> tools.launcher:print_script
-print an sbatch script, which saves and queues itself again when its time is over
+mvp launch -> tools.launcher:print_script
+print the job file of a training on a cluster: it saves when it is preempted, and continues when it is started again
+  kind=slurm|k8s|skypilot|ray  what starts the job: sbatch, a JobSet of Kubernetes, SkyPilot, ray job submit
   CONFIG                  @config
   @overrides
   --nodes N=1             number of nodes
   --gpus N=8              GPUs per node
   --cpus N                CPU cores per node
-  --time TIME=24:00:00    as for sbatch
-  --grace S=600           seconds before the end of the time at which the training saves
-  --sbatch>options OPTION...  another option of sbatch, such as --sbatch=--partition=gpu; may be repeated
-example:
+  --time TIME             slurm: as for sbatch (default: 24:00:00)
+  --grace S               slurm, k8s: seconds that the training has to save before it is killed (default: 600)
+  --sbatch OPTION...      slurm: another option of sbatch, such as --sbatch=--partition=gpu; may be repeated
+  --image IMAGE           k8s, skypilot: the container image
+  --volume SOURCE:PATH...  k8s, skypilot: where a volume claim, a volume or a bucket is mounted; may be repeated
+  --accelerator GPU       skypilot: such as H100
+examples:
   mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh
+  mvp launch k8s my/configs/train.yaml --image mvp-engine --volume runs:/outputs output_dir=/outputs > job.yaml
 
 mvp chat -> cli:chat
 chat with a trained model: a run, a Hugging Face folder or a LoRA adapter
@@ -169,6 +193,17 @@ examples:
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
   mvp data inspect hf://org/dataset:train --strict
   mvp data inspect my/configs/train.yaml --row photos.jsonl:17
+
+mvp data prepare -> tools.prepare:prepare
+tokenize the rows of a config once, on all cores, into a folder that trainings read in place of its sources
+  CONFIG                  @config
+  OUT                     the folder to write; one that was interrupted is continued
+  @overrides
+  --ray ADDRESS           on the machines of this Ray cluster (auto: the one of this machine), which see the same files
+  @json
+examples:
+  mvp data prepare my/configs/train.yaml prepared
+  mvp train my/configs/train.yaml data.sources=prepared
 
 mvp plan -> cli:plan
 predict memory and time on GPUs that need not be present; simulate ranks; exit code 2 if it does not fit
@@ -251,33 +286,27 @@ examples:
   mvp runs my-run other-run                         # what differs
   mvp runs my-run other-run --plot loss --out compare.png
 
-mvp merge -> tools.merge:merge_command
-convert a checkpoint to a Hugging Face folder, or to a state dict of a plain module, on a CPU
-  CHECKPOINT              a checkpoint, or a run (its newest one): a folder, an id or latest
-  OUT                     the folder to write
-  --dtype float32|bfloat16|float16  dtype of the weights (default: that of the pretrained folder)
+mvp export -> tools.merge:export_command
+write the model of a run or a checkpoint as a Hugging Face folder, on a CPU (of a plain module: a state dict), or upload
+it to the Hugging Face Hub, with a model card
+  CHECKPOINT              a checkpoint, or @run (its best one)
+  OUT?                    the folder to write
+  --push>name ORG/NAME    upload to this repository on the Hub, created if it does not exist; private
+  --adapter               LoRA: only the adapter, in peft's format
+  --dtype float32|bfloat16|float16  dtype of the weights in OUT (default: that of the pretrained folder)
   --max-file-gb GB=5      largest size of one weight file
   --engine FILE           file or module that registers a custom model type, if it moved since training
-  --adapter               LoRA: write only the adapter, in peft's format
   --base MODEL            LoRA: folder or Hub id of the base model, if it moved
   --ema                   write the EMA weights (optim.ema), not the last ones
-examples:
-  mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
-  mvp merge outputs/my-run adapter --adapter
-
-mvp push -> tools.push:push
-upload a run's model to the Hugging Face Hub, with a model card; private by default
-  target=RUN              @run
-  name=ORG/NAME           repository on the Hub, created if it does not exist
-  --public                a public repository
-  --adapter               LoRA: upload only the adapter, in peft's format
-  --license NAME          license in the model card (default: that of the base model)
-  --dry-run               print files and card, upload nothing
+  --public                --push: a public repository
+  --license NAME          --push: license in the model card (default: that of the base model)
+  --dry-run               --push: print files and card, upload nothing
   @runs
   @json
 examples:
-  mvp push latest me/my-model --dry-run
-  mvp push outputs/my-run me/my-adapter --adapter
+  mvp export latest model                           # a complete folder; LoRA is merged into the base model
+  mvp export outputs/my-run adapter --adapter
+  mvp export latest --push me/my-model --dry-run
 """
 
 # Earlier spellings of commands, and what they are now.
@@ -296,6 +325,8 @@ MOVED = {
     "replay": "mvp check RUN",
     "estimate": "mvp plan CONFIG",
     "models": "mvp doctor --models [NAME]",
+    "merge": "mvp export RUN OUT",
+    "push": "mvp export RUN --push ORG/NAME",
 }
 
 
@@ -313,6 +344,7 @@ TYPES = {"N": int, "S": int, "PORT": int, "X": float, "T": float, "P": float, "G
 
 
 DATA_COMMAND = "tools.inspect:run_data_command"  # of plug-ins
+METHODS = "tools.launcher:fine_tune"  # its name says the method
 
 
 class Command(NamedTuple):
@@ -332,7 +364,7 @@ def read_commands() -> Iterator[Command]:
     text = text.replace("  @answers\n", "".join(f"{lines}\n" for lines in answers))
     for name, shared in SHARED.items():
         text = text.replace(name, shared)
-    for block in re.split(r"\n\n(?=mvp [a-z ]+ -> )", text.strip("\n")):
+    for block in re.split(r"\n\n(?=mvp [a-z| ]+ -> )", text.strip("\n")):
         head, _, rest = block.partition("\n")
         name, _, run = head.removeprefix("mvp ").partition(" -> ")
         body, epilog = re.split(r"(?=^examples?:)|\Z", rest, maxsplit=1, flags=re.M)
@@ -344,16 +376,16 @@ def read_commands() -> Iterator[Command]:
 def build_parser() -> argparse.ArgumentParser:
     parser = HintingParser(prog="mvp", description=TEXT, epilog=OVERVIEW)
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
-    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     groups = {"": commands}
     for command in read_commands():
-        group, _, name = command.name.rpartition(" ")
+        group, _, names = command.name.rpartition(" ")
+        name, *aliases = names.split("|")
         if group not in groups:
             added = commands.add_parser(group, help=GROUPS[group], description=GROUPS[group])
             groups[group] = added.add_subparsers(required=True, metavar="COMMAND")
-        added = groups[group].add_parser(
-            name, help=command.help, description=command.help, epilog=command.epilog
-        )
+        texts = {"help": command.help, "description": command.help, "epilog": command.epilog}
+        added = groups[group].add_parser(name, aliases=aliases, **texts)
         added.set_defaults(run=command.run, parser=added)  # it reports unknown options
         if command.run == DATA_COMMAND:
             added.set_defaults(name=name)
@@ -370,6 +402,8 @@ def _add_argument(command: argparse.ArgumentParser, text: str) -> None:
         name, equals, metavar = spec.rstrip("?*").partition("=")
         if spec[-1] in "?*":
             settings |= {"nargs": spec[-1], "default": [] if spec[-1] == "*" else None}
+        if "|" in metavar and metavar.islower():
+            settings["choices"] = metavar.split("|")
         command.add_argument(name if equals else name.lower(), metavar=metavar or name, **settings)
         return
     flags = [word for word in words if word.startswith("-")]
@@ -450,6 +484,8 @@ def main(argv: list[str] | None = None) -> int:
         args.overrides += rest
     options = vars(args)
     del options["parser"]
+    if args.run != METHODS:
+        del options["command"]
     try:
         return call(**options)
     except UserError as error:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import inspect
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mvp_engine.config import Composed, Config, compose
+from mvp_engine.config.engine_class import check_workflow
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.engine import Engine
@@ -81,11 +81,8 @@ def launch(
     try:
         composed = composed or compose(config_file, overrides)
         if job is None:
-            _check_workflow(composed.engine_class, composed.config.workflow)
-        _make_deterministic(composed.config.deterministic)
-        if composed.config.cpu_threads is not None:
-            torch.set_num_threads(composed.config.cpu_threads)
-        world = World.join(composed.config.device, composed.config.parallel.timeout)
+            check_workflow(composed.engine_class, composed.config.workflow)
+        world = join(composed.config)
         code = (job or _run)(composed, world)
         world.close()
         return code
@@ -103,11 +100,32 @@ def launch(
         return _failed(error, world)
 
 
+def join(config: Config) -> World:
+    """The world of a run, with the settings of the process that its config asks for."""
+    _make_deterministic(config.deterministic)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    return World.join(config.device, config.parallel.timeout)
+
+
 def _run(composed: Composed, world: World) -> int:
+    try:
+        run_workflow(composed, world)
+    except Interrupted as stop:
+        if world.is_main:
+            print(f"mvp_engine: {stop}", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def run_workflow(
+    composed: Composed, world: World, work: Callable[[Engine], None] | None = None
+) -> Engine:
+    """Run the workflow of a config; returns its engine, closed. With `work`, run that and leave the engine open."""
     start = _agree_on_start(composed.config, world)
     while True:
         try:
-            return _attempt(composed, world, start)
+            return _attempt(composed, world, start, work)
         except TryAgain as again:
             text = str(again)
         # Here the error, and with it the frames that hold the engine's tensors, is gone.
@@ -135,7 +153,9 @@ def _end_ranks(world: World, text: str) -> None:
     os._exit(leave(EXIT_TRY_AGAIN))
 
 
-def _attempt(composed: Composed, world: World, start: Start) -> int:
+def _attempt(
+    composed: Composed, world: World, start: Start, work: Callable[[Engine], None] | None
+) -> Engine:
     config = composed.config
     engine: Engine | None = None
     status: str | None = "failed"  # None: `run.json` stays as it is
@@ -149,18 +169,21 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
                 config, world, start.run, start.checkpoint, start.message
             )
             engine.can_start_again = True
-            with engine:
-                getattr(engine, config.workflow)()
+            with contextlib.ExitStack() as closing:
+                closing.enter_context(engine)
+                if work is None:
+                    getattr(engine, config.workflow)()
+                else:
+                    work(engine)
+                    closing.pop_all()
         status = "finished"
-        return 0
+        return engine
     except TryAgain:
         status = None
         raise
-    except Interrupted as stop:
+    except Interrupted:
         status = "interrupted"
-        if world.is_main:
-            print(f"mvp_engine: {stop}", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
+        raise
     except KeyboardInterrupt:  # torchrun sends SIGTERM to the other ranks when one has failed
         status = None if world.has_failed() else "interrupted"
         raise
@@ -212,29 +235,6 @@ def _agree_on_start(config: Config, world: World) -> Start:
             "folder that all nodes share"
         )
     return chosen or start
-
-
-def workflows(engine_class: type[Engine]) -> list[str]:
-    """The public methods without arguments that are no hooks."""
-    hooks = set(dir(Engine)) - {"train", "evaluate"}
-    names = []
-    for name, method in inspect.getmembers(engine_class, inspect.isfunction):
-        needed = [
-            p
-            for p in list(inspect.signature(method).parameters.values())[1:]
-            if p.default is p.empty
-        ]
-        if not name.startswith("_") and name not in hooks and not needed:
-            names.append(name)
-    return names
-
-
-def _check_workflow(engine_class: type[Engine], name: str) -> None:
-    known = workflows(engine_class)
-    if name not in known:
-        raise UserError(
-            f"workflow={name}: {engine_class.__name__} has no such workflow; it has: {', '.join(known)}"
-        )
 
 
 def _make_deterministic(wanted: bool) -> None:

@@ -2,13 +2,18 @@
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+import types
+import urllib.request
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from conftest import CAMPAIGN, MAGIC, TINY, losses, mvp, spawn, user_error
 from kill_resume import child_pids
 
@@ -340,6 +345,203 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(tmp_path, capsys, code, 
     assert (tmp_path / "scontrol.txt").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
+
+
+CLUSTER = {
+    "k8s": "--image me/mvp --volume runs:/outputs output_dir=/outputs",
+    "skypilot": "--accelerator H100 --volume s3://me/runs:/outputs output_dir=/outputs",
+    "ray": "output_dir=/shared/outputs",
+}
+WORDS = ["train", str(MAGIC), "resume=auto", "run_id=mine"]
+
+
+def job_of(kind, capsys, more=""):
+    """The job file of a training on two nodes with four GPUs, under the run id `mine`."""
+    words = f"launch {kind} {MAGIC} --nodes 2 --gpus 4 {CLUSTER[kind]} run_id=mine"
+    assert mvp(f"{words} {more}", "optim.betas=[0.9, 0.95]") == 0
+    return capsys.readouterr().out
+
+
+def test_jobset_starts_all_pods_again_after_a_preemption_and_only_then(capsys):
+    job = yaml.safe_load(job_of("k8s", capsys))
+    assert (job["kind"], job["metadata"]["name"]) == ("JobSet", "mine")
+    [node] = job["spec"]["replicatedJobs"]
+    spec = node["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == 2
+    assert spec["backoffLimit"] == 0
+    exited, disrupted = spec["podFailurePolicy"]["rules"]
+    assert exited["action"] == disrupted["action"] == "FailJob"
+    assert exited["onExitCodes"]["values"] == [EXIT_INTERRUPTED]
+    assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    policy = job["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 0
+    assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 600
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    args = container["args"]
+    assert args[:4] == WORDS
+    assert "optim.betas=[0.9, 0.95]" in args
+    index = args.index("--nproc")
+    nodes = ["--nnodes", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    assert args[index:] == ["--nproc", "4", *nodes, "--master-addr", "mine-node-0-0.mine"]
+    claims = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]}
+    assert claims == {None, "runs"}
+
+
+def test_words_that_look_like_a_variable_stay_as_they_are_in_a_pod(capsys):
+    job = yaml.safe_load(job_of("k8s", capsys, "output_dir=\\'/outputs/$(HOME)\\'"))
+    [node] = job["spec"]["replicatedJobs"]
+    [container] = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert "output_dir='/outputs/$$(HOME)'" in container["args"]
+
+
+def test_sky_task_runs_the_command_on_each_node(capsys, tmp_path):
+    task = yaml.safe_load(job_of("skypilot", capsys))
+    assert task["num_nodes"] == 2
+    assert task["resources"]["accelerators"] == "H100:4"
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_INTERRUPTED]
+    assert task["file_mounts"]["/outputs"]["source"] == "s3://me/runs"
+    (tmp_path / "mvp").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "mvp").chmod(0o755)
+    variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash"], input=task["run"], env=variables, text=True, capture_output=True, check=True
+    )
+    words = done.stdout.splitlines()
+    assert words[:4] == WORDS
+    assert words[-6:] == "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1".split()
+
+
+RAY = """
+import types
+answers = ANSWERS
+started = []
+
+class Remote:
+    def __init__(self, function): self.function = function
+    def options(self, **_): return self
+    def remote(self, *values): return lambda: self.function(*values)
+
+class util:
+    class placement_group:
+        def __init__(self, bundles, strategy): self.bundles = bundles
+        def ready(self): return lambda: None
+    def remove_placement_group(group): pass
+    def get_node_ip_address(): return "10.0.0.1"
+
+class exceptions:
+    class WorkerCrashedError(Exception): pass
+    class NodeDiedError(Exception): pass
+
+def init(): pass
+def remote(function): return Remote(function)
+def get(task):
+    return task()
+"""
+
+
+@pytest.mark.parametrize(
+    "codes, expected",
+    [([75, 75, 0, 0], 0), ([75, 75, 2, 1], 2), (["lost", 1, 0, 0], 0), ([1, 0], 1)],
+)
+def test_ray_job_trains_again_after_a_preemption_and_only_then(
+    capsys, monkeypatch, codes, expected
+):
+    fake = types.ModuleType("ray")
+    exec(RAY.replace("ANSWERS", "[]"), fake.__dict__)
+    strategies = types.ModuleType("strategies")
+    strategies.PlacementGroupSchedulingStrategy = lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    commands = []
+
+    def run(words):
+        commands.append(words)
+        code = codes[len(commands) - 1]
+        if code == "lost":
+            raise fake.exceptions.NodeDiedError("gone")
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    text = job_of("ray", capsys)
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(text, "job.py", "exec"), {"__name__": "__main__"})
+    assert ended.value.code == expected
+    assert len(commands) == len(codes)
+    assert commands[0][1:7] == ["-m", "mvp_engine.cli", *WORDS]
+    assert commands[1][-6:] == "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1".split()
+
+
+@CAMPAIGN
+def test_preempted_ray_job_on_a_local_cluster_continues_bit_equal(tmp_path, port, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of this cluster, on the loopback interface
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it in a task with one CPU
+    outputs = tmp_path / "outputs"
+    words = ["run_id=one", "log.interval=1", "train.max_steps=40"]
+    slow = [*words, "tiny.step_seconds=0.2", f"output_dir={outputs}"]
+    job = launcher.script("ray", str(TINY), slow, launcher.ClusterJob(gpus=0))
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.py").write_text(job)
+    ray = ["-m", "ray.scripts.scripts"]
+    server, local = "127.0.0.1:8278", "--node-ip-address 127.0.0.1 --dashboard-host 127.0.0.1"
+    more = f"--head --block --num-cpus 2 --port {port} --dashboard-port 8278 --disable-usage-stats"
+    folder = ["--temp-dir", f"/tmp/ray-{port}"]  # short: it holds sockets
+    head = spawn(*ray, "start", *local.split(), *more.split(), *folder, fresh=True)
+    try:
+        wait_until(lambda: answers(f"http://{server}/api/version"), 90)
+        submit = ["job", "submit", "--address", f"http://{server}", "--working-dir"]
+        words_of_job = [str(tmp_path / "job"), "--", sys.executable, "job.py"]
+        submitted = spawn(*ray, *submit, *words_of_job, fresh=True)
+        lock, metrics = outputs / "one" / ".lock", outputs / "one" / "metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and '"step": 8' in metrics.read_text(), 90)
+        os.kill(int(lock.read_text().split()[1]), signal.SIGTERM)
+        output, _ = submitted.communicate(timeout=120)
+        assert submitted.returncode == 0, output
+        assert "preempted: the training continues" in output
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.communicate(timeout=60)
+        shutil.rmtree(f"/tmp/ray-{port}", ignore_errors=True)
+    outputs_of([start(*words, f"output_dir={tmp_path / 'straight'}")], 0)
+    assert losses(tmp_path / "straight") == losses(outputs)
+
+
+def answers(url):
+    try:
+        return urllib.request.urlopen(url, timeout=2).status == 200
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("k8s --image me/mvp", "is on no volume"),
+        ("k8s --image me/mvp --volume runs:/data output_dir=/outputs", "is on no volume"),
+        ("k8s --volume runs:/outputs output_dir=/outputs", "--image: a container image"),
+        ("k8s --image a --volume /outputs", "--volume /outputs: write SOURCE:/path"),
+        ("k8s --image a --sbatch=-x", "--sbatch is of mvp launch slurm, not of k8s"),
+        ("skypilot --volume a:/outputs output_dir=/outputs", "--accelerator: which GPU"),
+        ("ray", "Give the absolute path of a folder that all nodes share"),
+        ("ray --image a output_dir=/outputs", "--image is of mvp launch k8s and skypilot, not of"),
+        ("ray output_dir=/outputs --gpus 3 --nodes 2 parallel.shard=4", "2 nodes with 3 GPUs"),
+    ],
+)
+def test_job_that_would_lose_its_checkpoints_or_not_start_is_a_user_error(words, message, capsys):
+    kind, *more = words.split()
+    assert mvp(f"launch {kind} {MAGIC}", *more) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
 
 
 def run_name():

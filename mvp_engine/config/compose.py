@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -30,9 +30,11 @@ from mvp_engine.config.engine_class import (
     find_engine,
     shipped_config,
     shipped_configs,
+    spec_of,
 )
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError, did_you_mean, similar_path
+from mvp_engine.imports import spec_file
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
@@ -140,6 +142,8 @@ def suggest_key(key: str, schema: type[Config]) -> str:
     if near:
         return f"Did you mean '{near[0]}'?"
     parent = key.rpartition(".")[0]
+    if parent not in known:
+        parent = ""
     siblings = [one for one in known if one.rpartition(".")[0] == parent]
     return f"Known keys{f' under {parent}' if parent else ''}: {', '.join(siblings)}"
 
@@ -281,12 +285,23 @@ class Draft:
             raise UserError(f"{place}: 'engine' is {spec!r}. Write file.py:Class")
         return find_config_class(spec, self.file)
 
+    @property
+    def _made(self) -> dict[str, Any]:
+        """The section `made` with the absolute file of its function: a resume from another folder finds the same."""
+        made = self.values.get("made")
+        if not isinstance(made, dict) or not isinstance(made.get("by"), str):
+            return {}
+        location, _, name = made["by"].rpartition(":")
+        if location.endswith(".py"):
+            made = {**made, "by": f"{spec_file(location, self.file.parent)}:{name}"}
+        return {"made": made}
+
     def composed(self, may_miss: bool = False) -> Composed:
         """`may_miss`: a key without a value is an error only where its value cannot be a text."""
         schema, engine = self._engine
         problems: list[str] = []
         try:
-            config = schema.model_validate({**self.values, "engine": engine})
+            config = schema.model_validate({**self.values, "engine": engine, **self._made})
             if not self.missing or may_miss:
                 return Composed(config, [source.path for source in self.files])
         except ValidationError as error:
@@ -311,9 +326,20 @@ class MissingKeys(UserError):
         self.keys = keys
 
 
-def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composed:
-    """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""
-    return read_draft(path, overrides).composed()
+def compose(
+    path: str | Path, overrides: Sequence[str] = (), engine: type[Engine] | None = None
+) -> Composed:
+    """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix.
+
+    `engine` is used in place of the class that the config names.
+    """
+    draft = read_draft(path, overrides)
+    if engine is None:
+        return draft.composed()
+    draft.__dict__["_engine"] = (engine.config_class, spec_of(engine))
+    composed = draft.composed()
+    composed.__dict__["engine_class"] = engine
+    return composed
 
 
 def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
@@ -532,6 +558,46 @@ def _in_one_line(error: Exception) -> str:
 # ---- The command line -------------------------------------------------------------------------------
 
 
+NOT_TEXT = ("null", "true", "false", "nan", "inf")  # without quotes
+
+
+def word(key: str, value: Any) -> str:
+    """The override that sets `key` to `value`, in the grammar of `read_draft`."""
+    return f"{key}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float) and type(value).__module__ == "builtins":
+        return repr(value)
+    if isinstance(value, str | Path):
+        if (
+            re.fullmatch(r"(\.{0,2}/|[A-Za-z])[\w./:-]*", str(value))
+            and str(value).lower() not in NOT_TEXT
+        ):
+            return str(value)
+        # Only backslashes before a quote are special.
+        return "'" + re.sub(r"(\\*)('|$)", _quoted, str(value)) + "'"
+    if isinstance(value, Mapping):
+        # Keys have no quotes.
+        keys = [re.sub(r"[\\()\[\]{}:=, \t]", r"\\\g<0>", str(key)) for key in value]
+        pairs = zip(keys, map(_literal, value.values()), strict=True)
+        return "{" + ",".join(f"{key}:{text}" for key, text in pairs) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if hasattr(value, "tolist"):  # numpy and torch
+        return _literal(value.tolist())
+    raise UserError(f"a config has no {type(value).__name__}: give numbers, texts, lists or dicts")
+
+
+def _quoted(match: re.Match[str]) -> str:
+    return match[1] * 2 + ("\\'" if match[2] else "")
+
+
 def _parse_override(word: str) -> Override:
     if "=" not in word and not word.startswith("~"):
         raise UserError(f"{word!r} on the command line is not of the form key=value")
@@ -551,10 +617,35 @@ def _parse_override(word: str) -> Override:
     return override
 
 
+def _key_of_items(config: DictConfig, key: str) -> str:
+    """A key with the index of an item of a list for its name: `data.sources.NAME.path` of a run's config.yaml."""
+    parts: list[str] = []
+    for part in key.split("."):
+        at = ".".join(parts)
+        found = OmegaConf.select(config, at, throw_on_missing=False) if parts else config
+        if isinstance(found, ListConfig) and not part.isdigit():
+            part = str(_item_of(found, part, at))
+        parts.append(part)
+    return ".".join(parts)
+
+
+def _item_of(items: ListConfig, name: str, at: str) -> int:
+    """The index of the item with this name."""
+    names = [item.get("name") if isinstance(item, DictConfig) else None for item in items]
+    places = [index for index, other in enumerate(names) if other == name]
+    if len(places) == 1:
+        return places[0]
+    if places:
+        keys = " or ".join(f"{at}.{index}" for index in places)
+        raise UserError(f"{at} has {len(places)} items with the name {name}: write {keys}")
+    known = ", ".join(str(other) for other in names if other) or "none"
+    raise UserError(f"{at} is a list without an item of the name {name!r}. Its names: {known}")
+
+
 def _override(config: DictConfig, override: Override) -> None:
     """Set or, with `~key`, remove a key. A dict is merged into the one that is there; `+key=value` adds a key."""
     word = override.input_line
-    key, value = override.key_or_group, override.value()
+    key, value = _key_of_items(config, override.key_or_group), override.value()
     before = OmegaConf.select(config, key, throw_on_missing=False)
     if override.is_delete():
         if before is None or value not in (None, before):

@@ -7,6 +7,9 @@ them for torch. So the config class of `engine.py` may lie in `settings.py` next
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -63,6 +66,18 @@ def _recipe_file(spec: str | None) -> str | None:
     """The spec, with the file of the engine in place of the name of a shipped recipe."""
     file = SHIPPED / (spec or "") / "engine.py"
     return str(file) if spec and spec.isidentifier() and file.is_file() else spec
+
+
+def spec_of(engine: type[Engine]) -> str:
+    """What names a class in a config: its module, or its file where no import finds that module again."""
+    module = sys.modules.get(engine.__module__)
+    file = getattr(module, "__file__", None)
+    if file and (
+        engine.__module__ == "__main__"
+        or not importlib.util.find_spec(engine.__module__.partition(".")[0])
+    ):
+        return f"{file}:{engine.__qualname__}"
+    return f"{engine.__module__}:{engine.__qualname__}"
 
 
 def nearest_engine(config_file: Path) -> Path:
@@ -133,3 +148,28 @@ def _settings_class(engine_file: Path) -> type[Config] | None:
         and value.__module__ == module.__name__
     ]
     return classes[0] if len(classes) == 1 else None
+
+
+def workflows(engine_class: type[Engine]) -> list[str]:
+    """The public methods without arguments that are no hooks."""
+    from mvp_engine.engine import Engine  # here: it imports torch, which `mvp --help` must not
+
+    hooks = set(dir(Engine)) - {"train", "evaluate"}
+    names = []
+    for name, method in inspect.getmembers(engine_class, inspect.isfunction):
+        needed = [
+            p
+            for p in list(inspect.signature(method).parameters.values())[1:]
+            if p.default is p.empty
+        ]
+        if not name.startswith("_") and name not in hooks and not needed:
+            names.append(name)
+    return names
+
+
+def check_workflow(engine_class: type[Engine], name: str) -> None:
+    known = workflows(engine_class)
+    if name not in known:
+        raise UserError(
+            f"workflow={name}: {engine_class.__name__} has no such workflow; it has: {', '.join(known)}"
+        )

@@ -335,49 +335,15 @@ class PlotBackend(Backend):
             self.draw()
 
 
-class TrackerBackend(Backend):
-    """An experiment tracker. Settings go to its `init`."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-    def init(self, info: RunInfo, **options: Any) -> None:
-        options |= {"project": info.project, "resume": "allow", "config": info.config}
-        self.tracker = importlib.import_module(self.package).init(**{**options, **self.settings})
-
-    def metrics(self, record: dict[str, Any]) -> None:
-        self.tracker.log(flat(record), step=record["step"])
-
-
-class WandbBackend(TrackerBackend):
-    package = "wandb"
-
-    def start(self, info: RunInfo) -> None:
-        self.init(info, id=info.run.id, dir=str(info.run.dir))
-
-    def close(self, failure: str | None) -> None:
-        self.tracker.finish(exit_code=1 if failure else 0)
-
-
-class TrackioBackend(TrackerBackend):
-    package = "trackio"
-
-    def start(self, info: RunInfo) -> None:
-        self.init(info, name=info.run.id)
-
-    def close(self, failure: str | None) -> None:
-        self.tracker.finish()
-
-
 BACKENDS: dict[str, type[Backend]] = {
     "terminal": TerminalBackend,
     "file": FileBackend,
     "jsonl": JsonlBackend,
     "tensorboard": TensorBoardBackend,
     "plot": PlotBackend,
-    "wandb": WandbBackend,
-    "trackio": TrackioBackend,
 }
+# The classes of these are in `mvp_engine.log.trackers`.
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab", "comet", "clearml")
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
@@ -511,6 +477,7 @@ class LogHub:
         failure = "".join(traceback.format_exception(error)) if failed else None
         for backend in list(self.backends):
             self._call(backend, "close", failure)
+        self.backends = []  # a second close finds nothing to do
         if self._stderr is not None:
             LOGGER.removeHandler(self._stderr)
 
@@ -525,7 +492,11 @@ def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Bac
     name = settings.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"log.backends: {entry} has no name: write {{name: wandb, ...}}")
-    kind = BACKENDS.get(name) or _own_backend(name, Path((engine or "").rpartition(":")[0]).parent)
+    if name in TRACKERS:
+        kind = importlib.import_module("mvp_engine.log.trackers").CLASSES[name]
+    else:
+        folder = Path((engine or "").rpartition(":")[0]).parent
+        kind = BACKENDS.get(name) or _own_backend(name, folder)
     if kind.package and importlib.util.find_spec(kind.package) is None:
         fix = f"pip install {kind.package}, or leave it out"
         raise UserError(f"log.backends names {name!r}, but {kind.package} is not installed: {fix}")
@@ -541,7 +512,7 @@ def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Bac
 def _own_backend(name: str, recipe: Path) -> type[Backend]:
     location, colon, attribute = name.rpartition(":")
     if not colon:
-        known = ", ".join(BACKENDS)
+        known = ", ".join((*BACKENDS, *TRACKERS))
         raise UserError(
             f"log.backends: unknown backend {name!r}; known: {known}, or module:Class, file.py:Class"
         )

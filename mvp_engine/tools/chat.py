@@ -28,8 +28,8 @@ from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.weights.merge import merge
 from mvp_engine.kit.data.encode.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
-from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.kit.generation import encode_prompt
 from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.runs import best_checkpoint, checkpoint_step, trained_run
@@ -308,28 +308,12 @@ class ChatModel:
         self.stop = self._stop_tokens(folder)
         self.stop_strings = list(filter(None, stop_strings))
 
-    @property
-    def is_chat_model(self) -> bool:
-        """Whether it has a chat template. Without one it continues plain text."""
-        return bool(self.encoder.template.renderer.chat_template)
-
     def prompt(self, messages: Sequence[Message]) -> PackedBatch:
         """Returns a conversation as a batch of one sequence, which the answer continues.
 
         The content of a message is text, or a list of parts such as {"type": "text", "text": ...}.
         """
-        if self.is_chat_model:
-            raw: dict[str, Any] = {"messages": list(messages)}
-            row_format = RowFormat(prompt_only=True)
-        else:
-            raw = {"text": "".join(_plain_text(message) for message in messages)}
-            row_format = RowFormat("text")
-        try:
-            sequences = self.encoder.encode(raw, row_format, Path.cwd(), fit=False)
-            (batch,) = self.encoder.load(sequences, Path.cwd(), {})
-        except BadRow as bad:
-            raise UserError(f"{bad.reason}: {bad.detail}") from None
-        return replace(batch, sequence_fields={})
+        return encode_prompt(self.encoder, messages)
 
     def answer(
         self,
@@ -414,13 +398,6 @@ def _folder_with_processor(folder: Path, adapter: Path | None) -> Path:
     return adapter if adapter is not None and has_tokenizer else folder
 
 
-def _plain_text(message: Message) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
-
-
 def merge_adapter(model: Any, folder: Path) -> None:
     """Add a LoRA adapter in peft's format to the weights of a model, in place."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -445,7 +422,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
             if max(ids) >= len(weight):
                 raise UserError(
                     f"{folder} trains the row of token {max(ids)}, and the model has {len(weight)}: merge the adapter "
-                    "in its run (mvp merge RUN OUT), or resize the embeddings of the model's folder"
+                    "in its run (mvp export RUN OUT), or resize the embeddings of the model's folder"
                 )
             weight[ids] = tensor.to(weight)
         elif ".lora_" not in name:  # trained in full

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
-from mvp_engine.log.peaks import peak_of
+from mvp_engine.log.metrics import peak_of
 from mvp_engine.ops import cudnn_attention, flash_attention, fp8, nf4
 from mvp_engine.ops.attention import reference_attention
 from mvp_engine.ops.attn_spec import Attention, AttnSpec

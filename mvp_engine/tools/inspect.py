@@ -18,10 +18,16 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.auto import changed, global_batch, with_defaults
 from mvp_engine.kit.data.encode.processor import load_processor
 from mvp_engine.kit.data.kit import MLLMDataKit
-from mvp_engine.kit.data.pack.plan import Plan
+from mvp_engine.kit.data.pack.plan import PacedMixture, Plan
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
-from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section, resolve_source
+from mvp_engine.kit.data.settings import (
+    DATA_KIT_FIX,
+    MLLMData,
+    data_section,
+    read_manifest,
+    resolve_source,
+)
 from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_rows import (
     Facts,
@@ -114,6 +120,7 @@ def inspect_kit(
             overlong=num_overlong[name],
             tokens=int(cost.tokens.sum()),
             share=round(shares[name], 4),
+            share_of=mixture.mixing.by if isinstance(mixture, PacedMixture) else "rows",
         )
         result.sources.append(counts)
     for source, row_format in zip(mixture.sources, dataset.formats, strict=True):
@@ -230,14 +237,18 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
             plain = with_defaults(changed(config, global_batch(config, kit).values))
         config = plain
     if model is None and hasattr(engine_class, "data_kit"):
-        return engine_class.data_kit(config)
+        kit = engine_class.data_kit(config)
+        kit.train = config.train
+        return kit
     _, settings = data_section(config)
     folder = model or config.model.path
     if folder is None:
         raise UserError(
             f"the config has no model.path to load a processor from: {DATA_KIT_FIX}, or give --model MODEL"
         )
-    return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
+    kit = MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
+    kit.train = config.train
+    return kit
 
 
 def run_data_command(name: str, file: str, overrides: list[str], *, as_json: bool) -> None:
@@ -254,7 +265,7 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
             "sources": [{"path": path}],
             "pack_tokens": pack_tokens,
             "max_bad_rows": 1.0,
-            "pairs": True,
+            "pairs": manifest["pairs"] if (manifest := read_manifest(path)) else True,
         }
     )
     workers = os.cpu_count() or 1

@@ -133,7 +133,8 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     media = (media or "none") + sampled
     if sample["media"] and plan and not facts["decoded"]:
         media += "; only their headers were read: mvp data inspect --decode finds corrupt ones"
-    _line(console, "media", media)
+    if "prepared" not in sample["formats"]:  # it has them, but not their numbers
+        _line(console, "media", media)
     if sample["reward_columns"]:
         names = _numbered(sample["reward_columns"])
         _line(console, "reward", f"{names}{sampled}: columns that only the reward reads")
@@ -172,7 +173,7 @@ def _source(source: dict[str, Any], is_mixture: bool) -> Text:
     if source["tokens"] is not None:
         text.append(f", {source['tokens']:,} tokens")
     if source["share"] is not None and is_mixture:
-        text.append(f", {source['share']:.1%} of the rows of an epoch")
+        text.append(f", {source['share']:.1%} of the {source['share_of']} of an epoch")
     for key, name in (("bad", "bad"), ("overlong", "over-long")):
         if source[key]:
             text.append(f", {source[key]:,} {name}", ERROR)

@@ -11,12 +11,14 @@ import importlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +27,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from mvp_engine.config import Composed, Config, compose
+from mvp_engine.config.compose import read_draft, word
 from mvp_engine.errors import (
     ELASTIC,
     ERROR_FILE,
@@ -63,6 +68,65 @@ KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 
 def train(config: str, overrides: list[str], **nodes: Any) -> int:
     return _launch(config, overrides, nodes)
+
+
+# The shipped configs of each method, and overrides to them.
+METHODS: dict[str, dict[str, list[str]]] = {
+    "sft": {"lora": ["sft/lora"], "full": ["sft/full"]},
+    "dpo": {"lora": ["preference/gpu1"], "full": ["preference/gpu8"]},
+    "rm": {"lora": ["reward_model/gpu1"], "full": ["reward_model/gpu8"]},
+    "distil": {
+        "full": ["distil/gpu1"],
+        "lora": ["distil/gpu1", "lora.rank=16", "lora.target_modules=[llm]", "optim.lr=1e-4"],
+    },
+    "grpo": {"lora": ["math_rl/lora"], "full": ["math_rl/lora", "lora=null", "optim.lr=1e-6"]},
+}
+
+
+def fine_tune(
+    command: str,
+    overrides: list[str],
+    model: str | None,
+    data: str | None,
+    eval_data: str | None,
+    *,
+    teacher: str | None,
+    engine: str | None,
+    **options: Any,
+) -> int:
+    """Train by the shipped config of a method; prints the `mvp train` command that it stands for."""
+    flags = [name for name in ("lora", "qlora", "full") if options.pop(name)]
+    if len(flags) > 1:
+        raise UserError(f"mvp {command}: --{' and --'.join(flags)} exclude each other")
+    way = flags[0] if flags else next(iter(METHODS[command]))
+    config, *words = METHODS[command]["lora" if way == "qlora" else way]
+    nproc = nodes_of(Namespace(**options)).nproc
+    if way == "full" and read_draft(config).values.get("parallel", {}).get("shard") not in (
+        None,
+        1,
+    ):
+        words.append(f"parallel.shard={nproc}")
+    if way == "qlora":
+        words.append("model.quantize={llm:nf4}")
+    for flag, value, of in (("teacher", teacher, "distil"), ("engine", engine, "grpo")):
+        if value is not None and command != of:
+            raise UserError(f"mvp {command}: --{flag} is of mvp {of}")
+    given = {"model.path": model, "distil.teacher": teacher, "engine": engine}
+    if engine is not None:
+        file, colon, name = engine.partition(":")
+        given["engine"] = f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else engine
+    (rows,) = [key for key in read_draft(config).missing if key.startswith("data.sources.")]
+    given[rows] = data
+    if eval_data is not None:
+        given |= {"data.sources.held_out.path": eval_data, "data.sources.held_out.split": "eval"}
+        words.append(f"{rows.removesuffix('.path')}.hold_out=null")
+    words += [word(key, value) for key, value in given.items() if value is not None]
+    words += overrides
+    flag_of = {"model.path": "--model", rows: "--data", "distil.teacher": "--teacher"}
+    if missing := [flag_of.get(key, f"{key}=...") for key in read_draft(config, words).missing]:
+        raise UserError(f"mvp {command} needs {' and '.join(missing)}")
+    print(shlex.join(["mvp", "train", config, *words]), file=sys.stderr, flush=True)
+    return _launch(config, words, options)
 
 
 def evaluate(config: str, overrides: list[str], root: str, **nodes: Any) -> int:
@@ -330,37 +394,249 @@ exit "$code"
 """
 
 
+# The driver of a Ray job: the training of each node is a Ray task, so it moves to another node when its own is lost.
+RAY_SCRIPT = """\
+# ray job submit --address http://HEAD:8265 --submission-id {name} --working-dir . -- python FILE
+import subprocess
+import sys
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES = {nodes}
+RESOURCES = {resources}  # of each node
+COMMAND = {command}
+PREEMPTED = {interrupted}  # exit code of a training that was stopped and has saved
+
+
+def train(rank, address):
+    words = [sys.executable, *COMMAND]
+    if NODES > 1:
+        words += ["--nnodes", str(NODES), "--node-rank", str(rank), "--master-addr", address]
+    return subprocess.run(words).returncode
+
+
+def exit_code(task):
+    try:
+        return ray.get(task)
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError) as error:
+        print("a node is lost:", error, file=sys.stderr)
+        return PREEMPTED
+
+
+def attempt():
+    group = ray.util.placement_group([RESOURCES] * NODES, strategy="STRICT_SPREAD")
+    print("waiting for", NODES, "x", RESOURCES, flush=True)
+    ray.get(group.ready())
+
+    def on(rank, function):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        needs = {{"num_cpus": RESOURCES["CPU"], "num_gpus": RESOURCES.get("GPU", 0)}}
+        return ray.remote(function).options(scheduling_strategy=place, max_retries=0, **needs)
+
+    address = ray.get(on(0, ray.util.get_node_ip_address).remote())
+    codes = [exit_code(task) for task in [on(rank, train).remote(rank, address) for rank in range(NODES)]]
+    ray.util.remove_placement_group(group)
+    return codes
+
+
+ray.init()
+while PREEMPTED in (codes := attempt()):
+    print("preempted: the training continues from its last checkpoint", flush=True)
+sys.exit(max(codes))
+"""
+
+# Which kinds of cluster have an option of `mvp launch` that not all have.
+OPTIONS_OF = {
+    "time": ["slurm"],
+    "sbatch": ["slurm"],
+    "grace": ["slurm", "k8s"],
+    "image": ["k8s", "skypilot"],
+    "volume": ["k8s", "skypilot"],
+    "accelerator": ["skypilot"],
+}
+
+
 @dataclass(frozen=True)
-class SlurmJob:
+class ClusterJob:
     nodes: int = 1
     gpus: int = 8  # per node; 0: a CPU job
     cpus: int | None = None  # per node
-    time: str = "24:00:00"
-    grace: int = 600  # seconds before the end of the time: a long step and a large checkpoint
-    options: list[str] = field(default_factory=list)  # more options of sbatch, as given
+    time: str | None = None  # of sbatch, default: a day
+    # Seconds before the end of the time: a long step and a large checkpoint. Default: 600.
+    grace: int | None = None
+    sbatch: list[str] = field(default_factory=list)  # more options of sbatch, as given
+    image: str | None = None  # of the container
+    volume: list[str] = field(default_factory=list)  # SOURCE:/path
+    accelerator: str | None = None  # name of the GPU
+
+    @property
+    def grace_seconds(self) -> int:
+        return 600 if self.grace is None else self.grace
+
+    @property
+    def mounts(self) -> dict[str, str]:
+        """The source of each path at which a volume is mounted."""
+        mounts = {}
+        for volume in self.volume:
+            source, _, path = volume.rpartition(":")
+            if not source or not path.startswith("/") or path.startswith("//"):
+                raise UserError(f"--volume {volume}: write SOURCE:/path, the path in the container")
+            mounts[path] = source
+        return mounts
 
 
-def print_script(config: str, overrides: list[str], **job: Any) -> None:
-    print(script(config, overrides, SlurmJob(**job)), end="")
+def print_script(kind: str, config: str, overrides: list[str], **options: Any) -> None:
+    print(script(kind, config, overrides, ClusterJob(**options)), end="")
 
 
-def script(config_file: str, overrides: list[str], job: SlurmJob) -> str:
-    """The text of the script. The config and the parallel layout are checked now, not after hours in a queue."""
+def script(kind: str, config_file: str, overrides: list[str], job: ClusterJob) -> str:
+    """The text of the job. The config and the parallel layout are checked now, not after hours in a queue."""
     if any(word.startswith("resume=") for word in overrides):
         raise UserError("resume=: the script sets resume=auto itself, to continue after a requeue")
     if job.nodes < 1 or job.gpus < 0:
         raise UserError("--nodes: at least 1; --gpus: at least 0, for a job without GPUs")
+    for option, kinds in OPTIONS_OF.items():
+        if getattr(job, option) and kind not in kinds:
+            raise UserError(f"--{option} is of mvp launch {' and '.join(kinds)}, not of {kind}")
     config = compose(config_file, overrides).config
     _check_layout(config, job)
-    return SCRIPT.format(
-        options="\n".join(f"#SBATCH {option}" for option in _options(config, job)),
-        command=_command(config_file, overrides, config),
-        grace=job.grace,
-        interrupted=EXIT_INTERRUPTED,
+    if kind == "slurm":
+        return SCRIPT.format(
+            options="\n".join(f"#SBATCH {option}" for option in _options(config, job)),
+            command=_command(config_file, overrides, config),
+            grace=job.grace_seconds,
+            interrupted=EXIT_INTERRUPTED,
+        )
+    name = config.run_id or f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    _check_output_dir(kind, config.output_dir, job)
+    words = ["train", config_file, "resume=auto", f"run_id={name}", *overrides]
+    words += ["--nproc", str(max(job.gpus, 1))]
+    if kind == "ray":
+        resources = {"CPU": job.cpus or 1, **({"GPU": job.gpus} if job.gpus else {})}
+        command = ["-m", "mvp_engine.cli", *words]
+        places = {"nodes": job.nodes, "resources": resources, "command": command}
+        return RAY_SCRIPT.format(name=name, interrupted=EXIT_INTERRUPTED, **places)
+    if job.image is None and kind == "k8s":
+        raise UserError("--image: a container image with mvp-engine; see docs/install.md, Docker")
+    return {"k8s": _jobset, "skypilot": _sky_task}[kind](name, words, job)
+
+
+def _check_output_dir(kind: str, folder: str, job: ClusterJob) -> None:
+    """A job starts again in another container or on another machine, and must find its checkpoints there."""
+    if kind == "ray":
+        if not Path(folder).is_absolute():
+            raise UserError(
+                f"output_dir={folder}: a Ray job runs in a folder that is deleted with it. Give the absolute path of "
+                "a folder that all nodes share"
+            )
+    elif not any(Path(folder).is_relative_to(path) for path in job.mounts):
+        raise UserError(
+            f"output_dir={folder} is on no volume, so a preempted training would lose its checkpoints. Add --volume "
+            "SOURCE:/outputs and output_dir=/outputs"
+        )
+
+
+def _jobset(name: str, words: list[str], job: ClusterJob) -> str:
+    """A JobSet with one pod per node. A preempted pod, or one that saved and ended with 75, restarts all of them."""
+    name = _dns_name(name)
+    words = [word.replace("$(", "$$(") for word in words]  # Kubernetes replaces $(NAME)
+    if job.nodes > 1:
+        # JobSet gives each pod the host name NAME-JOB-0-INDEX in the subdomain NAME.
+        words = [*words, "--nnodes", str(job.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+        words += ["--master-addr", f"{name}-node-0-0.{name}"]
+    resources: dict[str, Any] = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
+    resources |= {"cpu": job.cpus} if job.cpus else {}
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    source = {"fieldRef": {"fieldPath": index}}
+    volumes: list[Any] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]  # of DataLoader, NCCL
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, (path, claim) in enumerate(job.mounts.items()):
+        volumes.append({"name": f"v{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"v{number}", "mountPath": path})
+    container = {
+        "name": "train",
+        "image": job.image,
+        "command": ["mvp"],
+        "args": words,
+        "env": [{"name": "JOB_COMPLETION_INDEX", "valueFrom": source}],
+        "resources": {"limits": resources},
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    exit_codes = {"containerName": "train", "operator": "In", "values": [EXIT_INTERRUPTED]}
+    preempted = {"type": "DisruptionTarget", "status": "True"}
+    rules = [
+        {"action": "FailJob", "onExitCodes": exit_codes},
+        {"action": "FailJob", "onPodConditions": [preempted]},
+    ]
+    spec = {
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": pod},
+    }
+    restart = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    # Blocking: no pod starts before the last of the old ones has saved and left the run.
+    policy = {"maxRestarts": 0, "restartStrategy": "BlockingRecreate", "rules": [restart]}
+    jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
+    return _yaml(
+        apiVersion="jobset.x-k8s.io/v1alpha2",
+        kind="JobSet",
+        metadata={"name": name},
+        spec={"failurePolicy": policy, "replicatedJobs": jobs},
     )
 
 
-def _check_layout(config: Config, job: SlurmJob) -> None:
+def _dns_name(name: str) -> str:
+    """`name` as a part of the host names of pods, which have at most 63 characters."""
+    start, end = name[:-16], name[-16:]  # the end is the time
+    text = re.sub(r"[^a-z0-9]+", "-", f"{start[:30]}{end}".lower()).strip("-")
+    return text if text[:1].isalpha() else f"run-{text}"
+
+
+def _sky_task(name: str, words: list[str], job: ClusterJob) -> str:
+    if job.gpus and job.accelerator is None:
+        raise UserError("--accelerator: which GPU, such as H100; or --gpus 0")
+    command = shlex.join(["mvp", *words])
+    if job.nodes > 1:
+        command += f' --nnodes {job.nodes} --node-rank "$SKYPILOT_NODE_RANK"'
+        command += ' --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"'
+    recovery = {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [EXIT_INTERRUPTED]}
+    resources: dict[str, Any] = {"job_recovery": recovery}
+    resources |= {"accelerators": f"{job.accelerator}:{job.gpus}"} if job.gpus else {}
+    resources |= {"cpus": f"{job.cpus}+"} if job.cpus else {}
+    resources |= {"image_id": f"docker:{job.image}"} if job.image else {}
+    task: dict[str, Any] = {"name": _dns_name(name), "num_nodes": job.nodes, "workdir": "."}
+    task["resources"] = resources
+    buckets = {path: source for path, source in job.mounts.items() if "://" in source}
+    disks = {path: source for path, source in job.mounts.items() if "://" not in source}
+    if buckets:
+        mode = {"mode": "MOUNT_CACHED"}
+        task["file_mounts"] = {path: {"source": source, **mode} for path, source in buckets.items()}
+    if disks:
+        task["volumes"] = disks
+    if not job.image:
+        task["setup"] = "pip install 'mvp-engine[all]'"
+    return _yaml(**task, run=command)
+
+
+def _yaml(**values: Any) -> str:
+    return yaml.safe_dump(values, sort_keys=False, width=1000)
+
+
+def _check_layout(config: Config, job: ClusterJob) -> None:
     parallel = config.parallel
     ranks = job.nodes * max(job.gpus, 1)
     shards = parallel.shard * parallel.context * parallel.ulysses * parallel.tensor
@@ -373,13 +649,13 @@ def _check_layout(config: Config, job: SlurmJob) -> None:
         )
 
 
-def _options(config: Config, job: SlurmJob) -> list[str]:
+def _options(config: Config, job: ClusterJob) -> list[str]:
     options = [
         f"--job-name={config.run_name}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
-        f"--time={job.time}",
-        f"--signal=TERM@{job.grace}",
+        f"--time={job.time or '24:00:00'}",
+        f"--signal=TERM@{job.grace_seconds}",
         "--requeue",
         "--open-mode=append",
         "--output=slurm-%j.out",
@@ -389,7 +665,7 @@ def _options(config: Config, job: SlurmJob) -> list[str]:
         options.insert(3, f"--gpus-per-node={job.gpus}")
     if job.cpus:
         options.insert(3, f"--cpus-per-task={job.cpus}")
-    return options + job.options
+    return options + job.sbatch
 
 
 def _command(config_file: str, overrides: list[str], config: Config) -> str:

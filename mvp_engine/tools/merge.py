@@ -1,8 +1,9 @@
-"""`mvp merge`: write a checkpoint of any model type as a Hugging Face folder, one of a plain module as a state dict."""
+"""`mvp export`: write a checkpoint as a Hugging Face folder, or, of a plain module, as a state dict."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,34 @@ from mvp_engine.model_engine.base import ModelSource, engine_class, is_registere
 from mvp_engine.runs import trained_run
 
 
-def merge_command(
+def export_command(
+    checkpoint: str, out: str | None, name: str | None, root: str, *, adapter: bool, **options: Any
+) -> None:
+    """Write a model to the folder `out`, or upload it to the repository `name`: one of them is given."""
+    of_push = {key: options.pop(key) for key in ("public", "license", "dry_run", "as_json")}
+    if name is not None:
+        from mvp_engine.tools.push import push
+
+        given = [key for key in ("engine", "base", "dtype", "ema") if options[key]]
+        if out is not None or given:
+            flags = [*(["OUT"] if out else []), *(f"--{key}" for key in given)]
+            raise UserError(
+                f"mvp export --push uploads the run's own export: leave {', '.join(flags)} out"
+            )
+        push(checkpoint, name, root=root, adapter=adapter, **of_push)
+    elif out is None:
+        raise UserError("mvp export: give a folder to write (OUT), or --push ORG/NAME")
+    elif ignored := [key for key, value in of_push.items() if value]:
+        names = " and ".join(f"--{key.replace('_', '-').removeprefix('as-')}" for key in ignored)
+        raise UserError(f"mvp export: {names} without --push: add --push ORG/NAME, or leave it out")
+    else:
+        write_folder(checkpoint, out, root, adapter=adapter, **options)
+
+
+def write_folder(
     checkpoint: str,
     out: str,
+    root: str,
     *,
     engine: str | None,
     dtype: str | None,
@@ -33,7 +59,9 @@ def merge_command(
 ) -> None:
     """Merge a checkpoint, or the best one of a run (its folder, its id or `latest`), into the folder `out`."""
     is_path = Path(checkpoint).exists() or "/" in checkpoint
-    folder = model_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
+    folder = model_checkpoint(
+        Path(checkpoint) if is_path else trained_run(checkpoint, Path(root)).dir
+    )
     if not 0 < max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     target = Path(out).expanduser().resolve()
@@ -113,7 +141,7 @@ def _register(model_type: str, spec: str | None, checkpoint: Path) -> None:
     """Import the file or module that registers the model type of a recipe."""
     if is_registered(model_type):
         return
-    fix = "Name the file or module that registers it: mvp merge --engine FILE"
+    fix = "Name the file or module that registers it: mvp export --engine FILE"
     if spec is None:
         raise UserError(f"{checkpoint} is of the unknown model type {model_type}. {fix}")
     try:

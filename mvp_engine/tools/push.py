@@ -1,4 +1,4 @@
-"""`mvp push`: upload the model of a run to the Hugging Face Hub, with a model card that is made from the run.
+"""`mvp export --push`: upload the model of a run to the Hugging Face Hub, with a model card that is made from the run.
 
 The card has no paths of this machine: data that is not of the Hub is named by its source alone.
 """
@@ -113,7 +113,9 @@ def _upload(name: str, folder: Path, files: list[str], card: str, run: Run) -> s
         content = card.encode() if file == CARD else str(folder / file)
         contents.append(CommitOperationAdd(file, content))
     with _upload_errors(name):
-        HfApi().create_commit(name, contents, commit_message=f"Upload {run.id} with mvp push")
+        HfApi().create_commit(
+            name, contents, commit_message=f"Upload {run.id} with mvp export --push"
+        )
     return f"{constants.ENDPOINT}/{name}"
 
 

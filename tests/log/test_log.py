@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 import types
 from functools import partial
@@ -354,12 +355,12 @@ def test_wrong_backend_is_refused_before_the_run_folder_exists(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
 def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
     calls: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)),
-        finish=lambda **k: calls.append("finish"),
+        finish=lambda *_, **k: calls.append("finish"),
     )
     fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
@@ -369,6 +370,146 @@ def test_tracker_backends_log_every_record(train, tmp_path, monkeypatch, name):
     assert [c[0] for c in calls[1:-1]] == [1, 2, 4]
     assert {"train/loss", "train/lr", "perf/tokens_per_s"} <= set(calls[1][1])
     assert calls[-1] == "finish"
+
+
+class FakeTracker(types.SimpleNamespace):
+    """trackio, of which one function fails or hangs; `calls` are those that it got."""
+
+    def __init__(self, wrong, how):
+        super().__init__(__spec__="fake", calls=[], released=threading.Event())
+        for name in ("init", "log", "finish"):
+            setattr(self, name, partial(self._call, name, how if name == wrong else "works"))
+
+    def _call(self, name, how, /, *_, step=None, **options):
+        if how == "hangs":
+            assert self.released.wait(60)
+        if how == "raises":
+            raise RuntimeError("the tracker is broken")
+        if how == "is away":
+            raise ConnectionError("no route to the tracker")
+        if how == "exits":
+            sys.exit("no key")
+        self.calls.append(name if step is None else (name, step))
+        return self
+
+
+ALL_CALLS = ["init", ("log", 1), ("log", 2), ("log", 4), "finish"]
+START_STOPS = "trackio has not started after 0.2 s. Training continues"
+END_STOPS = "trackio has not ended after 0.2 s, and misses records"
+DISABLED = "the log backend TrackioBackend is disabled, since its {} failed. Training continues"
+
+
+@pytest.mark.parametrize(
+    "wrong, how, calls, said",
+    [
+        ("init", "raises", [], DISABLED.format("start")),
+        ("init", "is away", [], DISABLED.format("start")),
+        ("init", "exits", [], DISABLED.format("start")),
+        ("init", "hangs", [], START_STOPS),
+        ("log", "raises", ["init", "finish"], "the tracker is broken"),
+        ("log", "is away", ["init", "finish"], "cannot write: no route to the tracker. Training"),
+        ("log", "hangs", ["init"], END_STOPS),
+        ("finish", "raises", ALL_CALLS[:-1], DISABLED.format("close")),
+        ("finish", "hangs", ALL_CALLS[:-1], END_STOPS),
+    ],
+)
+def test_tracker_that_fails_or_hangs_stops_no_training(
+    train, tmp_path, monkeypatch, capsys, wrong, how, calls, said
+):
+    fake = FakeTracker(wrong, how)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    if how == "hangs":
+        monkeypatch.setattr("mvp_engine.log.trackers.TRACKER_SECONDS", 0.2)
+    assert train("log.backends=[file,jsonl,trackio] train.max_steps=4", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    assert run.info["status"] == "finished"
+    assert [record["step"] for record in run.records("train")] == [1, 2, 4]
+    assert fake.calls == calls
+    log = (run.dir / "log.txt").read_text()
+    if said != END_STOPS and wrong != "finish":  # what is said after the file is closed is printed
+        assert said in log
+    else:
+        assert said in " ".join(capsys.readouterr().err.split())
+    fake.released.set()
+    ended = [one for one in threading.enumerate() if one.name == "mvp-trackio"]
+    for thread in ended:
+        thread.join(10)
+        assert not thread.is_alive()
+    if how == "hangs":  # nothing was lost: it got all of them late
+        assert fake.calls == ALL_CALLS
+
+
+class MlflowServer:
+    """MLflow's client with runs in memory, which is away for the calls whose numbers are `away`."""
+
+    def __init__(self):
+        self.runs, self.batches, self.away, self.sent = [], [], set(), 0
+
+    def install(self, monkeypatch):
+        plain = types.SimpleNamespace
+        error = type("MlflowException", (Exception,), {})
+        entities = plain(Metric=lambda *of: of, Param=lambda *of: of)
+        fake = plain(__spec__="fake", entities=entities, MlflowClient=lambda uri: self)
+        monkeypatch.setitem(sys.modules, "mlflow", fake)
+        monkeypatch.setitem(sys.modules, "mlflow.exceptions", plain(MlflowException=error))
+        self.error = error
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id=name)
+
+    def search_runs(self, experiments, text, max_results):
+        return [run for run in self.runs if run.tags["mvp_engine.run"] in text]
+
+    def create_run(self, experiment, run_name, tags):
+        run = types.SimpleNamespace(
+            info=types.SimpleNamespace(run_id=run_name), tags=tags, status="RUNNING"
+        )
+        self.runs.append(run)
+        return run
+
+    def update_run(self, run_id, status):
+        self.runs[0].status = status
+
+    def log_dict(self, run_id, config, file):
+        self.config = config
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        self.sent += bool(metrics)
+        if metrics and self.sent in self.away:
+            raise self.error("503")
+        self.batches.append((list(metrics), list(params)))
+
+    def set_terminated(self, run_id, status):
+        self.runs[0].status = status
+
+    def steps(self):
+        return [
+            metric[3] for batch, _ in self.batches for metric in batch if metric[0] == "train/loss"
+        ]
+
+
+def test_mlflow_gets_config_git_and_each_record_once_also_after_an_outage(
+    train, tmp_path, monkeypatch
+):
+    server = MlflowServer()
+    server.away = {1, 2}
+    server.install(monkeypatch)
+    words = ["log.backends=[file,{name:mlflow,team:vision}]", "train.max_steps=4", "run_id=one"]
+    assert train(*words, dir=tmp_path) == 0
+    assert server.steps() == [1, 2, 4]
+    params = dict(pair for _, batch in server.batches for pair in batch)
+    assert params["train.max_steps"] == "4"
+    [run] = server.runs
+    assert run.tags.items() >= {"mvp_engine.run": "one", "team": "vision"}.items()
+    assert run.tags.get("mlflow.source.git.commit") == list_runs(tmp_path)[0].info["git"]
+    assert run.status == "FINISHED"
+    log = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
+    assert log.count("MlflowBackend cannot write: 503. Training continues.") == 1
+
+    assert train(*words, "train.max_steps=6", "resume=auto", dir=tmp_path) == 0
+    assert server.steps() == [1, 2, 4, 6]
+    assert len(server.runs) == 1
+    assert server.config["train"]["max_steps"] == 6
 
 
 def test_only_rank_0_writes_files(ranks2, tmp_path):
