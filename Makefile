@@ -2,9 +2,9 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
-RL := recipes/reverse_rl/configs
+RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron goldens lint format clean
+.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -26,11 +26,11 @@ demo: setup
 	@echo; echo "All held-out questions, answered by the saved checkpoint:"
 	@$(PY) -m mvp_engine.cli train $(CONFIG) workflow=report resume=auto log.backends=[terminal,file,jsonl]
 
-# Reinforcement learning on the CPU, in about two minutes: a short SFT, then GRPO from its export.
+# Reinforcement learning of an agent on the CPU, in less than three minutes: a short SFT, then episodes in a grid.
 rl-demo: setup
 	@$(PY) -m mvp_engine.cli train $(RL)/sft.yaml
-	@$(PY) -m mvp_engine.cli train $(RL)/grpo.yaml
-	@echo; echo "The report: $$(ls -td outputs/reverse_rl_grpo-*/report.html | head -1)"
+	@$(PY) -m mvp_engine.cli train $(RL)/rl.yaml
+	@echo; echo "The report: $$(ls -td outputs/grid_rl-*/report.html | head -1)"
 
 lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
@@ -96,6 +96,14 @@ test-megatron-%:
 	$$uv pip install --quiet --python .venvs/megatron-$*/bin/python --constraint constraints.txt --editable '.[dev,megatron]' && \
 	$$uv pip list --python .venvs/megatron-$*/bin/python | grep -E '^(torch|megatron-core) '
 	@.venvs/megatron-$*/bin/pytest -p no:warnings tests/model_engine/test_megatron.py
+
+# Worker groups in Ray actors, and RL runs on them, in an environment of its own below .venvs/.
+test-ray:
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 .venvs/ray && \
+	$$uv pip install --quiet --python .venvs/ray/bin/python --constraint constraints.txt --editable '.[dev,ray]'
+	@.venvs/ray/bin/pytest --campaign -k ray tests/worker/test_ray_guard.py tests/worker/test_ray_launcher.py \
+	  tests/recipes/test_episode_runs.py tests/test_nodes.py
 
 clean:
 	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

@@ -113,6 +113,12 @@ class Run:
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._lock.flush()
 
+    def unlock(self) -> None:
+        """Leave the run to the next one that locks it, in this process too: closing any handle would unlock it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     def remove_failed_start(self) -> None:
         """Remove the folder of a launch that failed before its first step, if there is nothing else in it."""
         copied = {"metrics.jsonl"} if "parent" in self.info else set()

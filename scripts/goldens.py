@@ -51,6 +51,8 @@ CONTROLLERS = {
     "digits_rl/grpo": ["made.digits=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
     "calculator_rl/rl": ["made.rows=60", "rl.prompts_per_step=4", "rl.num_generations=4"],
     "grid_rl/rl": ["made.rows=60", "rl.prompts_per_step=16"],
+    "zoom_rl/rl": ["made.rows=60", "rl.prompts_per_step=4"],
+    "agent_rl/rl": ["made.chats=60", "rl.prompts_per_step=4", "rl.num_generations=2"],
 }
 
 
@@ -121,7 +123,7 @@ def golden(name: str, words: list[str], folder: Path) -> dict[str, Any]:
     result["resumed metrics"] = metrics(folder, f"{run}_resumed")
     result["resumed checkpoint"] = tensors(folder / f"{run}_resumed" / "checkpoints" / "step_00000003")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        result["merge code"] = main(["merge", str(folder / run), str(folder / f"{run}_merged")])
+        result["export code"] = main(["export", str(folder / run), str(folder / f"{run}_merged")])
     result["export"] = tensors(folder / f"{run}_merged") | texts(folder / f"{run}_merged")
     few = [word for word in words if not word.startswith(RUN_ONLY)]
     result["check"] = printed_json(folder, "check", config, *few, "--json")

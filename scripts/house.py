@@ -159,12 +159,13 @@ def dotted(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def commands() -> int:
-    """Commands of `mvp`, those below a group such as `mvp runs` counted each."""
+    """Commands of `mvp`, those below a group such as `mvp runs` counted each, and one with several names once."""
     from mvp_engine.cli import build_parser
 
     def leaves(parser: argparse.ArgumentParser) -> int:
         groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        return sum(leaves(child) for group in groups for child in group.choices.values()) or 1
+        children = {id(child): child for group in groups for child in group.choices.values()}
+        return sum(map(leaves, children.values())) or 1
 
     return leaves(build_parser())
 

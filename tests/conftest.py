@@ -110,6 +110,10 @@ def pytest_collection_finish():
 
 def pytest_runtest_setup():
     probe_once.install()
+    # A generation of an earlier test that still runs in a thread has set torch's stance, which is one of the process.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None and frames._stance.stance != "default":
+        sys.modules["torch"].compiler.set_stance("default")
 
 
 def _missing_for_gpu(required=True, package=None):

@@ -133,8 +133,8 @@ def test_readme_has_the_words_that_people_search_for():
 @pytest.mark.usefixtures("own_registry")
 def test_docs_python_blocks_run():
     for page in PAGES:
-        if page.name == "README.md" and page.parent == ROOT:
-            continue
+        if page in (ROOT / "README.md", ROOT / "docs" / "python.md"):
+            continue  # that of python.md trains: test_python_api.py
         for _, code in blocks(page, "python"):
             # No name of a file: pydantic would read the attribute docstrings of a config class from it.
             exec(compile(code, f"<{page.name}>", "exec"), {"__name__": "example"})

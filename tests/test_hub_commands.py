@@ -229,14 +229,14 @@ def test_push_uploads_model_and_card_that_chat_reads_back(hub, run, monkeypatch)
     run("train train.yaml eval.steps=2")
     newest = list_runs(Path("outputs"))[-1]
     newest.note(setup={**newest.info["setup"], "versions": {"torch": "1.2.3"}})
-    shown = run(f"push {newest.id} me/reader --dry-run")
+    shown = run(f"export {newest.id} --push me/reader --dry-run")
     assert "would upload to me/reader (private)" in shown
     assert "model.safetensors" in shown
     assert "me/reader" not in hub.repos
-    error = run(f"push {newest.id} me/reader", code=EXIT_USER_ERROR)
+    error = run(f"export {newest.id} --push me/reader", code=EXIT_USER_ERROR)
     assert "run `hf auth login` with a token that may write to me, or set HF_TOKEN" in error
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    assert f"{hub.url}/me/reader" in run(f"push {newest.id} me/reader")
+    assert f"{hub.url}/me/reader" in run(f"export {newest.id} --push me/reader")
     repo = hub.repos["me/reader"]
     assert repo.private
     card = repo.commits[repo.branches["main"]]["README.md"].decode()
@@ -258,22 +258,22 @@ def test_push_uploads_model_and_card_that_chat_reads_back(hub, run, monkeypatch)
         ]
 
     answers = {answer(newest.dir), answer("me/reader")}
-    run(f"push {newest.id} me/adapter --adapter --public")
+    run(f"export {newest.id} --push me/adapter --adapter --public")
     files = hub.repos["me/adapter"].commits[hub.repos["me/adapter"].branches["main"]]
     assert not hub.repos["me/adapter"].private
     snippet = 'PeftModel.from_pretrained(Qwen3VLForConditionalGeneration.from_pretrained("org/vlm"), "me/adapter")'
     assert snippet in files["README.md"].decode()
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/vlm"
     assert answers == {answer("me/adapter")}
-    error = run(f"push {newest.id} me/adapter", code=EXIT_USER_ERROR)
+    error = run(f"export {newest.id} --push me/adapter", code=EXIT_USER_ERROR)
     assert "exists on the Hub and is public: add --public" in error
     config = newest.dir / "config.yaml"
     config.write_text(config.read_text().replace("path: org/vlm@", "path: /models/vlm@"))
-    error = run(f"push {newest.id} me/local --adapter", code=EXIT_USER_ERROR)
+    error = run(f"export {newest.id} --push me/local --adapter", code=EXIT_USER_ERROR)
     assert "started from a local folder, which others cannot load with the adapter" in error
     assert "me/local" not in hub.repos
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
-    error = run(f"push {newest.id} me/reader", code=EXIT_USER_ERROR)
+    error = run(f"export {newest.id} --push me/reader", code=EXIT_USER_ERROR)
     assert "me/reader: nothing was uploaded, since the Hub cannot be reached" in error
 
 

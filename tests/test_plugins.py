@@ -77,7 +77,7 @@ def test_model_type_of_an_installed_package_computes_exports_and_merges(install,
     assert logits.std() > 0
     engine.export_hf(tmp_path / "out")
     engine.save_checkpoint(tmp_path / "saved")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/merged") == 0
     for folder in ("out", "merged"):
         model = kind.build_model(ModelSource(str(tmp_path / folder)))
         assert torch.equal(logits_of(engine_of(model, kind=kind, optimizer=None)), logits)

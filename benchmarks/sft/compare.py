@@ -45,7 +45,7 @@ from benchmarks.watch import limit_of, watch
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
-from mvp_engine.log.peaks import device_peak
+from mvp_engine.log.metrics import device_peak
 
 HERE = Path(__file__).parent
 FP8 = "model.fp8=true"

@@ -338,7 +338,7 @@ def save(
 ) -> None:
     """Write a checkpoint and wait for it. It gets its name when it is complete, and replaces an older one.
 
-    `describe` writes the folder `hf`, which `mvp merge` needs.
+    `describe` writes the folder `hf`, which `mvp export` needs.
     """
     temporary = temporary_path(folder)
     with raise_on_all_ranks(world.host_group):

@@ -4,7 +4,7 @@ Legend: T tokens, S sequences, N media items, A axes of the positions (mRoPE has
 
 Labels are shifted when a batch is built: `labels[t]` is the token that position t predicts, inside its own sequence, or
 IGNORE. No later code rolls or slices them, so no label can leak across a boundary. Per-token outputs such as log-probs
-are aligned in the same way: entry t is about `labels[t]`. `padded.py` converts from and to padded tensors.
+are aligned in the same way: entry t is about `labels[t]`.
 """
 
 from __future__ import annotations

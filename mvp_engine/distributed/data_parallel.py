@@ -177,17 +177,23 @@ BUCKET_BYTES = 32 * 2**20
 class _Bucket:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
+        self.kept: Tensor | None = None  # the gradients, in host memory
         self.allocate()
         self.reduced: Tensor | None = None  # what an earlier `finish` of this step has summed
         self.waiting = 0
         self.work: dist.Work | None = None
 
     def allocate(self) -> None:
+        """Memory on the device of the parameters, with the gradients that were kept."""
         first = self.params[0]
         sizes = [param.numel() for param in self.params]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         slices = self.flat.split(sizes)
         self.views = [view.view_as(p) for view, p in zip(slices, self.params, strict=True)]
+        if self.kept is not None:
+            self.flat.copy_(self.kept)
+            self.kept = None
+            self.attach()
 
     def attach(self) -> None:
         """Make the gradients views of the bucket."""
@@ -255,9 +261,10 @@ class DDPReducer:
                 bucket.reduced = None
         self._finished = True
 
-    def release(self) -> None:
-        """Free the buckets while the parameters are offloaded; there are no gradients then."""
+    def release(self, keep: bool = False) -> None:
+        """Free the buckets while the parameters are offloaded; `keep` their gradients in host memory."""
         for bucket in self.buckets:
+            bucket.kept = bucket.flat.to("cpu", copy=True) if keep else None
             bucket.flat = bucket.flat.new_empty(0)
             bucket.views = []
             for param in bucket.params:

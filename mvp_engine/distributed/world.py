@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -60,6 +61,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise RuntimeError(f"rank {rank}: {failure}") from own
 
 
+_JOINED: Counter[str] = Counter()  # worlds that this process was part of, by where their ranks met
 REPORT_SECONDS = 30.0  # that the other ranks wait until the one that failed first has said why
 
 
@@ -74,10 +76,13 @@ class World:
     store: PrefixStore | None = None
     watch: RankWatchdog | None = None
     meshes: list[DeviceMesh] = field(default_factory=list)
+    owns_group: bool = True  # False: the default process group was there before
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
-        """Join the job that torchrun's environment variables describe, or run as a single process."""
+        """Join the process group of this process, else the job of torchrun's environment variables, else run alone."""
+        if dist.is_available() and dist.is_initialized():
+            return cls._inside(device)
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
@@ -99,8 +104,34 @@ class World:
             prefix = f"mvp_engine/{attempt}"
             if ELASTIC in os.environ:
                 prefix += f"/{size}"  # a node that joins restarts the ranks under the same count
+            meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}/{prefix}"
+            if number := _JOINED[meeting]:  # a later run of the same processes
+                prefix += f"/run{number}"
+            _JOINED[meeting] += 1
             store = PrefixStore(prefix, next(rendezvous("env://"))[0])
             world._connect(store, own_gpu, timeout)
+        return world
+
+    @classmethod
+    def _inside(cls, device: str) -> World:
+        """All ranks of the default process group, which stays its owner's to destroy."""
+        size = dist.get_world_size()
+        place = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        world = cls(dist.get_rank(), size, place, local_size, _pick_device(device, place))
+        backends = dist.get_backend_config()
+        if world.device.type not in backends or "cpu" not in backends:
+            raise UserError(
+                f"the process group of this process has the backends {backends}, and a training on "
+                f"{world.device.type} exchanges tensors on it and on the CPU: start it with "
+                "init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        world.owns_group = False
+        if size > 1:
+            default = torch.distributed.distributed_c10d._get_default_store()
+            number = default.add(f"mvp_engine/joined/{world.rank}", 1)
+            world.store = PrefixStore(f"mvp_engine/inside/{number}", default)
+            world.host_group = world.new_host_group()
         return world
 
     @classmethod
@@ -262,7 +293,10 @@ class World:
             self.watch.end()  # this rank is past its last collective, so the others may exit
         if self.size > 1 and dist.is_initialized():
             self.barrier()
-            dist.destroy_process_group()
+            if self.owns_group:
+                dist.destroy_process_group()
+            else:
+                dist.destroy_process_group(self.host_group)
             self._forget_groups()
 
     def _forget_groups(self) -> None:

@@ -309,6 +309,7 @@ class Engine(EngineHooks):
         perf = self.meter.read({} if resumed else totals, self.feed.take_waited(), remaining)
         record = {"step": self.step, "epoch": self.epoch, "split": "train", **means}
         record |= self.model_engine.learning_rates
+        record |= getattr(self.feed.loader, "seen_metrics", dict)()  # of a mixture of sources
         self.hub.metrics({**record, "skipped": self.guard.total, "totals": totals, "perf": perf})
 
     # ---- Evaluation -----------------------------------------------------------------------------------------------

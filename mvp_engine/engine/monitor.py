@@ -31,7 +31,7 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.world import waits
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
-from mvp_engine.log.peaks import device_peak
+from mvp_engine.log.metrics import device_peak
 from mvp_engine.model_engine import StepStatus
 from mvp_engine.process.signals import settle
 from mvp_engine.runs import REASON, SLOW_STEPS

@@ -206,7 +206,7 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     if "step" not in saved.shared:
         raise UserError(
             f"{checkpoint} is of a model engine, not of a training: it has no position in the data. "
-            "Merge it into a Hugging Face folder (mvp merge) and start a new run from that (model.path)."
+            "Merge it into a Hugging Face folder (mvp export) and start a new run from that (model.path)."
         )
     engine.step = saved.shared["step"]
     engine.best = saved.shared["best"]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mvp_engine.imports import lazy_exports
-from mvp_engine.kit.build_once import build_once
+from mvp_engine.kit.build_once import build_once, make_data
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora.lora_settings import Lora
@@ -48,5 +48,6 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
+    "make_data",
     "stop_at",
 ]

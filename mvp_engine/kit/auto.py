@@ -174,8 +174,8 @@ def _has_many_rows(kit: MLLMDataKit) -> bool:
 
 def _row_tokens(kit: MLLMDataKit, split: str) -> np.ndarray:
     """The tokens of all rows of an epoch; 0 for rows that are left out."""
-    mixture, costs = kit.measured(split)
-    order = mixture.order(0, 0, shuffle=False).tolist()
+    _, costs = kit.measured(split)
+    order = kit.mixture(split).order(0, 0, shuffle=False).tolist()  # of any data.mixture: all rows
     return np.array([costs[source].tokens[row] for source, row in order], np.int64)
 
 

@@ -55,6 +55,7 @@ def end_training(engine: Any, answers: Sequence[Answer]) -> None:
     `answers`: those of all ranks in the last evaluation.
     """
     log_end_report(engine)
+    note_seen(engine)
     export = None
     if engine.config.export_link is not None:
         engine.load_best()
@@ -65,6 +66,23 @@ def end_training(engine: Any, answers: Sequence[Answer]) -> None:
         engine.write_page(engine.eval_metrics, answers, export)
     except Exception:
         engine.logger.warning("report.html could not be written:", exc_info=True)
+
+
+def note_seen(engine: Any) -> None:
+    """Log what was trained on of each source, and keep it in `run.json`. Loaders of the data kit know it."""
+    loader = engine.feed.loader
+    if not engine.world.is_main or not hasattr(loader, "seen"):
+        return
+    seen = loader.seen()
+    engine.run.note(seen=seen)
+    for name, one in seen.items():
+        engine.logger.info(
+            "trained on %s: %s rows, %s tokens, %.3g epochs",
+            name,
+            f"{one['rows']:,}",
+            f"{one['tokens']:,}",
+            one["epochs"],
+        )
 
 
 def write_report_of(engine: Any, answers: Callable[[], Sequence[Answer]]) -> None:

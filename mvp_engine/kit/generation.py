@@ -6,7 +6,7 @@ Decoding itself, with a KV cache, is in `decoding.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +22,8 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.hooks import StepContext
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
 
@@ -176,6 +178,31 @@ def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
         is_continuation = bool(labels_L[0] != IGNORE)
         prompts.append(Prompt(sequence, prompt, expected, is_continuation))
     return prompts
+
+
+def encode_prompt(encoder: RowEncoder, messages: Sequence[Mapping[str, Any]]) -> PackedBatch:
+    """A conversation as a batch of one sequence, which an answer continues.
+
+    The content of a message is text, or a list of parts such as {"type": "text", "text": ...}. Without a chat template
+    a model continues plain text.
+    """
+    raw: dict[str, Any] = {"text": "".join(map(_plain_text, messages))}
+    row_format = RowFormat("text")
+    if encoder.template.renderer.chat_template:
+        raw, row_format = {"messages": list(messages)}, RowFormat(prompt_only=True)
+    try:
+        sequences = encoder.encode(raw, row_format, Path.cwd(), fit=False)
+        (batch,) = encoder.load(sequences, Path.cwd(), {})
+    except BadRow as bad:
+        raise UserError(f"{bad.reason}: {bad.detail}") from None
+    return replace(batch, sequence_fields={})
+
+
+def _plain_text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 def generate(

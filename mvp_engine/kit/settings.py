@@ -5,6 +5,8 @@ Sections of the data, the optimizer and LoRA are next to their code.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from mvp_engine import plugins
@@ -56,6 +58,9 @@ class MLLMConfig(Config):
     """LoRA adapters on the frozen model; null: full fine-tuning."""
     loss: TokenLoss = TokenLoss()
     """Terms of the token loss."""
+    made: Any = None
+    """Data that a function writes once, before they are read: {by: ../data.py:build, folder: FOLDER, ...}. `by` is next
+    to the config, or module:function; it gets the folder and the other values. null: the data exist."""
     export_link: str | None = None
     """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import io
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +223,118 @@ def descendants(root: int, but: Collection[int] = ()) -> set[int]:
         new = {pid for pid, parent in parents.items() if parent in new and pid not in but}
         found |= new
     return found
+
+
+# A zygote: a small process that forks workers, and kills all that a worker has started when the worker ends.
+
+
+def end_zygote(zygote: Any, control: Connection) -> None:
+    if not control.closed:
+        with contextlib.suppress(OSError):
+            control.send(("end", 0))
+        control.close()
+    zygote.join(10.0)
+    if zygote.is_alive():
+        kill_descendants(zygote.pid)
+        zygote.kill()
+        zygote.join()
+
+
+def run_zygote(
+    work: Callable[[Connection], None],
+    controllers: Connection,
+    control: Connection,
+    end_with_controller: Callable[[], None],
+) -> None:
+    """The process that forks those of episodes. It ends after all that they have started."""
+    controllers.close()
+    os.setsid()
+    adopt_orphans()
+    gc.freeze()
+    # The controller stops this process itself. A handler inherited from it would report a Ctrl-C to it once more.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    end_with_controller()
+    workers: set[int] = set()
+    while True:
+        ready = wait([control, reader])
+        if reader in ready:
+            if signal.SIGTERM in os.read(reader, 4096):
+                break
+            try:
+                _report_deaths(workers, control)
+            except OSError:
+                break
+        if control in ready:
+            try:
+                command, pid = control.recv()
+                if command == "fork":
+                    _fork_worker(work, workers, control, (reader, writer))
+                elif command == "end":
+                    break
+                elif pid in workers:
+                    _kill_worker(pid)
+            except (EOFError, OSError):
+                break
+    kill_descendants(os.getpid())
+    os._exit(0)
+
+
+def _fork_worker(
+    work: Callable[[Connection], None],
+    workers: set[int],
+    control: Connection,
+    pipe: tuple[int, int],
+) -> None:
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    end_with_zygote = end_with_this_process()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        control.send(("failed", 0, str(error)))
+        return
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        end_with_zygote()
+        os.setsid()
+        adopt_orphans()
+        for connection in (control, ours):
+            connection.close()
+        for end in pipe:
+            os.close(end)
+        try:
+            work(theirs)
+        finally:
+            os._exit(1)
+    workers.add(pid)
+    theirs.close()
+    control.send(("forked", pid, 0))
+    reduction.send_handle(control, ours.fileno(), None)
+    ours.close()
+
+
+def _kill_worker(pid: int) -> None:
+    kill_descendants(pid)
+    for kill in (os.killpg, os.kill):  # the group, where there is no /proc
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _report_deaths(workers: set[int], control: Connection) -> None:
+    """Report to the controller which processes of episodes have died, after what they have started."""
+    died = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if ended[0] in workers:
+                died[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    if died:
+        workers -= died.keys()
+        kill_descendants(os.getpid(), but=workers)
+    for pid, code in died.items():
+        control.send(("died", pid, code))

@@ -25,6 +25,7 @@ SLOW_STEPS_SHOWN = 5  # on the terminal
 PHASES = {"data": "the wait for data", "other ranks": "the wait for other ranks"}
 # Phases that a profile of the step does not repeat.
 NOT_REPEATED = ("evaluation", "checkpoint")
+SEEN = ("rows", "tokens", "epochs")  # of a source, that were trained on
 _NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
 
 
@@ -131,7 +132,7 @@ class RunFacts:
     # ---- Tables -----------------------------------------------------------------------------------------
 
     def source_rows(self) -> Rows:
-        """Losses and shares of each source; empty for a run with a single one."""
+        """Losses and shares of each source, and what was trained on; empty for a run with a single one."""
         train, held_out = self.last("train"), self.last("eval")
         kinds: dict[str, None] = {}
         for source in self.sources:
@@ -141,8 +142,10 @@ class RunFacts:
         for source in self.sources:
             losses = [number(record.get(f"loss_{source}")) for record in (train, held_out)]
             shares = [percent(held_out.get(f"{kind}_{source}")) for kind in kinds]
-            rows.append([source, *losses, *shares])
-        return _table(["source", "train loss", "eval loss", *kinds], rows)
+            seen = self.info.get("seen", {}).get(source)
+            trained = [f"{seen[key]:,}" for key in SEEN] if seen else ["-"] * len(SEEN)
+            rows.append([source, *losses, *shares, *trained])
+        return _table(["source", "train loss", "eval loss", *kinds, *SEEN], rows)
 
     def left_out_rows(self) -> Rows:
         rows = [[source, reason, f"{n:,}"] for (source, reason), n in self.left_out.most_common()]
@@ -236,7 +239,7 @@ class RunFacts:
                 steps |= {what: text.format(export=export) for what, text in more.items()}
             if not exports and has_checkpoint:
                 steps["Export it"] = run.resume_command("workflow=export")
-            steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{run.info['name']}"
+            steps["Upload it"] = f"mvp export {folder} --push YOUR_NAME/{run.info['name']}"
         train = config.get("train", {})
         key = "max_steps" if train.get("max_steps") else "epochs"
         if has_checkpoint and train.get(key):

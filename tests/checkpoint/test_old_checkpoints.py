@@ -82,7 +82,13 @@ def test_old_run_folder_resumes_and_reports_changed_keys(train, old, tmp_path, r
 def test_old_lora_checkpoint_merges(old, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    words = ["merge", str(old / "packed_lm"), str(tmp_path / "merged"), "--base", str(old / "base")]
+    words = [
+        "export",
+        str(old / "packed_lm"),
+        str(tmp_path / "merged"),
+        "--base",
+        str(old / "base"),
+    ]
     assert main(words) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     base = AutoModelForCausalLM.from_pretrained(old / "base").state_dict()

@@ -255,6 +255,22 @@ def test_engine_file_is_relative_to_the_config_or_else_to_the_working_directory(
     assert f"there is no file {here / 'nope.py'}, nor one in {recipe.parent}" in text
 
 
+def test_source_in_a_list_is_overridden_by_its_name(tmp_path):
+    """As the config.yaml of a run has them, for `mvp evaluate RUN data.sources.NAME.path=FILE`."""
+    given = ["model.path=x", "data.sources.rows.path=a", "data.sources.held={path: b, split: eval}"]
+    file = tmp_path / "config.yaml"
+    file.write_text(compose("sft/lora", given).config.to_yaml())
+    sources = compose(file, ["data.sources.held.path=c"]).config.data.sources  # type: ignore[attr-defined]
+    assert [(one.name, one.path) for one in sources] == [("rows", "a"), ("held", "c")]
+    assert "a list without an item of the name 'hled'. Its names: rows, held" in error(
+        file, "data.sources.hled.path=c"
+    )
+    again = file.read_text().replace("name: held", "name: rows")
+    file.write_text(again)
+    words = "has 2 items with the name rows: write data.sources.0 or data.sources.1"
+    assert words in error(file, "data.sources.rows.path=c")
+
+
 def test_malformed_override_is_explained(recipe):
     assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
     assert "cannot be read" in error(recipe, "seed=[1")
@@ -268,7 +284,7 @@ def test_malformed_override_is_explained(recipe):
     assert "'~seed=1' on the command line removes nothing: its value is 0" in error(
         recipe, "~seed=1"
     )
-    assert "does not compose: Index 'first' (str) is not an int" in error(
+    assert "optim.betas is a list without an item of the name 'first'" in error(
         recipe, "optim.betas.first=1"
     )
 

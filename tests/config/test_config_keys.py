@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import user_error
 
-from mvp_engine.cli import COMMANDS, MOVED, OVERVIEW, build_parser, main, read_commands
+from mvp_engine.cli import COMMANDS, METHODS, MOVED, OVERVIEW, build_parser, main, read_commands
 from mvp_engine.config.compose import (
     all_keys,
     compose,
@@ -22,6 +22,7 @@ from mvp_engine.config.compose import (
     suggest_key,
 )
 from mvp_engine.kit import MLLMConfig
+from mvp_engine.kit.actions.settings import ActionConfig
 from mvp_engine.kit.rl.settings import RLConfig
 from mvp_engine.tools.config import (
     config_keys,
@@ -161,6 +162,25 @@ def test_section_that_is_given_a_value_names_its_keys(capsys):
     assert "'lora' is True. It is a section, so set one of its keys: lora.rank, " in printed
 
 
+@pytest.mark.parametrize(
+    "schema, key, answer",
+    [
+        (RLConfig, "rl.value_clip", r"ValueLoss\(clip=0\.2\)"),
+        (RLConfig, "rl.dual_clip", r"third number of rl\.clip"),
+        (RLConfig, "generation.gap_interval", "in every tenth step"),
+        (MLLMConfig, "lora.target_parameters", r"stacked experts in lora\.target_modules"),
+        (ActionConfig, "actions.cameras", r"actions\.features=\{cameras"),
+        (ActionConfig, "simulation.episodes", r"section `simulation` of recipes"),
+    ],
+)
+def test_key_that_is_gone_is_answered_with_what_replaces_it(schema, key, answer):
+    assert re.match(rf"(This key is gone|Here it is).*{answer}", suggest_key(key, schema))
+
+
+def test_unknown_section_is_answered_with_the_known_sections():
+    assert suggest_key("sugar.spice", MLLMConfig).startswith("Known keys: run_name, ")
+
+
 def test_names_that_replace_those_of_other_trainers_exist():
     known = {
         key.name
@@ -226,8 +246,12 @@ def test_earlier_spelling_of_a_command_names_the_new_one(old, capsys):
 @pytest.mark.parametrize("command", list(read_commands()), ids=lambda command: command.name)
 def test_function_of_a_command_takes_its_options(command):
     words = [word.strip() for word in command.arguments if not word.strip().startswith("-")]
-    given = ["x" for word in words if word.split()[0][-1] not in "?*"]
-    options = vars(build_parser().parse_args([*command.name.split(), *given]))
+    needed = [word.split()[0] for word in words if word.split()[0][-1] not in "?*"]
+    choices = [word.partition("=")[2] for word in needed]
+    given = [choice.partition("|")[0] if choice.islower() else "x" for choice in choices]
+    options = vars(build_parser().parse_args([*command.name.partition("|")[0].split(), *given]))
+    if options["run"] != METHODS:
+        del options["command"]
     module, _, name = options.pop("run").partition(":")
     signature = inspect.signature(getattr(importlib.import_module(f"mvp_engine.{module}"), name))
     signature.bind(**{name: None for name in options if name != "parser"})

@@ -99,7 +99,7 @@ def test_ema_with_an_own_optimizer_is_evaluated_saved_and_merged(train, tmp_path
     assert with_ema != pytest.approx(plain, rel=1e-3)
     run = list_runs(tmp_path / "ema")[-1]
     assert train(f"workflow=evaluate resume={run.dir} optim.ema=0.9", dir=tmp_path / "ema") == 0
-    assert mvp(f"merge --ema {run.dir} {tmp_path}/out") == 0
+    assert mvp(f"export --ema {run.dir} {tmp_path}/out") == 0
     merged = load_file(tmp_path / "out" / "model.safetensors")
     saved = Reader(run.checkpoint_list()[-1])
     for name, value in merged.items():

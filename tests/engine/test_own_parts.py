@@ -94,7 +94,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
     assert train(config=config, dir=tmp_path / "runs") == 0
     run = list_runs(tmp_path / "runs")[-1]
     saved = Reader(run.checkpoint_list()[-1])
-    assert mvp(f"merge {run.dir} {tmp_path}/out") == 0
+    assert mvp(f"export {run.dir} {tmp_path}/out") == 0
     assert (
         f"is now the state dict {tmp_path / 'out' / 'model.safetensors'}\n"
         in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         assert torch.equal(value, saved.read(f"model.{name}")), name
     assert int(model.state_dict()["1.num_batches_tracked"]) == 4
 
-    assert mvp(f"merge {run.dir} {tmp_path}/half --dtype bfloat16") == 0
+    assert mvp(f"export {run.dir} {tmp_path}/half --dtype bfloat16") == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert half["0.weight"].dtype == torch.bfloat16
     assert half["1.num_batches_tracked"].dtype == torch.int64
@@ -116,7 +116,7 @@ def test_merge_of_a_plain_module_writes_a_state_dict_that_plain_torch_loads(
         ([str(tmp_path / "new"), "--ema"], "has no averaged weights"),
     ]:
         capsys.readouterr()
-        assert mvp(f"merge {run.dir}", *words) == EXIT_USER_ERROR
+        assert mvp(f"export {run.dir}", *words) == EXIT_USER_ERROR
         assert text in capsys.readouterr().err
 
 

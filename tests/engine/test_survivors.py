@@ -77,7 +77,7 @@ def measuring():
 def rewards_of(reward):
     episodes = Episodes(reward, None, RewardSettings(timeout=1000.0))
     row = b"\x80\x04N."  # None, pickled
-    episodes._processes._give(deque([Task(0, 0, row), Task(1, 0, row)]))
+    episodes._processes._give(deque([Task(0, 0, row), Task(1, 0, row)]), {})
     return episodes
 
 

@@ -83,6 +83,7 @@ def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder, 
         "overlong": 0,
         "tokens": None,
         "share": None,
+        "share_of": "rows",
     }
     assert facts["sample"]["formats"] == {"messages": 11, "bad": 2, "preference": 1}
     assert {one["where"]: one["reason"] for one in facts["bad"]["rows"]} == {

@@ -167,7 +167,7 @@ def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base, tmp_path)
     assert train(*words, "resume=auto", "workflow=evaluate", config=LM, dir=tmp_path / "run") == 0
     run = list_runs(tmp_path / "run")[0].dir
     for out in ("merged", "adapter --adapter"):  # model.freeze wins over lora.modules_to_save
-        assert mvp(f"merge {run} {tmp_path}/{out}") == 0
+        assert mvp(f"export {run} {tmp_path}/{out}") == 0
 
 
 def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path):

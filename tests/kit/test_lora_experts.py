@@ -17,7 +17,7 @@ from mvp_engine.hf.lora.lora_layers import adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-LORA = Lora(rank=8, target_modules=["q_proj"], target_parameters=BOTH)
+LORA = Lora(rank=8, target_modules=["q_proj", *BOTH])
 IDS = torch.arange(3, 12)[None]
 
 
@@ -64,7 +64,7 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path):
     from transformers import AutoModelForCausalLM
 
     base = folder_of("qwen3_moe", tmp_path)
-    engine = engine_of(base, Lora(rank=8, target_modules=["q_proj"], target_parameters=BOTH))
+    engine = engine_of(base, Lora(rank=8, target_modules=["q_proj", *BOTH]))
     steps(engine)  # so that lora_B is not zero
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     row = BATCH.select([0])
@@ -129,13 +129,13 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path):
     "lora, message",
     [
         (
-            Lora(rank=8, target_parameters=["experts.up"]),
-            "no stacked experts 'experts.up'. There are: experts.down_proj",
+            Lora(rank=8, target_modules=["experts.up"]),
+            "linear layers or stacked experts 'experts.up' apart from its head. Name a part or",
         ),
-        (Lora(rank=4, target_parameters=BOTH), "lora.rank=4 is no multiple of 8"),
-        (Lora(rank=8, dropout=0.1, target_parameters=BOTH), "stacked experts take no dropout"),
+        (Lora(rank=4, target_modules=BOTH), "lora.rank=4 is no multiple of 8"),
+        (Lora(rank=8, dropout=0.1, target_modules=BOTH), "stacked experts take no dropout"),
         (
-            Lora(rank=8, modules_to_save=["*.experts.*"], target_parameters=BOTH),
+            Lora(rank=8, modules_to_save=["*.experts.*"], target_modules=BOTH),
             "is trained in full",
         ),
     ],

@@ -75,7 +75,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
 
     folder = str(list_runs(run)[-1].dir)
     for out, option in (("merged", []), ("adapter", ["--adapter"])):
-        assert mvp(f"merge {folder} {tmp_path}/{out}", *option) == 0
+        assert mvp(f"export {folder} {tmp_path}/{out}", *option) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
     engine = engine_of(base, Lora(rank=2), train=False)
@@ -119,7 +119,7 @@ def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base, 
     engine.export_hf(tmp_path / "merged")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
     engine.save_checkpoint(tmp_path / "saved")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/again") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/again") == 0
     merged, again = exported(tmp_path / "merged"), exported(tmp_path / "again")
     stream = dict(engine.get_per_tensor_param())
     assert all(torch.equal(stream[name], value) for name, value in merged.items())
@@ -208,9 +208,9 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base, tmp_path, capsy
     shutil.copytree(base, here)
     engine_of(here, lora).save_checkpoint(saved)
     here.rename(moved)
-    words = ["merge", str(saved), str(tmp_path / "out")]
+    words = ["export", str(saved), str(tmp_path / "out")]
     assert main(words) == EXIT_USER_ERROR
-    said = f"{here} is not a folder. Name the folder: mvp merge --base FOLDER"
+    said = f"{here} is not a folder. Name the folder: mvp export --base FOLDER"
     assert said in capsys.readouterr().err
     assert main([*words, "--base", str(moved)]) == 0
     engine_of(moved, lora).load_checkpoint(saved)
@@ -240,7 +240,7 @@ def test_dora_checkpoint_is_refused_by_name(base, tmp_path, capsys):
     without_checksums(saved)
     file = saved / "hf" / "mvp.json"
     info = read_json(file)
-    words = ["merge", str(saved), str(tmp_path / "out")]
+    words = ["export", str(saved), str(tmp_path / "out")]
     said = "was trained with DoRA (lora.dora=true), which was removed"
     note(True)
     with user_error(re.escape(said)):

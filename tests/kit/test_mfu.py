@@ -18,7 +18,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model import attention
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import causal_pairs
-from mvp_engine.log import peaks
+from mvp_engine.log.metrics import device_peak, peak_of
 
 TEXT = {
     "vocab_size": 320,
@@ -284,17 +284,17 @@ def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone():
     ],
 )
 def test_peak_of_device_name_is_found(name, teraflops):
-    assert peaks.peak_of(name) == (None if teraflops is None else teraflops * 1e12)
+    assert peak_of(name) == (None if teraflops is None else teraflops * 1e12)
 
 
 def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, logged):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
     warnings = logged()
-    peaks.device_peak.cache_clear()
+    device_peak.cache_clear()
     try:
-        assert [peaks.device_peak(torch.device("cuda", 0)) for _ in "abc"] == [None] * 3
+        assert [device_peak(torch.device("cuda", 0)) for _ in "abc"] == [None] * 3
     finally:
-        peaks.device_peak.cache_clear()
+        device_peak.cache_clear()
     [warning] = warnings
     assert "Voodoo 2" in warning
 

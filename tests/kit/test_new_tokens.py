@@ -249,7 +249,7 @@ def test_commands_on_a_training_with_new_tokens_know_them(vlm_folder, capsys):
     assert mvp("data inspect train.yaml engine=sft --json") == 0
     assert "<yes>" in capsys.readouterr().out
     run = list_runs(vlm_folder / "out")[-1].dir
-    assert mvp(f"merge {run} merged") == 0
+    assert mvp(f"export {run} merged") == 0
     assert "<yes>" in load_processor(vlm_folder / "merged").tokenizer.get_vocab()
     assert mvp(f"chat {run} -p 'Is it <yes>?'") == 0
     assert mvp("train train.yaml engine=sft output_dir=out model.path=merged") == 2

@@ -67,7 +67,7 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     } < kept
 
     run = list_runs(uninterrupted)[-1].dir
-    assert mvp(f"merge --ema {run} {tmp_path}/out") == 0
+    assert mvp(f"export --ema {run} {tmp_path}/out") == 0
     out = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(out[name], saved.read(f"optim.hf.{name}.ema"))
@@ -86,7 +86,7 @@ def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_eva
     assert train("optim.ema=null train.max_steps=1", config=recipe, dir=tmp_path / "none") == 0
     capsys.readouterr()
     run = list_runs(tmp_path / "none")[-1].dir
-    assert mvp(f"merge --ema {run} {tmp_path}/never") == EXIT_USER_ERROR
+    assert mvp(f"export --ema {run} {tmp_path}/never") == EXIT_USER_ERROR
     assert "has no averaged weights" in capsys.readouterr().err
     assert (
         train(f"workflow=evaluate resume={run}", config=recipe, dir=tmp_path / "no")

@@ -165,7 +165,7 @@ def test_qlora_exports_merges_and_peft_give_the_logits_of_the_training(base, rou
     engine.save_checkpoint(tmp_path / "saved")
     engine.export_hf(tmp_path / "exported")
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/merged") == 0
     written = exported(tmp_path / "exported")
     for other in (exported(tmp_path / "merged"), dict(engine.get_per_tensor_param())):
         assert written.keys() == other.keys()
@@ -241,7 +241,7 @@ def test_qlora_without_a_folder_initializes_saves_and_merges_quantized_weights(
     again.load_checkpoint(tmp_path / "saved")
     assert torch.equal(log_probs(again), log_probs(engine))
     engine.export_hf(tmp_path / "exported")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/merged") == 0
     merged = exported(tmp_path / "merged")
     for name, value in entries(tmp_path / "exported" / "model.safetensors"):
         assert torch.allclose(merged[name], value, atol=1e-6), name

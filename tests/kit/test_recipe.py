@@ -53,7 +53,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe, capsys):
     assert mvp("data inspect chat/configs/train.yaml --json") == 0
     assert printed_json(capsys)["plan"]["steps"] == len(lines)
     (run,) = recipe.glob("outputs/*")
-    assert mvp(f"merge {run} merged") == 0
+    assert mvp(f"export {run} merged") == 0
     processor = hf.AutoProcessor.from_pretrained("merged")
     assert processor.image_processor.size["longest_edge"] == 512  # limits.max_pixels of the recipe
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None

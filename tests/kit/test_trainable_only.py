@@ -144,7 +144,7 @@ def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its
     again.load_checkpoint(tmp_path / "saved")
     assert same(tensors(again), tensors(engine))
     engine.export_hf(tmp_path / "export")
-    assert mvp(f"merge {tmp_path}/saved {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/saved {tmp_path}/merged") == 0
     assert same(exported(tmp_path / "merged"), exported(tmp_path / "export"))
 
 

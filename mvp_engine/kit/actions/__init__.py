@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from mvp_engine.kit.actions.action_model import ActionModel, ActionModelEngine
+    from mvp_engine.kit.actions.action_model import ActionModel, ActionModelEngine, sample_actions
     from mvp_engine.kit.actions.kit import ActionDataKit
-    from mvp_engine.kit.actions.policy import sample_actions
-    from mvp_engine.kit.actions.settings import ActionConfig, ActionData
+    from mvp_engine.kit.actions.settings import ActionConfig, ActionData, Simulation
     from mvp_engine.kit.actions.simulation import (
         EpisodeResult,
         Observation,
@@ -29,6 +28,7 @@ __all__ = [
     "ActionModelEngine",
     "EpisodeResult",
     "Observation",
+    "Simulation",
     "append_episodes",
     "episode_examples",
     "rollout",

@@ -29,6 +29,7 @@ from mvp_engine.hf.model.auto_model import media_inputs
 from mvp_engine.hf.model.flop_costs import FlopCosts, Work
 from mvp_engine.hf.model.packed_model import Outputs, PackedModel
 from mvp_engine.kit.actions.plugin import ACTION_SIZES, CHUNK, MASK, NOISE, STATE, TIMES
+from mvp_engine.model_engine import ModelEngine
 from mvp_engine.model_engine.fsdp.engine import PackedModelEngine
 
 if TYPE_CHECKING:
@@ -267,3 +268,29 @@ class ActionModelEngine(PackedModelEngine):
     """An action model: chunks of actions from images, a prompt and a state."""
 
     model_class = ActionModel
+
+
+def sample_actions(
+    engine: ModelEngine,
+    batch: PackedBatch,
+    noise: Tensor | None = None,
+    steps: int | None = None,
+    budget: int | None = None,
+) -> Tensor:
+    """Normalized actions (S, C, A) on the CPU. Where ranks share a forward, all of them call it.
+
+    `noise` (S, C, A): where a flow head starts; None: the first draw of the batch. `steps`: Euler steps, by default
+    those of the model's config. `budget`: tokens of a micro-batch; None: all sequences in one.
+    """
+    batch = with_noise(batch, noise)
+    split = batch.split(batch.num_tokens if budget is None else budget)
+    model: Any = engine.model
+
+    def act(part: PackedBatch) -> Tensor:
+        actions: Tensor = model(part, ["actions"], steps=steps)["actions"]
+        return actions.cpu()
+
+    with engine.eval_mode():
+        parts = list(engine.infer_micro_batches(split.parts, act))
+    order = torch.tensor([sequence for members in split.members for sequence in members])
+    return torch.cat(parts)[order.argsort()]

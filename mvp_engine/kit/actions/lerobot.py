@@ -90,7 +90,7 @@ class LeRobotFolder:
             numeric = [name for name in self.features if name not in self.cameras]
             raise UserError(
                 f"{self.root / LeRobotData.marker} has no feature {key!r}.{did_you_mean(key, numeric)} It has "
-                f"{', '.join(numeric)}. In a config, actions.state and actions.action name the features"
+                f"{', '.join(numeric)}. In a config, actions.features names them"
             )
         return int(np.prod(self.features[key]["shape"]))
 

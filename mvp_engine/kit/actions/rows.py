@@ -60,20 +60,20 @@ class FrameRows(RowFile):
 
     def _chosen_cameras(self, order: list[str] | None) -> list[str]:
         known = self.folder.cameras
-        if order is not None and self.settings.cameras is None:
+        if order is not None and not self.settings.cameras:
             if unknown := [camera for camera in known if camera not in order]:
                 raise UserError(
                     f"{self.folder.root} has the camera {unknown[0]!r}, which the first folder of split train has not "
-                    f"({', '.join(order) or 'none'}): one policy has one list of cameras. Set actions.cameras"
+                    f"({', '.join(order) or 'none'}): one policy has one list of cameras. Set actions.features.cameras"
                 )
             return [camera for camera in order if camera in known]
-        for camera in self.settings.cameras or ():
+        for camera in self.settings.cameras:
             if camera not in known:
                 raise UserError(
-                    f"actions.cameras: {self.folder.root} has no camera {camera!r}.{did_you_mean(camera, known)} It "
-                    f"has {', '.join(known) or 'none'}"
+                    f"actions.features.cameras: {self.folder.root} has no camera {camera!r}."
+                    f"{did_you_mean(camera, known)} It has {', '.join(known) or 'none'}"
                 )
-        return list(self.settings.cameras or known)
+        return self.settings.cameras or known
 
     @property
     def frames(self) -> Frames:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mvp_engine.config.schema import Count, NonNegative, Section
 from mvp_engine.errors import UserError
@@ -18,12 +18,11 @@ from mvp_engine.kit.settings import MLLMConfig
 class ActionData(Section):
     """The config section of the action kit (`actions:`). The folders themselves are sources of `data.sources`."""
 
-    state: str = "observation.state"
-    """The feature with the robot's state."""
-    action: str = "action"
-    """The feature with the actions."""
-    cameras: list[str] | None = None
-    """The image features, in the order of the prompt; null: all, in the order of meta/info.json."""
+    features: dict[Literal["state", "action", "cameras"], str | list[str]] = Field(
+        default_factory=dict
+    )
+    """Names of features: {state: observation.state, action: action, cameras: [observation.images.top]}. These are the
+    defaults of state and action; cameras: all, in the order of meta/info.json, or these in the order of the prompt."""
     normalize: Literal["mean_std", "min_max", "quantiles", "none"] = "mean_std"
     """How states and actions are normalized: by mean and standard deviation, or their range (or that from the 1 % to
     the 99 % quantile) mapped to -1..1."""
@@ -39,9 +38,33 @@ class ActionData(Section):
     text_weight: NonNegative = 0.0
     """Weight of the token loss of other rows (images and text), which are trained with the same packs."""
 
+    @field_validator("features")
+    @classmethod
+    def _cameras_are_a_list(cls, value: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+        for name, feature in value.items():
+            if isinstance(feature, list) != (name == "cameras"):
+                wanted = "a list of names" if name == "cameras" else "one name"
+                raise ValueError(f"{name} is {wanted}, not {feature!r}")
+        return value
+
+    @property
+    def state(self) -> str:
+        """The feature with the robot's state."""
+        return str(self.features.get("state", "observation.state"))
+
+    @property
+    def action(self) -> str:
+        """The feature with the actions."""
+        return str(self.features.get("action", "action"))
+
+    @property
+    def cameras(self) -> list[str]:
+        """The image features, in the order of the prompt; empty: all."""
+        return list(self.features.get("cameras", []))
+
 
 class Simulation(Section):
-    """Closed-loop rollouts in every evaluation."""
+    """Closed-loop rollouts in every evaluation: the section `simulation` of recipes that have an environment."""
 
     episodes: Count = 50
     """How many episodes are rolled out."""
@@ -58,13 +81,13 @@ class ActionConfig(MLLMConfig):
 
     actions: ActionData = ActionData()
     """Features of LeRobot folders, normalization, draws of noise."""
-    simulation: Simulation | None = None
-    """Roll out the policy in every evaluation; null: evaluations have losses only."""
 
     @model_validator(mode="after")
     def _generates_no_text(self) -> ActionConfig:
         if self.eval.generation is not None:
-            raise ValueError("eval.generation: an action model answers no prompts. Use simulation")
+            raise ValueError(
+                "eval.generation: an action model answers no prompts. Roll it out (docs/actions.md)"
+            )
         return self
 
     def check_engine(self) -> None:

@@ -57,7 +57,7 @@ class PlanSettings(Settings):
     state_dtype: str = "float32"
     offload_states: bool = False  # optimizer states are on the host (optim.offload)
     reference_copy: bool = False  # a second, frozen model, as preference training has it
-    teacher: str | None = None  # a frozen model of another size, as distillation has it
+    teachers: tuple[str, ...] = ()  # frozen models of other sizes, as distillation has them
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1
@@ -81,7 +81,7 @@ class PlanSettings(Settings):
             state_dtype=getattr(config.optim, "state_dtype", "float32"),
             offload_states=getattr(config.optim, "offload", False),
             reference_copy=getattr(config, "reference", None) == "copy",
-            teacher=config.distil.teacher if hasattr(config, "distil") else None,
+            teachers=(config.distil.teacher,) if hasattr(config, "distil") else (),
             recipe=config,
             shard=parallel.shard * parallel.pipeline,
             **{name: getattr(parallel, name) for name in layout},

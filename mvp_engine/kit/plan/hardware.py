@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mvp_engine.errors import UserError
-from mvp_engine.log.peaks import peak_of
+from mvp_engine.log.metrics import peak_of
 
 if TYPE_CHECKING:
     from mvp_engine.kit.plan.record import Collective

@@ -130,8 +130,10 @@ def _static(costs: BlockCosts) -> dict[str, float]:
     if settings.reference_copy:
         base = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
         sizes["reference model"] = float(_frozen_bytes(model, settings.precision) * base / ranks)
-    if settings.teacher is not None:
-        sizes["teacher"] = _teacher(settings.teacher, settings.precision, ranks)
+    if settings.teachers:
+        sizes["teacher"] = sum(
+            _teacher(path, settings.precision, ranks) for path in settings.teachers
+        )
     quantized = quantized_layers(model).values()
     if quantized:  # at most two at a time, each as long as its GEMM takes
         largest = max(layer.in_features * layer.out_features for layer in quantized)

@@ -331,10 +331,13 @@ def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "actions, message",
     [
-        ({"cameras": ["observation.images.side"]}, r"has no camera 'observation\.images\.side'"),
         (
-            {"action": "actions"},
-            r"has no feature 'actions'\. Did you mean action\?.* actions\.action name the features",
+            {"features": {"cameras": ["observation.images.side"]}},
+            r"has no camera 'observation\.images\.side'",
+        ),
+        (
+            {"features": {"action": "actions"}},
+            r"has no feature 'actions'\. Did you mean action\?.* actions\.features names them",
         ),
         ({"relative": [3]}, r"actions\.relative=\[3\]: dimensions are 0 to 2"),
         ({"statistics": "nowhere.json"}, r"actions\.statistics=nowhere\.json: no such file"),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from conftest import user_error
 
-from mvp_engine.kit.actions.gym_env import GymEnv
-from mvp_engine.kit.actions.simulation import rollout, strip_image, success_rate
+from mvp_engine.kit.actions.simulation import GymEnv, rollout, strip_image, success_rate
 
 STATE = "observation.state"
 CAMERA = "observation.images.top"

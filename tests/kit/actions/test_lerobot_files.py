@@ -150,4 +150,6 @@ def test_depth_map_of_a_folder_is_no_camera(note, tmp_path):
     write_json(root / "meta/info.json", info)
     assert LeRobotFolder(root).cameras == [CAMERA]
     with user_error(r"has no camera 'observation\.images\.depth'"):
-        FrameRows(root, "robot", ActionData(cameras=["observation.images.depth"]), chunk=4)
+        FrameRows(
+            root, "robot", ActionData(features={"cameras": ["observation.images.depth"]}), chunk=4
+        )

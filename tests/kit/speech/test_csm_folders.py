@@ -70,7 +70,7 @@ def test_merge_of_a_csm_with_lora_is_its_export(tmp_path):
     (adapted,) = [row["adapters"] for row in trained_parts(engine.model) if row["part"] == "talker"]
     engine.save_checkpoint(tmp_path / "step_00000002")
     engine.export_hf(tmp_path / "out")
-    assert mvp(f"merge {tmp_path}/step_00000002 {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/step_00000002 {tmp_path}/merged") == 0
     assert not check_folder(tmp_path / "out", tmp_path / "merged")
     # Attention and MLP of 2 layers each, and the projection of the backbone's states.
     assert len(check_folder(tmp_path / "in", tmp_path / "merged")) == adapted == 2 * 2 * (4 + 3) + 1

@@ -80,7 +80,7 @@ def test_merge_of_a_thinker_with_lora_writes_the_whole_folder(family, tmp_path):
     engine = trained(tmp_path / "in", Lora(rank=2), steps=2)  # the first one leaves A as it was
     engine.save_checkpoint(tmp_path / "step_00000001")
     engine.export_hf(tmp_path / "out")
-    assert mvp(f"merge {tmp_path}/step_00000001 {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/step_00000001 {tmp_path}/merged") == 0
     check_export(tmp_path / "in", tmp_path / "merged", type(theirs))
     merged = files_of(tmp_path / "merged")
     for name, value in files_of(tmp_path / "out").items():
@@ -92,7 +92,7 @@ def test_merge_of_a_fully_trained_thinker_copies_other_parts_from_the_base(tmp_p
     engine = trained(tmp_path / "in")
     engine.save_checkpoint(tmp_path / "step_00000001")
     (tmp_path / "in").rename(tmp_path / "moved")
-    command = ["merge", str(tmp_path / "step_00000001"), str(tmp_path / "merged")]
+    command = ["export", str(tmp_path / "step_00000001"), str(tmp_path / "merged")]
     assert main(command) == 2
     assert main([*command, "--base", str(tmp_path / "moved")]) == 0
     check_export(tmp_path / "moved", tmp_path / "merged", type(theirs))

@@ -68,7 +68,7 @@ def test_merge_of_a_talker_with_lora_is_its_export(tmp_path):
     assert not trains_text(engine.model)
     engine.save_checkpoint(tmp_path / "step_00000001")
     engine.export_hf(tmp_path / "out")
-    assert mvp(f"merge {tmp_path}/step_00000001 {tmp_path}/merged") == 0
+    assert mvp(f"export {tmp_path}/step_00000001 {tmp_path}/merged") == 0
     assert not changed(tmp_path / "out", tmp_path / "merged")
     assert {name.split(".")[0] for name in changed(tmp_path / "in", tmp_path / "merged")} == {
         "talker"

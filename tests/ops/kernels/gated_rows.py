@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from mvp_engine.ops.gated_rows import gated_rows, is_supported
+from mvp_engine.ops.triton_ops import gated_rows, gated_rows_is_supported
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 generator = torch.Generator().manual_seed(0)
@@ -30,7 +30,7 @@ for rows, size in [(21, 24), (8, 300), (0, 16)]:
         assert torch.allclose(one, other, atol=1e-5, rtol=1e-5), (rows, size)
     if device == "cuda" and rows:
         half = [x.detach().bfloat16().requires_grad_() for x in inputs]
-        assert is_supported(half[0])
+        assert gated_rows_is_supported(half[0])
         compiled = torch.compile(gated_rows, fullgraph=True)(*half)
         for one, other in zip(
             (compiled, *torch.autograd.grad((compiled * upstream).sum(), half)),

@@ -2,7 +2,8 @@
 
 import torch
 
-from mvp_engine.kit import decoding, gumbel_kernel
+from mvp_engine.kit import decoding
+from mvp_engine.ops import triton_kernels
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 keys = torch.tensor(decoding.sequence_keys(3, list(range(40)), 1))
@@ -11,6 +12,6 @@ logits[:, 5] = float("-inf")
 logits[3, :] = float("-inf")
 logits[3, 9000] = 0.0
 of_position = decoding._keys_of_position(keys, 7)
-found = gumbel_kernel.sample_tokens(logits.to(device), of_position.to(device))
+found = triton_kernels.sample_tokens(logits.to(device), of_position.to(device))
 assert found.cpu().tolist() == decoding.sample_tokens(logits, keys, 7).tolist()
 assert found[3] == 9000

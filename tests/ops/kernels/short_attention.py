@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from mvp_engine.ops.short_attention import is_supported, short_attention
+from mvp_engine.ops.triton_ops import short_attention, short_attention_is_supported
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 generator = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ for shape, causal in [
         assert (one - other).abs().max() < 1e-5, shape
     if device == "cuda":
         half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        assert is_supported(*half)
+        assert short_attention_is_supported(*half)
         compiled = torch.compile(short_attention, fullgraph=True)(*half, scale=0.3, causal=causal)
         assert (compiled - expected).abs().max() < 0.05, shape
         for one, other in zip(
