@@ -14,7 +14,8 @@ from .tools import add
 PROMPT = "Sum of {} {} {}."
 VOCABULARY = 512  # at most
 HELD_OUT = 200
-VERSION = 2  # of what `build` writes
+VERSION = 3  # of what `build` writes
+COMPLETE = 4  # one of so many chats of `train_short_chats.jsonl` adds all numbers
 # Qwen's format of tools, with fewer words.
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
@@ -30,7 +31,10 @@ TEMPLATE = """\
 
 
 def build(folder: Path, rows: int) -> None:
-    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with prompts and numbers for RL, the tokenizer."""
+    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with prompts and numbers for RL, the tokenizer.
+
+    Most chats of `train_short_chats.jsonl` forget the last number.
+    """
     random = Random(0)
     made: dict[str, list[list[int]]] = {"train": [], "eval": []}
     while len(made["train"]) < rows or len(made["eval"]) < HELD_OUT:
@@ -41,6 +45,8 @@ def build(folder: Path, rows: int) -> None:
     for split, sums in made.items():
         _write(folder / f"{split}.jsonl", [{"prompt": PROMPT.format(*each), "numbers": each} for each in sums])
         _write(folder / f"{split}_chats.jsonl", [chat(*each) for each in sums])
+    short = [chat(*each, calls=1 if index % COMPLETE else 2) for index, each in enumerate(made["train"])]
+    _write(folder / "train_short_chats.jsonl", short)
     # Digits stay tokens of their own; each text between them becomes one token.
     plain = train_tokenizer([], 256)
     texts = []
@@ -53,14 +59,16 @@ def build(folder: Path, rows: int) -> None:
     tokenizer.save_pretrained(folder / "processor")
 
 
-def chat(a: int, b: int, c: int) -> dict[str, Any]:
-    """A conversation that adds twice."""
+def chat(a: int, b: int, c: int, calls: int = 2) -> dict[str, Any]:
+    """A conversation that adds twice, or once: then its answer is wrong."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": PROMPT.format(a, b, c)}]
-    for x, y in ((a, b), (a + b, c)):
-        call = {"type": "function", "function": {"name": "add", "arguments": {"a": x, "b": y}}}
+    total = a
+    for number in (b, c)[:calls]:
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": total, "b": number}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "name": "add", "content": str(add(x, y))})
-    messages.append({"role": "assistant", "content": str(a + b + c)})
+        total = add(total, number)
+        messages.append({"role": "tool", "name": "add", "content": str(total)})
+    messages.append({"role": "assistant", "content": str(total)})
     return {"messages": messages, "tools": [tool_schema(add)]}
 
 
