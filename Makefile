@@ -56,7 +56,7 @@ test-gpu: setup
 # Fuzzing and kill -9 at full length: the tests marked `campaign`, which are short in `make test`, and kill -9 on fresh
 # processes under torchrun.
 test-campaign: setup
-	@.venv/bin/pytest -m campaign --campaign --timeout=3600 --durations=0
+	@.venv/bin/pytest -m campaign --campaign --timeout=3600 -o faulthandler_timeout=3700 --durations=0
 	@$(PY) tests/kill_resume.py --kills 20 && $(PY) tests/kill_resume.py --kills 20 --nproc 2
 
 # Kill -9 of random ranks and workers of three recipes, SIGTERM storms, and disks that are full, read-only or slow: 45
