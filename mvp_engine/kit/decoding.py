@@ -203,11 +203,14 @@ def complete(
         groups = split.parts
         members = split.members
     completions: list[Completion] = []
-    with engine.eval_mode(), _uncompiled(), _keep_cast_weights(engine):
-        # Ranks that shard one model run the same number of forwards; they start each group together.
-        num_groups = (
-            engine.world.all_gather(len(groups)) if engine.layout.shard_mesh else [len(groups)]
-        )
+    with (
+        engine.eval_mode(),
+        _uncompiled(),
+        _keep_cast_weights(engine),
+        engine.gathered_weights() as is_alone,
+    ):
+        # Ranks that gather weights in each forward run the same number of them; they start each group together.
+        num_groups = [len(groups)] if is_alone else engine.world.all_gather(len(groups))
         for i in range(max(num_groups)):
             group = groups[i] if i < len(groups) else None
             indices = members[i] if group else []

@@ -288,10 +288,7 @@ class ModelEngine(abc.ABC):
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
-        """Parallelize the model and give it weights; then build optimizer and learning-rate schedule.
-
-        Without a schedule the learning rates stay constant; without an optimizer the engine is for inference only.
-        """
+        """Parallelize the model and give it weights; then build optimizer (or none) and schedule (or a constant)."""
 
     @abc.abstractmethod
     def to(
@@ -321,6 +318,10 @@ class ModelEngine(abc.ABC):
     @abc.abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
         """A context for inference: no gradients, no dropout, the model loaded."""
+
+    def gathered_weights(self) -> AbstractContextManager[bool]:
+        """A context in `eval_mode` that keeps whole weights; whether ranks with other data run on their own then."""
+        return nullcontext(self.layout.shard_mesh is None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context that computes in the precision of the training."""

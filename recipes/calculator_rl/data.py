@@ -45,7 +45,7 @@ def build(folder: Path, rows: int) -> None:
     for split, sums in made.items():
         _write(folder / f"{split}.jsonl", [{"prompt": PROMPT.format(*each), "numbers": each} for each in sums])
         _write(folder / f"{split}_chats.jsonl", [chat(*each) for each in sums])
-    short = [chat(*each, calls=1 if index % COMPLETE else 2) for index, each in enumerate(made["train"])]
+    short = [chat(a, b, c, 1 if index % COMPLETE else 2) for index, (a, b, c) in enumerate(made["train"])]
     _write(folder / "train_short_chats.jsonl", short)
     # Digits stay tokens of their own; each text between them becomes one token.
     plain = train_tokenizer([], 256)

@@ -189,6 +189,45 @@ def test_sampled_tokens_on_four_ranks_are_those_of_one(ranks4, sizes):
     check_layout(ranks4, 4, sizes)
 
 
+def count_gathers(free):
+    """The FSDP units; of a forward, a generation and a forward: how many were gathered, and agreements of the ranks."""
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(shard=2))
+    engine, ones = built("qwen3_vl", layout)
+    engine._free_bytes = lambda: free
+    gathers, agreed = [], []
+    units = torch.distributed.fsdp._fully_shard._fsdp_param_group
+    gather, any_rank = units.foreach_all_gather, World.any
+    units.foreach_all_gather = lambda *args: gathers.append(1) or gather(*args)
+    World.any = lambda *args: agreed.append(1) or any_rank(*args)
+    prompts = PackedBatch.concat(ones) if world.is_main else ones[1]
+    calls = [
+        lambda: engine.infer_batch(ones[0], ["log_probs"]),
+        lambda: complete(engine, prompts, SAMPLED, range(prompts.num_sequences)),
+    ]
+    counts = []
+    try:
+        for call in (calls[0], calls[1], calls[0]):
+            gathers.clear()
+            agreed.clear()
+            call()
+            counts.append((len(gathers), len(agreed)))
+    finally:
+        units.foreach_all_gather, World.any = gather, any_rank
+        world.close()
+    return len(engine.sharded), *counts
+
+
+def test_complete_on_shards_gathers_weights_once_if_they_fit_and_after_it_as_before(ranks2):
+    for units, before, together, after in ranks2.run(count_gathers, float("inf")):
+        assert together == (units, 1)
+        assert after[0] == before[0]
+    for units, _, each_token, after in ranks2.run(count_gathers, 0.0):
+        assert each_token[0] >= SAMPLED.max_new_tokens * (units - 3)
+        assert each_token[1] > SAMPLED.max_new_tokens
+        assert after[0] == before[0]
+
+
 def test_complete_keys_of_the_wrong_number_are_refused():
     engine, ones = built("qwen3")
     with pytest.raises(ValueError, match="1 keys for 2 prompts"):

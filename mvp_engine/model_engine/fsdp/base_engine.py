@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -28,6 +29,7 @@ from mvp_engine.checkpoint import state
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.data_parallel import sharded_modules
+from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, count
@@ -40,6 +42,7 @@ from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
 from mvp_engine.model_engine.fsdp.step_status import LossScale, SpikeDetector, StatusReader
+from mvp_engine.ops.host_memory import available_host_memory
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -205,6 +208,7 @@ class FSDPBaseEngine(ModelEngine):
         self.dtype = DTYPES[self.settings.precision]
         self.training = False  # is there an optimizer?
         self.sharded: list[FSDPModule] = []
+        self._runs_alone = False  # forwards need no other rank; see `gathered_weights`
         self.reducer: DDPReducer | None = None
         self.loss_scale: LossScale | None = None
         self.spike_detector: SpikeDetector | None = None
@@ -278,7 +282,7 @@ class FSDPBaseEngine(ModelEngine):
         self, micro_batches: Iterable[Any], step: Callable[[Any], Any]
     ) -> Iterator[Any]:
         scheduled: Iterable[Scheduled]
-        if self.sharded:
+        if self.sharded and not self._runs_alone:
             scheduled = self.lockstep.stream(micro_batches)
         else:
             scheduled = (Scheduled(micro_batch, False) for micro_batch in micro_batches)
@@ -367,6 +371,45 @@ class FSDPBaseEngine(ModelEngine):
             for part in self.sharded:
                 part.reshard()
             self._recompiles.forget()  # graphs without gradients
+
+    @contextlib.contextmanager
+    def gathered_weights(self) -> Iterator[bool]:
+        """Gather the weights once, for all tokens of a generation; `eval_mode` frees them at its end."""
+        if not self.sharded:
+            yield True
+            return
+        if self.world.any(self._gathered_bytes() > self._free_bytes() / 2)[0]:
+            yield False
+            return
+        for part in self.sharded:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        self._runs_alone = self.layout.model_parallel_size == self.layout.expert == 1
+        try:
+            yield self._runs_alone
+        finally:
+            self._runs_alone = False
+            for part in self.sharded:
+                # FSDP2's own choice: it keeps those of the root.
+                is_block = part is not self.model
+                part.set_reshard_after_forward(is_block and self.layout.reshard, recurse=False)
+
+    def _gathered_bytes(self) -> int:
+        """What the weights that this rank does not hold take, in the dtype of the all-gather."""
+        missing = [
+            param.numel() - local_tensor(param).numel()
+            for param in self.model.parameters()
+            if isinstance(param, DTensor)
+        ]
+        return sum(missing) * self.dtype.itemsize
+
+    def _free_bytes(self) -> float:
+        if self.world.device.type == "cuda":
+            # What the allocator has reserved and not handed out is free, too.
+            free, _ = torch.cuda.mem_get_info()
+            return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free_of_host = available_host_memory()
+        return math.inf if free_of_host is None else free_of_host / self.world.local_size
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = False
