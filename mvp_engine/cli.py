@@ -273,11 +273,13 @@ examples:
   mvp recipe --skills --dir ~                       # skills for coding agents, in all projects
 
 mvp runs -> tools.runs:runs_command
-list all runs, show one, compare two, or plot a metric of some
+list all runs, show one, compare two, plot a metric of some, or serve a live page of them
   names=RUN*              @run. None: list all runs, oldest first; one: its status, metrics and checkpoints; two:
-                          what differs in their configs and last metrics
+                          what differs in their configs and last metrics; serve and any runs: a page on this machine
+                          that refreshes while they train
   --plot METRIC           plot a metric of the runs, such as loss
   --out PNG               file of the plot (default: METRIC.png in the first run's folder)
+  --port PORT=6007        of serve, on 127.0.0.1; 0: one that is free
   @runs
   @json
 examples:
@@ -285,6 +287,7 @@ examples:
   mvp runs latest --json
   mvp runs my-run other-run                         # what differs
   mvp runs my-run other-run --plot loss --out compare.png
+  mvp runs serve                                    # the newest run in a browser, refreshed every 2 s
 
 mvp export -> tools.merge:export_command
 write the model of a run or a checkpoint as a Hugging Face folder, on a CPU (of a plain module: a state dict), or upload

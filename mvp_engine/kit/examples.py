@@ -23,6 +23,7 @@ from mvp_engine.kit.model import export_link
 from mvp_engine.kit.row_checks import log_end_report
 from mvp_engine.report import Example, write_report
 from mvp_engine.report.facts import metric_texts
+from mvp_engine.report.page import write_media
 
 MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
 MAX_PNG_SIDE = 320
@@ -47,6 +48,13 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         example = Example(media, question, answer.expected, answer.written, answer.verdict)
         found.append(replace(example, spoken=answer.media_files))
     return found
+
+
+def keep_media(engine: Any, answers: Sequence[Answer]) -> None:
+    """Write the media of the answers that `mvp runs serve` and a report of the run folder show."""
+    if "plot" in engine.config.log.backends:
+        examples = examples_of(engine.data, "eval", answers)
+        write_media(engine.run, [answer.sample for answer in answers], examples)
 
 
 def end_training(engine: Any, answers: Sequence[Answer]) -> None:
