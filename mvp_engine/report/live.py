@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import threading
 import time
 from array import array
@@ -180,7 +181,9 @@ class LivePage:
             step = query.get("step", [""])[0]
             return {
                 "list": _list(states, names),
-                "head": "".join(_head(one, states[one.run.id], len(shown) > 1) for one in shown),
+                "head": _heads(shown, states)
+                if len(shown) > 1
+                else "".join(_head(one, states[one.run.id]) for one in shown),
                 "plots": self._plots(shown, window, is_side),
                 "tables": _compare(shown)
                 + "".join(_tables(one.run, len(shown) > 1) for one in shown),
@@ -221,8 +224,8 @@ class LivePage:
         folder = self.known().get(run)
         if folder is None or name not in FILES:
             return None
-        file = (folder.dir / name).resolve()
-        if file.parent != folder.dir.resolve() or not file.is_file():  # a link to elsewhere
+        file = folder.dir / name
+        if file.is_symlink() or not file.is_file():
             return None
         return file.read_bytes(), FILES[name]
 
@@ -257,7 +260,7 @@ def _step(state: dict[str, Any]) -> str:
     return f"step {state['step']:,}" + (f" of {state['total']:,}" if state["total"] else "")
 
 
-def _head(one: LiveRun, state: dict[str, Any], is_named: bool) -> str:
+def _figures(one: LiveRun, state: dict[str, Any]) -> dict[str, str]:
     """Status, progress, time left and the last metrics of a run."""
     info, train, held_out = one.run.info, one.last.get("train", {}), one.last.get("eval", {})
     perf = train.get("perf", {})
@@ -277,21 +280,37 @@ def _head(one: LiveRun, state: dict[str, Any], is_named: bool) -> str:
             figures[title] = rate(value) if is_rate else metric_text(name, value)
     if train.get("skipped"):
         figures["skipped steps"] = f"{train['skipped']:,}"
-    boxes = "".join(
-        f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
-        for name, text in figures.items()
-    )
-    links = " ".join(
-        f'<a href="/file/{escape(one.run.id)}/{name}">{name}</a>'
-        for name in FILES
-        if (one.run.dir / name).is_file()
-    )
-    error = str(info.get("error") or "").strip()
-    failed = f"<pre>{escape(error[-2000:])}</pre>" if error and state["status"] == "failed" else ""
+    return figures
+
+
+def _head(one: LiveRun, state: dict[str, Any]) -> str:
+    boxes = ""
+    for name, text in _figures(one, state).items():
+        boxes += f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
+    links = [name for name in FILES if (one.run.dir / name).is_file()]
+    links = [f'<a href="/file/{escape(one.run.id)}/{name}">{name}</a>' for name in links]
     share = 100 * state["step"] / state["total"] if state["total"] else 0
     bar = f"<progress max=100 value={share:.1f}></progress>" if share else ""
-    title = f"<h2>{escape(one.run.id)}</h2>" if is_named else f"<h1>{escape(one.run.id)}</h1>"
-    return f"{title}<p class=dim>{links}</p>{bar}<div class=figures>{boxes}</div>{failed}"
+    title = f"<h1>{escape(one.run.id)}</h1><p class=dim>{' '.join(links)}</p>"
+    return f"{title}{bar}<div class=figures>{boxes}</div>{_error(one.run, state)}"
+
+
+def _heads(shown: Sequence[LiveRun], states: dict[str, dict[str, Any]]) -> str:
+    """The figures of one run, or of several as a table."""
+    if len(shown) < 2:
+        return "".join(_head(one, states[one.run.id]) for one in shown)
+    figures = {one.run.id: _figures(one, states[one.run.id]) for one in shown}
+    names = dict.fromkeys(name for of_run in figures.values() for name in of_run)
+    rows = [["run", *names]]
+    rows += [[run, *(one.get(name, "-") for name in names)] for run, one in figures.items()]
+    errors = "".join(_error(one.run, states[one.run.id]) for one in shown)
+    return f"<h1>{len(shown)} runs</h1>{''.join(table_html('', rows))}{errors}"
+
+
+def _error(run: Run, state: dict[str, Any]) -> str:
+    error = str(run.info.get("error") or "").strip()
+    is_shown = error and state["status"] == "failed"
+    return f"<pre>{escape(run.id)}: {escape(error[-2000:])}</pre>" if is_shown else ""
 
 
 def _plots(shown: Sequence[LiveRun], window: tuple[float, float] | None, is_side: bool) -> str:
@@ -397,6 +416,7 @@ def _log(run: Run, is_named: bool) -> str:
 STYLE = """
 .figure b { font-size: 17px; }
 body { max-width: none; display: grid; grid-template-columns: 270px minmax(0, 1fr); gap: 0 28px; padding: 20px; }
+th, td { padding-right: 14px; } h2:empty { display: none; }
 nav { position: sticky; top: 20px; max-height: calc(100vh - 40px); overflow-y: auto; font-size: 13px; }
 nav input[type=search] { width: 100%; font: inherit; padding: 5px 8px; margin-bottom: 8px; }
 .run { display: block; padding: 4px 2px; cursor: pointer; } .run b { font-weight: 500; }
@@ -411,7 +431,9 @@ main { max-width: 1500px; } progress { width: 100%; height: 6px; } .log { max-he
 #tip { position: fixed; z-index: 2; pointer-events: none; background: var(--page); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 9px; font-size: 13px; box-shadow: 0 2px 8px #0003; white-space: nowrap; }
 #tip i { display: inline-block; width: 9px; height: 9px; border-radius: 5px; margin-right: 6px; }
-@media (max-width: 760px) { body { display: block; padding: 14px; } nav { position: static; max-height: 30vh;
+th, td { padding-right: 14px; } h2:empty { display: none; }
+@media (max-width: 760px) { body { display: block; padding: 14px; }
+nav { position: static; max-height: 30vh;
   margin-bottom: 18px; border-bottom: 1px solid var(--line); } }
 """
 BODY = """<nav><input type=search id=filter placeholder="filter runs" aria-label="filter runs"><div id=list></div></nav>
@@ -491,7 +513,5 @@ class LiveServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no error; everything else is a bug, and printed."""
-        import sys
-
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

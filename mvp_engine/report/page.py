@@ -516,7 +516,7 @@ def read_answers(run: Run, step: int | None = None) -> tuple[list[int], list[Exa
     examples = []
     for row in rows:
         read = [
-            partial(_read_files, run.dir / MEDIA_OF_ANSWERS, f"{row['sample']}-{kind}*")
+            partial(_read_files, run.dir / MEDIA_OF_ANSWERS, f"{row.get('sample')}-{kind}*")
             for kind in ("media", "spoken")
         ]
         texts = row["prompt"], row["expected"], row["written"]

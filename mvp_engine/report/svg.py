@@ -97,10 +97,10 @@ def plot_svg(
                 place = f'cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}"'
                 parts.append(f'<circle {place} r="2.6" style="fill:{colour}">{name}</circle>')
         if hover:
-            shown = [_text(metric, value) for value in values]
-            places = [round(scale.y(value), 1) for value in values]
+            steps, values = _means(*_window(curve, scale.left, scale.right))  # not smoothed
             name = curve.label or ("eval" if curve.is_eval else "train")
-            points.append([name, colour, [round(step) for step in steps], shown, places])
+            shown = [_text(metric, value) for value in values]
+            points.append([name, colour, [round(step) for step in steps], shown])
     data = ""
     if hover:
         ends = {
