@@ -91,6 +91,22 @@ examples:
 
 It prints the mvp train command that it stands for: mvp check takes the same config and words.
 
+mvp sweep -> tools.sweep:sweep_command
+train a config with several values of some keys, each as a run in a process of its own; the same command continues
+  CONFIG                  @config
+  @overrides
+  --optuna N              N runs with values that Optuna chooses (default: all combinations of the values)
+  --prune                 end runs whose evaluations are worse than the median of the others
+  --jobs N=1              runs at a time, on GPUs of their own
+  --nproc N               processes (ranks) of each run (default: 1)
+  @json
+examples:
+  mvp sweep my/configs/train.yaml optim.lr=1e-5,3e-5,1e-4 "optim.warmup=range(0,30,10)"
+  mvp sweep my/configs/train.yaml "optim.lr=tag(log,interval(1e-6,1e-3))" --optuna 20 --prune --jobs 4
+  mvp runs serve my-sweep                           # its runs in a browser, by the name that it prints
+
+The runs are compared by checkpoint.best_metric.
+
 mvp evaluate -> tools.launcher:evaluate
 evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
   CONFIG                  @config; or @run

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from mvp_engine.errors import UserError
-from mvp_engine.log.format import duration, is_learning_rate, rate
+from mvp_engine.log.format import duration, is_learning_rate, number, rate
 from mvp_engine.report.facts import NO_METRICS, Record, RunFacts, metric_panels, metric_text
 from mvp_engine.report.page import (
     COLOURS,
@@ -35,7 +35,7 @@ from mvp_engine.report.page import (
     table_html,
 )
 from mvp_engine.report.svg import Scale, plot_svg
-from mvp_engine.runs import Run, flat_keys, list_runs
+from mvp_engine.runs import SWEEP_FILE, Run, flat_keys, list_runs
 
 FILES = {  # of a run folder, with their content types
     "report.html": "text/html",
@@ -185,7 +185,8 @@ class LivePage:
                 if len(shown) > 1
                 else "".join(_head(one, states[one.run.id]) for one in shown),
                 "plots": self._plots(shown, window, is_side),
-                "tables": _compare(shown)
+                "tables": self._sweeps(names)
+                + _compare(shown)
                 + "".join(_tables(one.run, len(shown) > 1) for one in shown),
                 "answers": "".join(
                     self._answers(one.run, step, len(shown) > 1) for one in shown[:3]
@@ -218,6 +219,28 @@ class LivePage:
             self.cache[file] = key, choice + "".join(example_cards(examples))
         name = f"<p><b>{escape(run.id)}</b></p>" if is_named else ""
         return name + str(self.cache[file][1])
+
+    def _sweeps(self, names: Sequence[str]) -> str:
+        """The runs of the sweeps that the shown runs are of, the best first."""
+        html = []
+        for file in self.root.glob(f"*/{SWEEP_FILE}"):
+            sweep = file.parent.name
+            if not any(name.startswith(f"{sweep}-") for name in names):
+                continue
+            facts = json.loads(file.read_text())
+            keys = dict.fromkeys(key for one in facts["trials"] for key in one["values"])
+            rows = []
+            for one in facts["trials"]:
+                value = one["value"]
+                rank = math.inf if value is None else value * (1 if facts["is_min"] else -1)
+                values = [one["values"].get(key, "-") for key in keys]
+                rows.append(
+                    (rank, [one["run"], *values, number(value), one["state"], one["error"]])
+                )
+            rows.sort()
+            head = ["run", *keys, facts["metric"], "state", ""]
+            html += table_html(f"Sweep {sweep}", [head, *(row for _, row in rows)])
+        return "".join(html)
 
     def file(self, run: str, name: str) -> tuple[bytes, str] | None:
         """A file of a run folder and its content type."""

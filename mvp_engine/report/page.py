@@ -191,7 +191,7 @@ SHOWN = 24  # examples on a page
 MEDIA_OF_ANSWERS = "answers"
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
 # Forbids whatever escaping might miss, and every request to another host.
-_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+PAGE_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def write_report(
         config = config_file.read_text() if config_file.is_file() else ""
     summary = "<summary>all keys of this run</summary>"
     parts += ["<h2>Config</h2>", f"<details>{summary}<pre>{escape(config)}</pre></details>"]
-    atomic_write_text(file, html_page(title, "\n".join(parts), policy=_POLICY))
+    atomic_write_text(file, html_page(title, "\n".join(parts), policy=PAGE_POLICY))
 
 
 def html_page(title: str, body: str, more_style: str = "", *, policy: str | None = None) -> str:
