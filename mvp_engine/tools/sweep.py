@@ -129,7 +129,7 @@ class Sweep:
             if code:
                 output = self.output(trial).read_text(errors="replace")
                 lines = str(self._info(trial).get("error") or output).strip().splitlines()
-                trial.error = f"exit code {code}: {lines[-1]}"
+                trial.error = f"exit code {code}: {lines[-1] if lines else 'no message'}"
 
     def ranked(self) -> list[Trial]:
         """The best first, those without a value last."""
@@ -226,7 +226,8 @@ class OptunaSearch:
     def next(self) -> Trial | None:
         for trial in self.sweep.trials:
             if trial.state == "waiting":
-                self._ask(trial)
+                if trial.run not in self.asked:  # else it was stopped from outside, and continues
+                    self._ask(trial)
                 return trial
         if len(self.sweep.trials) >= self.size:
             return None
