@@ -199,14 +199,16 @@ show rows as the model sees them, the tokens with loss, lengths, packing and bad
   --model MODEL           folder or Hub id (org/name) with the processor or tokenizer
   --split SPLIT=train     split of a config's sources
   --row ROW               show only this row, in full: its index from 0, or FILE:LINE
-  --limit N=3             number of rows to show
+  --limit N               number of rows to show (default: 3; with --html 24)
   --tokens>pack_tokens N=8192  tokens per pack, where a data file is inspected
+  --html FILE             write a page: rows with their images, frames and audio, and the tokens with loss
   --decode                decode all media, which finds corrupt files
   --strict                exit with 2 if a row is bad or dropped, as a check before a training
   @json
 examples:
   mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
+  mvp data inspect photos.jsonl --html rows.html    # rows with their images
   mvp data inspect hf://org/dataset:train --strict
   mvp data inspect my/configs/train.yaml --row photos.jsonl:17
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import traceback
+import wave
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -368,6 +369,8 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 # Image formats by the first bytes of a file.
 _IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
+MAX_PNG_SIDE = 320
 SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
 
 
@@ -391,6 +394,28 @@ def _is_small(data: bytes) -> bool:
             return max(image.size) < SMALL_IMAGE
     except OSError:  # not readable here; the browser shows what it can
         return False
+
+
+def image_file(image: Image.Image) -> bytes:
+    """A small image as PNG, exactly; a large one as JPEG, for a page of a few megabytes."""
+    file = io.BytesIO()
+    if max(image.size) <= MAX_PNG_SIDE:
+        image.save(file, "png")
+        return file.getvalue()
+    smaller = image.convert("RGB")
+    smaller.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    smaller.save(file, "jpeg", quality=85)
+    return file.getvalue()
+
+
+def wav_file(samples: np.ndarray, rate: int) -> bytes:
+    """A WAV file of 16 bits."""
+    file = io.BytesIO()
+    clipped = np.clip(samples, -1, 1)
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, rate, 0, "NONE", ""))
+        out.writeframes((clipped * 32767).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 # The style sheet of the report page: light and dark, from a phone to a wide screen, without scripts.
