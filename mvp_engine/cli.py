@@ -91,6 +91,22 @@ examples:
 
 It prints the mvp train command that it stands for: mvp check takes the same config and words.
 
+mvp sweep -> tools.sweep:sweep_command
+train a config with several values of some keys, each as a run in a process of its own; the same command continues
+  CONFIG                  @config
+  @overrides
+  --optuna N              N runs with values that Optuna chooses (default: all combinations of the values)
+  --prune                 end runs whose evaluations are worse than the median of the others
+  --jobs N=1              runs at a time, on GPUs of their own
+  --nproc N               processes (ranks) of each run (default: 1)
+  @json
+examples:
+  mvp sweep my/configs/train.yaml optim.lr=1e-5,3e-5,1e-4 "optim.warmup=range(0,30,10)"
+  mvp sweep my/configs/train.yaml "optim.lr=tag(log,interval(1e-6,1e-3))" --optuna 20 --prune --jobs 4
+  mvp runs serve my-sweep                           # its runs in a browser, by the name that it prints
+
+The runs are compared by checkpoint.best_metric.
+
 mvp evaluate -> tools.launcher:evaluate
 evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
   CONFIG                  @config; or @run
@@ -183,14 +199,16 @@ show rows as the model sees them, the tokens with loss, lengths, packing and bad
   --model MODEL           folder or Hub id (org/name) with the processor or tokenizer
   --split SPLIT=train     split of a config's sources
   --row ROW               show only this row, in full: its index from 0, or FILE:LINE
-  --limit N=3             number of rows to show
+  --limit N               number of rows to show (default: 3; with --html 24)
   --tokens>pack_tokens N=8192  tokens per pack, where a data file is inspected
+  --html FILE             write a page: rows with their images, frames and audio, and the tokens with loss
   --decode                decode all media, which finds corrupt files
   --strict                exit with 2 if a row is bad or dropped, as a check before a training
   @json
 examples:
   mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model
   mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct --decode
+  mvp data inspect photos.jsonl --html rows.html    # rows with their images
   mvp data inspect hf://org/dataset:train --strict
   mvp data inspect my/configs/train.yaml --row photos.jsonl:17
 
@@ -273,11 +291,13 @@ examples:
   mvp recipe --skills --dir ~                       # skills for coding agents, in all projects
 
 mvp runs -> tools.runs:runs_command
-list all runs, show one, compare two, or plot a metric of some
+list all runs, show one, compare two, plot a metric of some, or serve a live page of them
   names=RUN*              @run. None: list all runs, oldest first; one: its status, metrics and checkpoints; two:
-                          what differs in their configs and last metrics
+                          what differs in their configs and last metrics; serve and any runs: a page on this machine
+                          that refreshes while they train
   --plot METRIC           plot a metric of the runs, such as loss
   --out PNG               file of the plot (default: METRIC.png in the first run's folder)
+  --port PORT=6007        of serve, on 127.0.0.1; 0: one that is free
   @runs
   @json
 examples:
@@ -285,6 +305,7 @@ examples:
   mvp runs latest --json
   mvp runs my-run other-run                         # what differs
   mvp runs my-run other-run --plot loss --out compare.png
+  mvp runs serve                                    # the newest run in a browser, refreshed every 2 s
 
 mvp export -> tools.merge:export_command
 write the model of a run or a checkpoint as a Hugging Face folder, on a CPU (of a plain module: a state dict), or upload

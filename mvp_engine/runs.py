@@ -34,6 +34,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten 
 STEP_PREFIX = "step_"
 DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resumes from them
 SLOW_STEPS = "slow_steps.jsonl"
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep, next to those of its runs
 REASON = 0.25  # of what a slow step took more than usual: the share of a phase that is a reason
 CORRUPT_PREFIX = "corrupt-"  # checkpoints with a wrong checksum: neither
 # What a launch writes before its first step; other files, unless they are empty, are worth keeping.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from torch import nn
 
@@ -23,9 +20,8 @@ from mvp_engine.kit.model import export_link
 from mvp_engine.kit.row_checks import log_end_report
 from mvp_engine.report import Example, write_report
 from mvp_engine.report.facts import metric_texts
+from mvp_engine.report.page import image_file, wav_file, write_media
 
-MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
-MAX_PNG_SIDE = 320
 MAX_VIDEO_FRAMES = 4
 MAX_AUDIO_SECONDS = 30
 
@@ -47,6 +43,13 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         example = Example(media, question, answer.expected, answer.written, answer.verdict)
         found.append(replace(example, spoken=answer.media_files))
     return found
+
+
+def keep_media(engine: Any, answers: Sequence[Answer]) -> None:
+    """Write the media of the answers that `mvp runs serve` and a report of the run folder show."""
+    if "plot" in engine.config.log.backends:
+        examples = examples_of(engine.data, "eval", answers)
+        write_media(engine.run, [answer.sample for answer in answers], examples)
 
 
 def end_training(engine: Any, answers: Sequence[Answer]) -> None:
@@ -159,27 +162,5 @@ def media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> l
             frames = item[:: max(1, -(-len(item) // MAX_VIDEO_FRAMES))]
         for frame in frames:
             image = frame if isinstance(frame, Image.Image) else Image.fromarray(frame)
-            files.append(_image_file(image))
+            files.append(image_file(image))
     return files
-
-
-def _image_file(image: Image.Image) -> bytes:
-    """A small image as PNG, exactly; a large one as JPEG, for a page of a few megabytes."""
-    file = io.BytesIO()
-    if max(image.size) <= MAX_PNG_SIDE:
-        image.save(file, "png")
-        return file.getvalue()
-    smaller = image.convert("RGB")
-    smaller.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
-    smaller.save(file, "jpeg", quality=85)
-    return file.getvalue()
-
-
-def wav_file(samples: np.ndarray, rate: int) -> bytes:
-    """A WAV file of 16 bits."""
-    file = io.BytesIO()
-    clipped = np.clip(samples, -1, 1)
-    with wave.open(file, "wb") as out:
-        out.setparams((1, 2, rate, 0, "NONE", ""))
-        out.writeframes((clipped * 32767).astype("<i2").tobytes())
-    return file.getvalue()

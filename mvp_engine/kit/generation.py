@@ -292,10 +292,13 @@ class EvalGenerationKit:
                 others = [answer for answer in engine.answers if answer.source != i]
                 verdicts = engine.score(ctx, name, of_source)
                 engine.answers = others + with_verdicts(of_source, verdicts)
+        from mvp_engine.kit.examples import keep_media
+
         answers = self.gathered()
         with engine.keep_training(ctx, "writing answers.jsonl"):
             if engine.world.is_main:
                 write_answers(engine.run.dir / "answers.jsonl", ctx.step, names, answers)
+                keep_media(engine, answers)
 
     def gathered(self) -> list[Answer]:
         """The answers of all ranks, in the order of their samples."""

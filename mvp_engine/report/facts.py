@@ -6,7 +6,7 @@ import json
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ PHASES = {"data": "the wait for data", "other ranks": "the wait for other ranks"
 # Phases that a profile of the step does not repeat.
 NOT_REPEATED = ("evaluation", "checkpoint")
 SEEN = ("rows", "tokens", "epochs")  # of a source, that were trained on
-_NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
+NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ class RunFacts:
 
     @property
     def sources(self) -> list[str]:
-        names = {name: None for record in self.records for name in record}
-        return [name.removeprefix("loss_") for name in names if name.startswith("loss_")]
+        return _sources({name: None for record in self.records for name in record})
 
     def speed(self) -> dict[str, str]:
         """Throughput and its reasons: medians over the log, without the first step, which compiles and warms up."""
@@ -201,23 +200,14 @@ class RunFacts:
     def figures(self) -> dict[str, str]:
         """Metrics of the last evaluation, or of the last step without one, as text."""
         record = self.last("eval") or self.last("train")
-        shown = metric_texts({k: v for k, v in record.items() if k not in _NO_METRICS})
+        shown = metric_texts({k: v for k, v in record.items() if k not in NO_METRICS})
         if parts := self.setup.get("parts"):
             shown["trained parameters"] = f"{parts[-1]['trained']:,}"
         return shown
 
     def panels(self) -> dict[str, dict[str, str]]:
         """Metrics to plot, by title and label: loss, losses by source, shares, other metrics of evaluations."""
-        panels = {"loss": {"eval": "loss"}}
-        if self.sources:
-            panels["loss by source"] = {source: f"loss_{source}" for source in self.sources}
-        held_out = self.last("eval")
-        shares = {name: name for name in held_out if is_share(name)}
-        for name in held_out:
-            is_known = name in _NO_METRICS or name.startswith("loss") or is_learning_rate(name)
-            if not is_known and name not in shares:
-                panels[name] = {"eval": name}
-        return {**panels, "held-out rows": shares} if shares else panels
+        return metric_panels({name: None for r in self.records for name in r}, self.last("eval"))
 
     def next_steps(self) -> dict[str, str]:
         """Commands that make sense now, by what they do."""
@@ -250,6 +240,23 @@ class RunFacts:
             steps["Train longer"] = run.resume_command(longer)
         steps["Compare runs"] = f"mvp runs --dir {shlex.quote(str(run.dir.parent))}"
         return steps
+
+
+def _sources(names: Iterable[str]) -> list[str]:
+    return [name.removeprefix("loss_") for name in names if name.startswith("loss_")]
+
+
+def metric_panels(names: Iterable[str], held_out: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The panels of a training whose records have these metrics, and those of its evaluations `held_out`."""
+    panels = {"loss": {"eval": "loss"}}
+    if sources := _sources(names):
+        panels["loss by source"] = {source: f"loss_{source}" for source in sources}
+    shares = {name: name for name in held_out if is_share(name)}
+    for name in held_out:
+        is_known = name in NO_METRICS or name.startswith("loss") or is_learning_rate(name)
+        if not is_known and name not in shares:
+            panels[name] = {"eval": name}
+    return {**panels, "held-out rows": shares} if shares else panels
 
 
 def training_facts(run: Run) -> dict[str, Any]:

@@ -11,14 +11,17 @@ import json
 import os
 import re
 import traceback
+import wave
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
-from itertools import accumulate, chain, cycle, repeat
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mvp_engine.errors import count
@@ -52,8 +55,8 @@ class Curve:
 
     label: str  # empty: not in the legend
     colour: str
-    steps: list[int]
-    values: list[float]
+    steps: Sequence[int]
+    values: Sequence[float]
     is_eval: bool
 
     @classmethod
@@ -68,6 +71,10 @@ class Curve:
                 steps.append(record["step"])
                 values.append(value)
         return cls(label, colour, steps, values, split != "train")
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.values) >= MIN_SMOOTHED and not self.is_eval
 
 
 def plot_overview(run: Run, out: Path) -> None:
@@ -124,10 +131,9 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
     """Draw the curves that have values. `metric`, by default the title, decides how the axis is scaled."""
     drawn = [curve for curve in curves if curve.values]
     for curve in drawn:
-        is_long = len(curve.values) >= MIN_SMOOTHED and not curve.is_eval
         is_rate = (metric or title) == "learning rate"
         values = curve.values
-        if is_long and not is_rate:
+        if curve.is_long and not is_rate:
             axes.plot(curve.steps, values, color=curve.colour, linewidth=0.8, alpha=0.3)
             values = smoothed(values)
         markers = "o-" if curve.is_eval or len(values) == 1 else "-"
@@ -154,9 +160,15 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
 def smoothed(values: Sequence[float]) -> list[float]:
     """The mean over a twentieth of the points around each: an average of the past would lag behind a fall."""
     reach = max(1, len(values) // 40)
-    sums = [0.0, *accumulate(values)]
-    windows = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
-    return [(sums[end] - sums[first]) / (end - first) for first, end in windows]
+    sums = np.cumsum([0.0, *values])
+    places = np.arange(len(values))
+    first, end = np.maximum(0, places - reach), np.minimum(len(values), places + reach + 1)
+    means: list[float] = ((sums[end] - sums[first]) / (end - first)).tolist()
+    return means
+
+
+def needs_log_scale(metric: str, low: float, high: float) -> bool:
+    return ("loss" in metric or "norm" in metric) and low > 0 and high > LOG_SCALE_SPAN * low
 
 
 def _scale(axes: Any, metric: str, values: list[float]) -> None:
@@ -169,17 +181,18 @@ def _scale(axes: Any, metric: str, values: list[float]) -> None:
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     elif metric == "learning rate":
         axes.yaxis.set_major_formatter("{x:g}")
-    is_loss = "loss" in metric or "norm" in metric
-    if is_loss and values and min(values) > 0 and max(values) > LOG_SCALE_SPAN * min(values):
+    if values and needs_log_scale(metric, min(values), max(values)):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+SHOWN = 24  # examples on a page
+MEDIA_OF_ANSWERS = "answers"
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
 # Forbids whatever escaping might miss, and every request to another host.
-_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+PAGE_POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True)
@@ -207,7 +220,7 @@ def write_report(
     config: str | None = None,
     next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    shown: int = 24,
+    shown: int = SHOWN,
 ) -> None:
     """Write the page of a run. What is not given is taken from the run folder.
 
@@ -224,14 +237,14 @@ def write_report(
     parts.append(f"<div class=figures>{boxes}</div>")
     parts += ["<h2>Curves</h2><div class=curves>", *curves, "</div>"]
     for name, rows in (tables or {}).items():
-        parts += _table(name, rows)
-    parts += _examples(examples, shown)
+        parts += table_html(name, rows)
+    parts += example_cards(examples, shown)
     parts += sections
-    parts += _table("Losses by source", facts.source_rows())
-    parts += _table("Rows left out", facts.left_out_rows())
-    parts += _table("Slow steps", facts.slow_step_rows())
-    parts += _table("What trains", facts.part_rows())
-    parts += _table("Device and throughput", facts.machine_rows())
+    parts += table_html("Losses by source", facts.source_rows())
+    parts += table_html("Rows left out", facts.left_out_rows())
+    parts += table_html("Slow steps", facts.slow_step_rows())
+    parts += table_html("What trains", facts.part_rows())
+    parts += table_html("Device and throughput", facts.machine_rows())
     parts.append("<h2>Next steps</h2>")
     for purpose, command in (facts.next_steps() if next_steps is None else next_steps).items():
         command = f"<code class=command>{escape(command)}</code>"
@@ -241,30 +254,46 @@ def write_report(
         config = config_file.read_text() if config_file.is_file() else ""
     summary = "<summary>all keys of this run</summary>"
     parts += ["<h2>Config</h2>", f"<details>{summary}<pre>{escape(config)}</pre></details>"]
+    atomic_write_text(file, html_page(title, "\n".join(parts), policy=PAGE_POLICY))
+
+
+def html_page(title: str, body: str, more_style: str = "", *, policy: str | None = None) -> str:
+    """A page in the style of the report."""
+    forbid = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else ""
     head = (
-        "<meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name=viewport content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        f'<meta charset=utf-8>{forbid}<meta name=viewport content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style()}{more_style}</style>"
     )
-    body = "\n".join(parts)
-    page = f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
-    atomic_write_text(file, page)
+    return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
 
 
 def _curves(facts: RunFacts, panels: Mapping[str, Mapping[str, str]]) -> list[str]:
+    from mvp_engine.report.svg import plot_svg
+
     rates = {name: name for record in facts.records for name in record if is_learning_rate(name)}
     loads = {"mean of layers": "expert_load", "worst layer": "expert_load_max"}
     panels = {**panels, "learning rate": rates, "gradient norm": {"": "grad_norm"}}
-    images = []
+    plots = []
     for title, metrics in {**panels, "load of the busiest expert / mean": loads}.items():
-        if svg := curves_svg(facts.records, title, metrics):
-            data = base64.b64encode(svg.encode()).decode()
-            images.append(f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">')
-    return images
+        curves = panel_curves(metrics, partial(Curve.read, facts.records))
+        plots.append(plot_svg(title, curves, next(iter(metrics.values()), "")))
+    return plots
 
 
-def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+def panel_curves(metrics: Mapping[str, str], read: Callable[..., Curve]) -> list[Curve]:
+    """The curves of the metrics by label, of the training and of the evaluations."""
+    curves = []
+    for (label, metric), colour in zip(metrics.items(), cycle(COLOURS), strict=False):
+        held_out = read("eval", metric, label, colour)
+        name = "" if held_out.values else label  # one entry of the legend for both
+        if len(metrics) == 1:
+            name = "train"
+            held_out = read("eval", metric, label, COLOURS[1])
+        curves += [read("train", metric, name, colour), held_out]
+    return curves
+
+
+def table_html(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     """A table with the column names in its first row, which may be empty."""
     if not rows:
         return []
@@ -278,7 +307,7 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
 # ---- Examples ---------------------------------------------------------------------------------------
 
 
-def _examples(examples: Sequence[Example], shown: int) -> list[str]:
+def example_cards(examples: Sequence[Example], shown: int = SHOWN) -> list[str]:
     chosen = _choose(examples, shown)
     if not chosen:
         return []
@@ -340,6 +369,8 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 # Image formats by the first bytes of a file.
 _IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
+MAX_PNG_SIDE = 320
 SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
 
 
@@ -365,44 +396,26 @@ def _is_small(data: bytes) -> bool:
         return False
 
 
-# The curves of a report page: metrics over steps, one SVG image for each panel, in light and dark colours.
-
-# Colours of the plot and their counterparts on a dark page.
-_DARK = {INK: "#dde3ea", GRID: "#39424d", **DARK}
-
-
-def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) -> str:
-    """Metrics by label over steps, as SVG, of the training and of the evaluations; empty without values."""
-    curves = []
-    for (label, metric), colour in zip(metrics.items(), cycle(COLOURS), strict=False):
-        held_out = Curve.read(records, "eval", metric, label, colour)
-        name = "" if held_out.values else label  # one entry of the legend for both
-        if len(metrics) == 1:
-            name = "train"
-            held_out = Curve.read(records, "eval", metric, label, COLOURS[1])
-        curves += [Curve.read(records, "train", metric, name, colour), held_out]
-    if not any(curve.values for curve in curves):
-        return ""
-    figure = new_figure(5, 3.2)
-    scale = title if title == "learning rate" else next(iter(metrics.values()))
-    draw_curves(figure.subplots(), curves, title, scale)
-    return _svg(figure)
+def image_file(image: Image.Image) -> bytes:
+    """A small image as PNG, exactly; a large one as JPEG, for a page of a few megabytes."""
+    file = io.BytesIO()
+    if max(image.size) <= MAX_PNG_SIDE:
+        image.save(file, "png")
+        return file.getvalue()
+    smaller = image.convert("RGB")
+    smaller.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    smaller.save(file, "jpeg", quality=85)
+    return file.getvalue()
 
 
-def _svg(figure: Any) -> str:
-    out = io.BytesIO()
-    lay_out(figure)
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    head, tag, rest = out.getvalue().decode().partition("<defs>")
-    light = ""
-    dark = ""
-    for i, (colour, dark_colour) in enumerate(_DARK.items()):
-        rest = rest.replace(colour, f"var(--c{i})")
-        light += f"--c{i}: {colour}; "
-        dark += f"--c{i}: {dark_colour}; "
-    # An image has its own style sheet. Browsers give it the colour scheme of the page.
-    style = f":root {{ {light}}} @media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
-    return f"{head}<style>{style}</style>{tag}{rest}"
+def wav_file(samples: np.ndarray, rate: int) -> bytes:
+    """A WAV file of 16 bits."""
+    file = io.BytesIO()
+    clipped = np.clip(samples, -1, 1)
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, rate, 0, "NONE", ""))
+        out.writeframes((clipped * 32767).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 # The style sheet of the report page: light and dark, from a phone to a wide screen, without scripts.
@@ -421,7 +434,11 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0; } h2 { font-size: 18px; marg
 .figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; color: var(--dim); font-size: 14px; }
 .figure b { display: block; color: var(--ink); font-size: 20px; font-variant-numeric: tabular-nums; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px 20px; }
-.curves img { width: 100%; max-width: 560px; height: auto; }
+.plot { margin: 0; max-width: 620px; } .plot svg { display: block; width: 100%; height: auto; }
+.plot figcaption { font-size: 14px; } .plot text { font-size: 11.5px; fill: var(--dim); }
+.plot path, .plot line { fill: none; stroke-linejoin: round; } .plot .grid { stroke: var(--line); }
+.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 13px; color: var(--dim); padding-left: 11%; }
+.legend i { display: inline-block; width: 14px; height: 3px; margin-right: 5px; vertical-align: middle; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; min-width: min(100%, 480px); }
 th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
@@ -459,6 +476,16 @@ summary { cursor: pointer; color: var(--dim); }
 """
 
 
+def style() -> str:
+    """The style sheet with the colours of curves."""
+    light, dark = (
+        " ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours))
+        for colours in (COLOURS, DARK.values())
+    )
+    scheme = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f"{STYLE}:root {{ {light} }} {scheme}"
+
+
 NAME_WIDTH = 12
 
 
@@ -485,28 +512,67 @@ def _is_new(run: Run, seconds: float) -> bool:
 
 
 def write_page(run: Run) -> None:
-    """The page from what the run folder holds: with generated answers, without their media."""
+    """The page from what the run folder holds, with generated answers."""
     facts = RunFacts(run)
     write_report(
         run.dir / "report.html",
         run,
         title=str(facts.info.get("name", run.id)),
         subtitle=f"{run.id}, {_progress(facts)}",
-        examples=_answers(run),
+        examples=read_answers(run)[1],
     )
 
 
-def _answers(run: Run) -> list[Example]:
+def read_answers(run: Run, step: int | None = None) -> tuple[list[int], list[Example]]:
+    """The steps of the evaluations that `answers.jsonl` has, and the answers of one, by default the last.
+
+    Media of some rows, and what was spoken, are in the folder `answers` (`write_media`).
+    """
     file = run.dir / "answers.jsonl"
     if not file.is_file():
-        return []
-    records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-    last = max((record["step"] for record in records), default=0)
-    return [
-        Example(list, row["prompt"], row["expected"], row["written"], row["right"])
-        for row in records
-        if row["step"] == last
-    ]
+        return [], []
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            by_step.setdefault(record["step"], []).append(record)
+    steps = sorted(by_step)
+    rows = by_step.get(steps[-1] if step not in by_step else step, [])
+    examples = []
+    for row in rows:
+        read = [
+            partial(_read_files, run.dir / MEDIA_OF_ANSWERS, f"{row.get('sample')}-{kind}*")
+            for kind in ("media", "spoken")
+        ]
+        texts = row["prompt"], row["expected"], row["written"]
+        examples.append(Example(read[0], *texts, row["right"], read[1]))
+    return steps, examples
+
+
+def _read_files(folder: Path, pattern: str) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.glob(pattern))]
+
+
+def write_media(run: Run, samples: Sequence[int], examples: Sequence[Example]) -> None:
+    """Keep the media of the answers that a page shows, in the order of `answers.jsonl`; those before are removed."""
+    folder = run.dir / MEDIA_OF_ANSWERS
+    old = set(folder.glob("*-*"))
+    sample_of = {id(example): sample for example, sample in zip(examples, samples, strict=True)}
+    for example in _choose(examples, SHOWN):
+        sample = sample_of[id(example)]
+        kept = set(folder.glob(f"{sample}-media*"))
+        files = {} if kept else {"media": example.media()}
+        files["spoken"] = example.spoken()
+        for kind, contents in files.items():
+            for index, data in enumerate(contents):
+                if data:
+                    folder.mkdir(exist_ok=True)
+                    file = folder / f"{sample}-{kind}{index:03d}"
+                    file.write_bytes(data)
+                    kept.add(file)
+        old -= kept
+    for file in old:
+        file.unlink(missing_ok=True)
 
 
 def _progress(facts: RunFacts) -> str:

@@ -31,6 +31,7 @@ from mvp_engine.kit.data.settings import (
 from mvp_engine.tools import inspect_rows
 from mvp_engine.tools.inspect_rows import (
     Facts,
+    Keep,
     Sample,
     SourceFacts,
     bad_reason,
@@ -85,11 +86,12 @@ def inspect_kit(
     limit: int = 3,
     row: str | None = None,
     decode: bool = False,
+    keep: Keep = None,
 ) -> Facts:
     """All facts of a split. `row` is an index over all sources, or a place such as `rows.jsonl:17`."""
     sample = Sample(kit.row_encoder.template.reasoning_left_out)
     if kit.is_stream(split):
-        return _inspect_streams(kit, Inspection(split, sample), limit, row).facts(kit)
+        return _inspect_streams(kit, Inspection(split, sample), limit, row, keep).facts(kit)
     dataset = kit.dataset(split, global_batch_size=packs)
     mixture, costs = kit.measured(split)
     bad = kit.bad_rows(split)
@@ -134,6 +136,7 @@ def inspect_kit(
             source.where(index),
             source.root,
             dataset.formats[which],
+            keep,
         )
         number = int(dataset.first[which]) + index
         result.rows.append({"row": number, "source": mixture.names[which], **facts})
@@ -169,7 +172,7 @@ def _in_turn(sources: Sequence[Source], limit: int) -> list[tuple[int, int]]:
 
 
 def _inspect_streams(
-    kit: MLLMDataKit, result: Inspection, limit: int, row: str | None
+    kit: MLLMDataKit, result: Inspection, limit: int, row: str | None, keep: Keep
 ) -> Inspection:
     """Of streams, the first SAMPLE rows of each: the rest is known only once it is read."""
     most = inspect_rows.SAMPLE
@@ -199,7 +202,7 @@ def _inspect_streams(
                     counts.bad += 1
                     result.bad.append({"source": stream.name, "where": place, **bad_reason(error)})
             if is_shown:
-                facts = encoded_row(encoder, get, place, stream.root, stream.format)
+                facts = encoded_row(encoder, get, place, stream.root, stream.format, keep)
                 result.rows.append({"row": number, "source": stream.name, **facts})
             result.sample.add(get, stream.format)
         counts.tokens = sum(lengths[-counts.good :]) if counts.good else 0

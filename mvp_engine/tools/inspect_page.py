@@ -24,6 +24,7 @@ DIM = "dim"
 ERROR = "red"
 MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
 MAX_BAD_ROWS = 10
+SHOWN_ROWS = 3
 MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
 OVERLONG_FIX = "raise data.max_length or data.pack_tokens, or set data.overlong"
@@ -37,17 +38,23 @@ def print_inspection(
     model: str | None,
     split: str,
     row: str | None,
-    limit: int,
+    limit: int | None,
     pack_tokens: int,
+    html: str | None,
     decode: bool,
     strict: bool,
     as_json: bool,
 ) -> None:
     """Inspect a config's data, or a data file: with the processor of `model`, else only as it is read.
 
-    With `strict`, rows that cannot be trained on are an error, after everything is printed.
+    With `html`, the rows are shown in this file. With `strict`, rows that cannot be trained on are an error, after
+    everything is printed.
     """
-    options: Any = {"limit": limit, "row": row}
+    from mvp_engine.tools.inspect_gallery import ROWS, Gallery, write_gallery
+
+    gallery = Gallery()
+    options: Any = {"limit": limit or (ROWS if html else SHOWN_ROWS), "row": row}
+    options["keep"] = gallery.keep if html else None
     if Path(target).suffix in (".yaml", ".yml") or shipped_config(Path(target)):
         from mvp_engine.config import compose
         from mvp_engine.tools.inspect import config_data_kit, inspect_kit
@@ -73,8 +80,13 @@ def print_inspection(
 
         facts = inspect_file(target, **options)
     facts = {"data": target, "model": model, **facts}
+    if html:
+        write_gallery(Path(html), facts, gallery)
     if as_json:
         print(json.dumps(facts, indent=2))
+    elif html:
+        show({**facts, "rows": []}, Console(highlight=False))
+        print(f"{html} ({count(len(facts['rows']), 'row')})")
     else:
         show(facts, Console(highlight=False), in_full=row is not None)
     rows = sum(source["rows"] for source in facts["sources"])
@@ -88,7 +100,7 @@ def print_inspection(
 def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
     """Print all facts; with `in_full`, rows of any length are printed completely."""
     plain = console.color_system is None
-    console.print(_headline(facts))
+    console.print(headline(facts))
     _overview(facts, console)
     _histogram(facts["lengths"], console)
     show_bad(facts["bad"], console)
@@ -101,7 +113,7 @@ def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None
         _row(row, console, plain, in_full)
 
 
-def _headline(facts: dict[str, Any]) -> Text:
+def headline(facts: dict[str, Any]) -> Text:
     """One line that says whether the data can be trained on."""
     rows = sum(source["rows"] for source in facts["sources"])
     good = sum(source["good"] for source in facts["sources"])
@@ -265,7 +277,7 @@ def _text(sequence: dict[str, Any], plain: bool) -> Text:
     text = Text()
     for segment in sequence["text"]:
         if "media" in segment:
-            text.append(f"[{_media_item(sequence['media'][segment['media']])}]", MEDIA)
+            text.append(f"[{media_words(sequence['media'][segment['media']])}]", MEDIA)
         elif segment["learnt"] and plain:
             text.append(f"«{_clean(segment['text'])}»")
         else:
@@ -273,7 +285,7 @@ def _text(sequence: dict[str, Any], plain: bool) -> Text:
     return text
 
 
-def _media_item(item: dict[str, Any]) -> str:
+def media_words(item: dict[str, Any]) -> str:
     words = [item["kind"]]
     if "width" in item:
         words.append(f"{item['width']}x{item['height']}")

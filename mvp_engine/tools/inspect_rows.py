@@ -39,6 +39,9 @@ SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
 Format = RowFormat | str | None
 Facts = dict[str, Any]
+Keep = (
+    Callable[[str, Row, Path], None] | None
+)  # gets the rows that are shown, with their place and root
 
 
 @dataclass
@@ -156,13 +159,21 @@ def find_row(sources: Sequence[Source], row: str) -> tuple[int, int]:
 
 
 def encoded_row(
-    row_encoder: RowEncoder, get: Callable[[], Any], where: str, root: Path, row_format: Format
+    row_encoder: RowEncoder,
+    get: Callable[[], Any],
+    where: str,
+    root: Path,
+    row_format: Format,
+    keep: Keep = None,
 ) -> Facts:
     """A row, which `get` reads. Media are decoded too, so that a shown row is one that can be trained on."""
     facts: Facts = {"where": where, "format": None, "bad": None, "sequences": []}
     try:
         raw = get()
-        facts["format"] = read_row(raw, row_format).format
+        row = read_row(raw, row_format)
+        facts["format"] = row.format
+        if keep is not None:
+            keep(where, row, root)
         sequences = row_encoder.encode(raw, row_format, root)
         row_encoder.load(sequences, root, {})
     except BadRow as error:
@@ -227,7 +238,7 @@ def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[Facts]
 # ---- Rows as they are read, of a file without a model -------------------------------------------------
 
 
-def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
+def inspect_file(path: str, *, limit: int = 3, row: str | None = None, keep: Keep = None) -> Facts:
     """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
     if manifest := read_manifest(path):
         return _inspect_prepared(path, manifest)
@@ -269,6 +280,8 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> Facts:
         if index in shown_rows:
             facts["format"] = shown_rows[index].format
             facts["sequences"] = plain_row(shown_rows[index])
+            if keep is not None:
+                keep(facts["where"], shown_rows[index], source.root)
         row_facts.append(facts)
     sample = Sample()
     sample.add_source(source, row_format)

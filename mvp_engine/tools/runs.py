@@ -19,11 +19,13 @@ SPLITS = ("train", "eval")
 
 
 def runs_command(
-    names: list[str], plot: str | None, out: str | None, root: str, *, as_json: bool
+    names: list[str], plot: str | None, out: str | None, port: int, root: str, *, as_json: bool
 ) -> None:
-    """List all runs, show one, compare two, or plot a metric of some."""
+    """List all runs, show one, compare two, plot a metric of some, or serve a page of them."""
     folder = Path(root)
-    if plot is not None:
+    if names[:1] == ["serve"]:
+        serve(folder, names[1:], port)
+    elif plot is not None:
         plot_metric(folder, names or ["latest"], plot, out, as_json=as_json)
     elif not names:
         print_runs(folder, as_json=as_json)
@@ -33,6 +35,22 @@ def runs_command(
         print_diff(folder, *names, as_json=as_json)
     else:
         raise UserError(f"{len(names)} runs: give two to compare, or --plot METRIC")
+
+
+def serve(root: Path, names: list[str], port: int) -> None:
+    """The live page of some runs, or of the newest one, until Ctrl-C. A sweep's name stands for its runs."""
+    from mvp_engine.report.live import LiveServer
+
+    known = list_runs(root)
+    runs = []
+    for name in names:
+        runs += [run for run in known if run.id.startswith(f"{name}-")] or [open_run(name, root)]
+    with LiveServer(root, runs, port) as server:
+        print(
+            f"{server.url}  (this machine only; from another one: ssh -L {server.port}:127.0.0.1:{server.port} HOST)"
+        )
+        print("Ctrl-C ends it; trainings are not affected", flush=True)
+        server.serve_forever()
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:

@@ -59,11 +59,10 @@ def test_report_escapes_everything_from_data(tmp_path):
     )
     assert "script" not in {tag for tag, _ in page.tags}
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
-    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml"] * 2 + [
-        "data:image/png"
-    ]
+    assert [source.split(";")[0] for source in sources] == ["data:image/png"]
+    assert [tag for tag, _ in page.tags].count("svg") == 2
     assert not [given for _, given in page.tags if any(name.startswith("on") for name in given)]
-    assert page.text.count(EVIL) == 14
+    assert page.text.count(EVIL) == 16
     (policy,) = [
         given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given
     ]

@@ -30,7 +30,6 @@ from mvp_engine.hf.model.config_source import read_config
 from mvp_engine.hf.weights.export import WholeFolder
 from mvp_engine.hf.weights.load import load
 from mvp_engine.kit.decoding import with_completion
-from mvp_engine.kit.examples import wav_file
 from mvp_engine.kit.generation import Answer, Completions
 from mvp_engine.kit.speech.codec import Codec
 from mvp_engine.kit.speech.csm import CsmModel, CsmPasses
@@ -38,6 +37,7 @@ from mvp_engine.kit.speech.omni_model import VOCODER, OmniModel
 from mvp_engine.kit.speech.protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.kit.speech.rows import FIRST_CODE, FRAME_COUNTS, SPEECH, TEXT, SpeechRows
 from mvp_engine.kit.speech.settings import SpeechGeneration
+from mvp_engine.report.page import wav_file
 
 
 class SpeakingPasses(Protocol):
