@@ -6,7 +6,7 @@ bounded size that the processes of a machine share. Environment variables: `MVP_
 request is retried, 300), `MVP_STORE_CACHE` (the folder), `MVP_STORE_CACHE_GIB` (its size). No torch is imported.
 
     CACHE/ab/<hash of the URL>/.url             which URL it is
-    CACHE/ab/<hash of the URL>/<version>/name   a version of the file, or of the files of a folder; read-only
+    CACHE/ab/<hash of the URL>/<version>/NAME   a version of the file, or of a folder with files
     CACHE/kept/                                 what running processes keep: these versions are not evicted
 """
 
@@ -132,7 +132,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
             f"{redacted(url)} needs {error.name}: pip install 'mvp-engine[{extra}]'"
         ) from None
     options: dict[str, Any] = {"use_listings_cache": False} if extra else {}
-    if extra == "s3":
+    if scheme == "file":
+        options["auto_mkdir"] = True
+    elif extra == "s3":
         waits = {"connect_timeout": 10, "read_timeout": 30}
         options["config_kwargs"] = {**waits, "retries": {"max_attempts": 0}}
     elif extra == "http":
@@ -285,6 +287,12 @@ def read_url(url: str | Path, start: int | None = None, end: int | None = None) 
 
 def write_url(url: str | Path, data: bytes) -> None:
     """Write a file in one request: it is there as a whole, or not."""
+    if as_url(url).startswith("file://"):
+        file = local_copy(url)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as temporary:
+            temporary.write_bytes(data)
+        return
     _request(as_url(url), "writing", lambda fs, path: _writable(fs, url).pipe_file(path, data))
 
 
@@ -419,15 +427,14 @@ def local_folder(url: str | Path, patterns: Sequence[str] | None = None) -> Path
     if not files or url in listed:
         raise MissingUrl(f"{redacted(url)} is not a folder with files")
     version = _home(url) / _hash(str(sorted((name, one.etag) for name, (_, one) in files.items())))
-    chosen = {
-        name: file
-        for name, file in files.items()
-        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
-    for name in chosen:
-        join_url(url, name)  # raises for a name that leads out
+    name = url_name(url)
+    chosen: dict[str, tuple[str, Entry]] = {}
+    for below, file in files.items():
+        join_url(url, below)  # raises for a name that leads out
+        if patterns is None or any(fnmatch.fnmatchcase(below, pattern) for pattern in patterns):
+            chosen[f"{name}/{below}"] = file
     _fetch(url, version, chosen, keep=True)
-    return version
+    return version / name
 
 
 def url_of(path: Path) -> str | None:
@@ -437,11 +444,9 @@ def url_of(path: Path) -> str | None:
         return None
     parts = path.relative_to(root).parts
     file = root.joinpath(*parts[:2], ".url")
-    if len(parts) < 3 or not file.is_file():
+    if len(parts) < 4 or not file.is_file():
         return None
-    url = file.read_text()
-    is_file = len(parts) == 4 and url_name(url) == parts[3]
-    return url if is_file else "/".join([url, *parts[3:]])
+    return "/".join([file.read_text(), *parts[4:]])
 
 
 def _fetch(url: str, version: Path, files: dict[str, tuple[str, Entry]], keep: bool) -> None:
