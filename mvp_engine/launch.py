@@ -213,7 +213,8 @@ def _attempt(
                     page="plot" in config.log.backends,
                     summary="terminal" in config.log.backends and status == "finished",
                 )
-                engine.checkpoints.copy_files()
+                if manager := getattr(engine, "checkpoints", None):
+                    manager.copy_files()
 
 
 def _agree_on_start(config: Config, world: World) -> Start:

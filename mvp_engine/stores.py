@@ -213,11 +213,8 @@ def _is_refused(error: Exception) -> bool:
     """Whether trying again is of no use: no access, no credentials, a wrong request."""
     status = getattr(error, "status", 0)
     is_client_error = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-    return (
-        isinstance(error, PermissionError)
-        or "Credential" in type(error).__name__
-        or is_client_error
-    )
+    is_refused = isinstance(error, PermissionError | ValueError) or is_client_error
+    return is_refused or re.search("Credential|Validation", type(error).__name__) is not None
 
 
 def _is_local(error: Exception) -> bool:
@@ -306,6 +303,19 @@ def upload(file: Path, url: str | Path) -> None:
             raise OSError(f"the store has {size} bytes of {file.stat().st_size}")
 
     _request(as_url(url), f"uploading {file.name} to", work)
+
+
+def upload_folder(folder: Path, url: str | Path, last: str) -> None:
+    """Copy a folder to a URL, the file that makes it readable `last`; other files that are there are deleted."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    targets = {
+        join_url(url, name): name for name in sorted(names, key=lambda name: (name == last, name))
+    }
+    remove_url(join_url(url, last))
+    for target, name in targets.items():
+        upload(folder / name, target)
+    for extra in set(list_url(url)) - {*targets}:
+        remove_url(extra)
 
 
 def remove_url(url: str | Path) -> None:
@@ -437,6 +447,15 @@ def local_folder(url: str | Path, patterns: Sequence[str] | None = None) -> Path
     return version / name
 
 
+def local_paths(url: str | Path) -> list[Path]:
+    """Local copies of what a source names: of files and patterns the files, of a folder the folder. Kept."""
+    url = as_url(url)
+    files = list_url(url)
+    if files and url not in files and not _MAGIC.search(url):
+        return [local_folder(url)]
+    return [local_copy(file, keep=True) for file in files]
+
+
 def url_of(path: Path) -> str | None:
     """The URL of a file or folder that the cache holds; None for other paths."""
     root = cache_folder()
@@ -467,6 +486,9 @@ def _fetch(url: str, version: Path, files: dict[str, tuple[str, Entry]], keep: b
                 (version / name).parent.mkdir(parents=True, exist_ok=True)
                 with atomic_path(version / name) as temporary:
                     download(source, temporary, entry)
+                    os.utime(
+                        temporary, (0, 0)
+                    )  # the same after another download: sizes of media are cached
     _used(version, keep)
 
 

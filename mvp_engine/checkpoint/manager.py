@@ -62,7 +62,7 @@ class CheckpointManager:
         self._host_copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
+            for leftover in folder.glob(".tmp-*"):
                 remove(leftover)
             self._link_latest()  # a crash may have happened between a checkpoint and its symlink
         world.barrier()

@@ -11,6 +11,7 @@ job's store: there is no collective, which an outage would let time out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -26,7 +27,7 @@ from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, count, reason_of
-from mvp_engine.files import atomic_path, is_inside, remove, temporary_path
+from mvp_engine.files import atomic_path, is_inside, remove
 from mvp_engine.runs import STEP_PREFIX, Run, checkpoint_step
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -81,11 +82,21 @@ class RemoteRun:
         ] = {}  # files of the run folder, as they were uploaded
         with raise_on_all_ranks(world.host_group):
             if world.is_main:
+                self._refuse_other_run()
                 stored = manifests(self.url)
                 self.last = max(stored, default=None)
                 self._clean(stored)
                 self.copy_files()  # an error in rights or names comes before the first step
         self._attempt = world.broadcast(secrets.token_hex(4))
+
+    def _refuse_other_run(self) -> None:
+        with contextlib.suppress(stores.MissingUrl):
+            info = json.loads(stores.read_url(f"{self.url}/run.json"))
+            if info["created"] != self.run.info["created"]:
+                raise UserError(
+                    f"checkpoint.remote: {self.url} is another run of this name: continue it with resume={self.url}, "
+                    "or set another run_id"
+                )
 
     @property
     def busy(self) -> bool:
@@ -272,7 +283,8 @@ def _fetch(manifest: str, folder: Path, world: World) -> Path:
     url = ""
     files: dict[str, int] = {}
     final = folder / stores.url_name(manifest).removesuffix(".json")
-    temporary = temporary_path(final)
+    # Not the name of a checkpoint that is being written, which a launch completes if it has its `meta.json`.
+    temporary = final.with_name(f".tmp-fetch-{final.name}")
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
             url, files = _read_manifest(manifest)
@@ -290,7 +302,7 @@ def _fetch(manifest: str, folder: Path, world: World) -> Path:
         verify(temporary, world.rank, world.size)
 
     try:
-        _in_thread(work, world)
+        run_in_thread(work, world)
         if world.is_main:
             remove(final)
             temporary.rename(final)
@@ -302,7 +314,7 @@ def _fetch(manifest: str, folder: Path, world: World) -> Path:
     return final
 
 
-def _in_thread(work: Callable[[], None], world: World) -> None:
+def run_in_thread(work: Callable[[], None], world: World) -> None:
     """Run long work on each rank, while short collectives keep the ranks together; raises on all ranks."""
     failed: list[Exception] = []
 
