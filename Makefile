@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray goldens lint format clean
+.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-stores goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -104,6 +104,16 @@ test-ray:
 	$$uv pip install --quiet --python .venvs/ray/bin/python --constraint constraints.txt --editable '.[dev,ray]'
 	@.venvs/ray/bin/pytest --campaign -k ray tests/worker/test_ray_guard.py tests/worker/test_ray_launcher.py \
 	  tests/recipes/test_episode_runs.py tests/test_nodes.py
+
+# Training from and to a local S3 server that fails in every way, in an environment of its own below .venvs/: botocore
+# needs an older python-dateutil than constraints.txt has.
+test-stores:
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 .venvs/stores && \
+	$$uv pip install --quiet --python .venvs/stores/bin/python --constraint <(grep -v ^python-dateutil constraints.txt) \
+	  --editable '.[dev,s3,gcs,azure]' 'moto[server]==5.2.5' && \
+	$$uv pip list --python .venvs/stores/bin/python | grep -E '^(s3fs|moto|fsspec|gcsfs|adlfs) '
+	@.venvs/stores/bin/pytest --campaign tests/test_s3.py
 
 clean:
 	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

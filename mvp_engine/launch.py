@@ -25,7 +25,7 @@ from mvp_engine.config.engine_class import check_workflow
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.engine import Engine
-from mvp_engine.engine.state import Start, choose_start
+from mvp_engine.engine.state import Start, choose_start, download_checkpoint
 from mvp_engine.errors import (
     ERROR_FILE,
     EXIT_BUG,
@@ -213,6 +213,8 @@ def _attempt(
                     page="plot" in config.log.backends,
                     summary="terminal" in config.log.backends and status == "finished",
                 )
+                if manager := getattr(engine, "checkpoints", None):
+                    manager.copy_files()
 
 
 def _agree_on_start(config: Config, world: World) -> Start:
@@ -234,7 +236,7 @@ def _agree_on_start(config: Config, world: World) -> Start:
             f"the run folder {folder}, which rank 0 created, does not exist on another node: set output_dir to a "
             "folder that all nodes share"
         )
-    return chosen or start
+    return download_checkpoint(chosen or start, world, config.workflow)
 
 
 def _make_deterministic(wanted: bool) -> None:

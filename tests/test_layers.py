@@ -16,7 +16,8 @@ from conftest import ROOT
 from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
-LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "config.schema", "log.format"}
+LEAVES = {"errors", "files", "imports", "plugins", "runs", "process", "stores"}
+LEAVES |= {"config.schema", "log.format"}
 ROOMS = [
     "cli",
     "tools",
@@ -37,10 +38,10 @@ PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
 APART = PLUGIN_KITS - {"plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
-FILES = 263
+FILES = 266
 ONE_IMPORTER_MODULES = 33
-CONFIG_KEYS = 154
-UNSET_KEYS = 19  # that no shipped config sets
+CONFIG_KEYS = 155
+UNSET_KEYS = 20  # that no shipped config sets
 COMMANDS = 16
 SFT_MODULES = 162
 STEP_FILES = 55

@@ -7,6 +7,7 @@ checkpoints/latest, best      symlinks
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -20,17 +21,21 @@ from torch import Tensor
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.format import META, Shard
+from mvp_engine.checkpoint.remote import RemoteRun, cached_checkpoint, steps_to_delete
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporary_path
 from mvp_engine.runs import (
     DIVERGED_PREFIX,
     STEP_PREFIX,
+    Run,
     best_checkpoint,
     checkpoint_step,
     complete_checkpoints,
 )
+from mvp_engine.stores import as_url, is_url
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -57,10 +62,14 @@ class CheckpointManager:
         self._host_copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
+            for leftover in folder.glob(".tmp-*"):
                 remove(leftover)
             self._link_latest()  # a crash may have happened between a checkpoint and its symlink
         world.barrier()
+        self.remote: RemoteRun | None = None
+        if config.remote is not None:
+            self.remote = RemoteRun(Run(folder.parent), config, world)
+            self._upload_newest()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy this rank's shards to the host, then write them in the background.
@@ -71,16 +80,54 @@ class CheckpointManager:
         A failed write is logged as an error and sets `failed`; it does not stop the training.
         """
         self.wait()
+        upload = self.remote is not None and not self._is_uploading(step)
         shards = list(checkpoint_format.shards_of(tensors))
         in_place = [shard for shard in shards if self._is_offloaded(shard)]
         copies = self._copy_to_host([shard for shard in shards if not self._is_offloaded(shard)])
         meta = {"step": step, **meta, "world_size": self.world.size}
         self._thread = threading.Thread(
-            target=self._write, args=(step, [*copies, *in_place], meta), name="mvp-checkpoint"
+            target=self._write,
+            args=(step, [*copies, *in_place], meta, upload),
+            name="mvp-checkpoint",
         )
         self._thread.start()
         if self.write_more is not None or in_place:
             self.wait()
+
+    def _is_uploading(self, step: int) -> bool:
+        """Whether an earlier checkpoint is still being uploaded on any rank: then this one is kept here alone."""
+        assert self.remote is not None
+        busy = self.world.any(self.remote.busy)[0]
+        if busy and self.world.is_main:
+            LOGGER.warning(
+                "the checkpoint of step %d stays here: the upload of step %s has not ended. The next one is uploaded",
+                step,
+                self.remote.uploading,
+            )
+        return busy
+
+    def _upload_newest(self) -> None:
+        """Upload the newest checkpoint, if a launch that was killed has not done it."""
+        assert self.remote is not None
+        found = complete_checkpoints(self.folder)[-1:] if self.world.is_main else []
+        due = [path for path in found if checkpoint_step(path) != self.remote.last]
+        for path in self.world.broadcast(due):
+            self.remote.start(path)
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint is written and, with `checkpoint.remote`, uploaded; raise if it is not."""
+        self.wait()
+        if self.remote is not None:
+            newest = complete_checkpoints(self.folder)[-1] if self.world.is_main else None
+            self.remote.finish(self.world.broadcast(newest))
+
+    def copy_files(self) -> None:
+        """Upload the files of the run folder as they are at its end, with `checkpoint.remote`."""
+        if self.remote is not None:
+            try:
+                self.remote.copy_files()
+            except UserError as error:
+                LOGGER.error("the last files of the run were not uploaded: %s", error)
 
     def _is_offloaded(self, shard: Shard) -> bool:
         """Whether this is an optimizer state that a training on a GPU keeps on the host; step counts are scalars."""
@@ -119,6 +166,8 @@ class CheckpointManager:
             folder.rename(target)
         if self.world.is_main:
             self._link_latest()
+        if self.remote is not None:
+            self.remote.retire(after)
         self.world.barrier()  # a rank that exits first must not end rank 0 meanwhile
         return [folder.name for folder in found]
 
@@ -137,25 +186,23 @@ class CheckpointManager:
             self._thread = None
             self._link_best()
 
-    def _write(self, step: int, shards: list[Shard], meta: dict[str, Any]) -> None:
+    def _write(self, step: int, shards: list[Shard], meta: dict[str, Any], upload: bool) -> None:
         folder = self.folder / _folder_name(step)
         temporary = temporary_path(folder)
         started = time.monotonic()
         self.failed = False
         try:
             checkpoint_format.write(temporary, shards, self.group)
+            # What is uploaded has to be published, which the other ranks only learn by a collective.
+            with raise_on_all_ranks(self.group) if upload else contextlib.nullcontext():
+                if self.world.is_main:
+                    self._publish(temporary, folder, meta)
+                    LOGGER.info("checkpoint %s (%.2f s)", folder, time.monotonic() - started)
+            if upload and self.remote is not None:
+                self.remote.best = self._best
+                self.remote.start(folder)
             if self.world.is_main:
-                if self.extra_folder is not None and self.extra_folder.is_dir():
-                    copied = temporary / self.extra_folder.name
-                    shutil.copytree(self.extra_folder, copied, dirs_exist_ok=True)
-                if self.write_more is not None:
-                    self.write_more(temporary)
-                # Replaces a checkpoint of the same step; `recover` finishes a rename that a kill interrupts.
-                checkpoint_format.publish(temporary, folder, meta)
-                atomic_symlink(self.folder / "latest", folder.name)
-                self._link_best()
                 self._prune()
-                LOGGER.info("checkpoint %s (%.2f s)", folder, time.monotonic() - started)
         except Exception as error:  # noqa: BLE001 - training continues, older checkpoints stay
             self.failed = True
             LOGGER.error(
@@ -169,6 +216,17 @@ class CheckpointManager:
             if self.world.is_main:
                 remove(temporary)
 
+    def _publish(self, temporary: Path, folder: Path, meta: dict[str, Any]) -> None:
+        if self.extra_folder is not None and self.extra_folder.is_dir():
+            copied = temporary / self.extra_folder.name
+            shutil.copytree(self.extra_folder, copied, dirs_exist_ok=True)
+        if self.write_more is not None:
+            self.write_more(temporary)
+        # Replaces a checkpoint of the same step; `recover` finishes a rename that a kill interrupts.
+        checkpoint_format.publish(temporary, folder, meta)
+        atomic_symlink(self.folder / "latest", folder.name)
+        self._link_best()
+
     def _link_best(self) -> None:
         name = _folder_name(self._best or 0)
         if self.world.is_main and (self.folder / name / META).is_file():
@@ -178,15 +236,12 @@ class CheckpointManager:
                 LOGGER.error("%s could not be linked: %s", self.folder / "best", error)
 
     def _prune(self) -> None:
-        """Delete old checkpoints, but not the newest `keep_n`, every `keep_every`-th step and the best one."""
-        if self.config.keep_n is None:
-            return
-        best = (self.folder / "best").resolve().name
-        for old in complete_checkpoints(self.folder)[: -self.config.keep_n]:
-            step = checkpoint_step(old) or 0
-            is_milestone = self.config.keep_every and step % self.config.keep_every == 0
-            if old.name != best and not is_milestone:
-                remove_atomically(old)
+        """Delete old checkpoints, but not one that is being uploaded."""
+        found = {checkpoint_step(path) or 0: path for path in complete_checkpoints(self.folder)}
+        best = checkpoint_step((self.folder / "best").resolve())
+        for step in steps_to_delete([*found], best, self.config):
+            if self.remote is None or not self.remote.busy or step != self.remote.uploading:
+                remove_atomically(found[step])
 
 
 def recover(folder: Path) -> None:
@@ -198,7 +253,12 @@ def recover(folder: Path) -> None:
 
 
 def find_checkpoint(path: Path, best: bool = False) -> Path:
-    """The complete checkpoint at `path`, or the newest one of the run folder at `path`; `best`: its best one."""
+    """The complete checkpoint at `path`, or the newest one of the run folder at `path`; `best`: its best one.
+
+    One at a URL is downloaded into the cache.
+    """
+    if is_url(path):
+        return cached_checkpoint(as_url(path), best)
     checkpoint_format.publish_leftover(path)
     if (path / META).is_file():
         return path.resolve()

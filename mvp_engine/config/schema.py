@@ -18,9 +18,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mvp_engine import plugins
+from mvp_engine.stores import is_url
 
 
 class Section(BaseModel):
@@ -177,6 +178,14 @@ class Checkpoint(Section):
     best_mode: Literal["min", "max"]
     trainable_only: bool | None
     patience: Count | None
+    remote: str | None
+
+    @field_validator("remote")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not is_url(value):
+            raise ValueError(f"write a URL, such as s3://bucket/runs or file://{value}")
+        return value
 
 
 class GroupParallel(Section):

@@ -243,7 +243,7 @@ class Engine(EngineHooks):
             self.save()
             self.checkpoints.wait()
             if not self.world.any(self.checkpoints.failed)[0]:
-                return
+                return self.checkpoints.finish()
             self.saved_at = -1
         raise UserError(
             f"the state at step {self.step} could not be saved in {self.run.checkpoints}: the log says why. "

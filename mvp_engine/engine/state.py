@@ -8,7 +8,8 @@ import math
 import os
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mvp_engine.checkpoint import CorruptCheckpoint, SavedState
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
+from mvp_engine.checkpoint.remote import adopt_run, fetch_newest, manifests, newest_run
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import JOB_ID, UserError, count
@@ -26,6 +28,7 @@ from mvp_engine.files import atomic_write_text, remove
 from mvp_engine.hf.model.model_parts import table, trained_parts
 from mvp_engine.runs import (
     CORRUPT_PREFIX,
+    STEP_PREFIX,
     Run,
     best_checkpoint,
     checkpoint_step,
@@ -33,9 +36,11 @@ from mvp_engine.runs import (
     launcher_id,
     list_runs,
 )
+from mvp_engine.stores import as_url, is_url, join_url, url_name
 
 if TYPE_CHECKING:
     from mvp_engine.config.schema import Parallel
+    from mvp_engine.distributed import World
     from mvp_engine.engine.engine import Engine
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -46,6 +51,9 @@ class Start:
     run: Run
     checkpoint: Path | None
     message: str
+    remote: str | None = (
+        None  # the URL of a run or a checkpoint to download: see `download_checkpoint`
+    )
     owned: bool = True  # this launch makes or trains the run; False: it only reads it
     before: dict[str, Any] | None = None  # `run.json` of a resumed run, as this launch found it
 
@@ -71,6 +79,9 @@ def choose_start(config: Config) -> Start:
             if run.info.get("launcher") == launcher_id()
         ]
         if restarted:
+            # The disk is that of the run: its checkpoints are here.
+            local = config.checkpoint.model_copy(update={"remote": None})
+            config = config.model_copy(update={"checkpoint": local})
             return _resume(restarted[-1], config, "restarted by torchrun")
     if config.resume == "":
         raise UserError(
@@ -80,6 +91,7 @@ def choose_start(config: Config) -> Start:
         return Start(_new_run(config, root), None, f"a new run of {config.run_name}")
     if config.resume == "auto":
         runs = [run for run in list_runs(root, config.run_name) if _can_resume(run, config)]
+        runs += _newer_remote_run(config, root, runs[-1:])
         if runs:
             return _resume(runs[-1], config, "resume=auto")
         none = f"no run named {config.run_name!r} in {root.absolute()}"
@@ -88,6 +100,8 @@ def choose_start(config: Config) -> Start:
         return Start(
             _new_run(config, root), None, f"resume=auto found {none}: a new run from step 0"
         )
+    if is_url(config.resume):
+        return _resume_url(as_url(config.resume).rstrip("/"), config, root)
     path = Path(config.resume).expanduser()
     if (path / "run.json").is_file():
         find_checkpoint(path)  # named on purpose, so having none is an error
@@ -105,6 +119,56 @@ def choose_start(config: Config) -> Start:
     return Start(run, checkpoint, f"a new run from checkpoint {checkpoint}")
 
 
+def _newer_remote_run(config: Config, root: Path, local: list[Run]) -> list[Run]:
+    """The newest run of this name at `checkpoint.remote`, as a run folder here, unless a local one is newer."""
+    remote = config.checkpoint.remote
+    found = remote and newest_run(remote, config.run_name, config.run_id)
+    if not found or (local and local[0].info["created"] > found[0]):
+        return []
+    return [_adopt(found[1], root)]
+
+
+def _adopt(url: str, root: Path) -> Run:
+    """The run folder of a run at a URL; its files are downloaded if it is not there."""
+    run = Run(root / url_name(url))
+    if not (run.dir / "run.json").is_file():
+        run.dir.mkdir(parents=True, exist_ok=True)
+        adopt_run(url, run.dir)
+    return run
+
+
+def _resume_url(url: str, config: Config, root: Path) -> Start:
+    """Continue the run at a URL, or start a new run from a checkpoint there, or read one."""
+    step = checkpoint_step(Path(url))
+    if config.workflow == "train" and step is None:
+        if not manifests(url):
+            raise UserError(f"resume={url}: there is no run with a complete checkpoint")
+        return _resume(_adopt(url, root), config, f"resume={url}", url)
+    run = _new_run(config, root)
+    run.note(parent=url)
+    message = f"a new run from checkpoint {url}"
+    return Start(
+        run, None, message if config.workflow == "train" else f"{config.workflow} with {url}", url
+    )
+
+
+def download_checkpoint(start: Start, world: World, workflow: str) -> Start:
+    """The start with a local checkpoint in place of one at a URL. All ranks call it."""
+    if start.remote is None:
+        return start
+    if start.before is None:
+        best = workflow != "train"
+        get = partial(find_checkpoint, Path(start.remote), best)
+        world.once_per_node(get, f"checkpoint/{start.run.id}")
+        return replace(start, checkpoint=get())
+    local = world.broadcast(start.run.checkpoint_list()[-1:])
+    after = max((checkpoint_step(path) or 0 for path in local), default=-1)
+    found = fetch_newest(start.remote, start.run.checkpoints, after, world)
+    if found is None and not local:
+        raise UserError(f"{start.remote} has no intact checkpoint, and {start.run.dir} has none")
+    return replace(start, checkpoint=found or local[0])
+
+
 def _can_resume(run: Run, config: Config) -> bool:
     """A run with a checkpoint; or, for training, one that was killed before its first. Not a launch that failed."""
     if config.run_id not in (None, run.id) or run.info.get("workflow") != "train":
@@ -119,12 +183,17 @@ def _new_run(config: Config, root: Path) -> Run:
     return run
 
 
-def _resume(run: Run, config: Config, why: str) -> Start:
+def _resume(run: Run, config: Config, why: str, url: str | None = None) -> Start:
+    """Continue a run from its newest checkpoint: here, or at its `url`, by default in `checkpoint.remote`."""
+    if config.checkpoint.remote is not None and url is None:
+        url = join_url(config.checkpoint.remote, run.id)
     if config.workflow == "train":
         run.lock()
         recover(run.checkpoints)
     checkpoints = run.checkpoint_list()
     if config.workflow != "train":
+        if not checkpoints and url is not None and manifests(url):
+            return Start(run, None, f"{why}: {config.workflow} with {url}", url, owned=False)
         if not checkpoints:
             raise UserError(
                 f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with"
@@ -132,10 +201,18 @@ def _resume(run: Run, config: Config, why: str) -> Start:
         best = best_checkpoint(run.checkpoints) or checkpoints[-1]
         which = "" if best == checkpoints[-1] else f", the best one; the last is {checkpoints[-1]}"
         return Start(run, best, f"{why}: {config.workflow} with {best}{which}", owned=False)
-    if checkpoints:
-        refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.train.max_steps)
-    before = run.info
     checkpoint = checkpoints[-1] if checkpoints else None
+    step = -1 if checkpoint is None else checkpoint_step(checkpoint) or 0
+    newest = max(manifests(url), default=-1) if url is not None else -1
+    if url is not None and newest > step:
+        adopt_run(url, run.dir)  # with the metrics until then
+        step = newest
+        checkpoint = run.checkpoints / f"{STEP_PREFIX}{step:08d}"
+        why = f"{why}: {url} has a newer checkpoint"
+    else:
+        url = None
+    refuse_beyond_the_end(run, step, config.train.max_steps)
+    before = run.info
     if checkpoint is not None:
         message = f"continuing {run.dir} from {checkpoint.name}"
     elif parent := before.get("parent"):
@@ -144,7 +221,7 @@ def _resume(run: Run, config: Config, why: str) -> Start:
     else:
         message = f"run {run.dir} has no complete checkpoint, it starts again from step 0"
     run.note(status="running", launcher=launcher_id())
-    return Start(run, checkpoint, f"{why}: {message}", before=before)
+    return Start(run, checkpoint, f"{why}: {message}", url, before=before)
 
 
 def refuse_beyond_the_end(run: Run, step: int, total: int | None) -> None:

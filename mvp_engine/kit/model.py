@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from mvp_engine.checkpoint.remote import run_in_thread
 from mvp_engine.config.schema import Model, Part
 from mvp_engine.data import keep_rng_state
 from mvp_engine.data.batch import PackedBatch
@@ -36,6 +38,7 @@ from mvp_engine.kit.generation import check_writes
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 from mvp_engine.model_engine.fsdp.compile import use_cache
 from mvp_engine.ops import flash_attention
+from mvp_engine.stores import as_url, is_url, upload_folder
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -226,18 +229,21 @@ def export_folder(engine: Any) -> Path:
     if not engine.world.broadcast(folder.exists()):
         with engine.eval_weights():
             engine.model_engine.export_hf(folder)
-    if engine.world.is_main and link is not None:
+    if link is not None and is_url(link):
+        upload = partial(upload_folder, folder.resolve(), link, "config.json")
+        run_in_thread(upload if engine.world.is_main else lambda: None, engine.world)
+    elif engine.world.is_main and link is not None:
         link.parent.mkdir(parents=True, exist_ok=True)
         atomic_symlink(link, os.path.relpath(folder.resolve(), link.parent.resolve()))
-    link_note = f", also found as {link}" if link else ""
+    link_note = f", also found as {as_url(link)}" if link else ""
     engine.logger.info("Hugging Face folder: %s%s", folder, link_note)
     return folder
 
 
 def export_link(export: str | None) -> Path | None:
-    """Returns the path of the symlink, or None. Raises if it cannot be created there."""
-    if export is None:
-        return None
+    """Returns the path of the symlink, or the URL of the copy, or None. Raises if it cannot be created there."""
+    if export is None or is_url(export):
+        return export and Path(export)  # type: ignore[return-value]
     link = Path(export).expanduser()
     if link.exists() and not link.is_symlink():
         raise UserError(

@@ -62,7 +62,8 @@ class MLLMConfig(Config):
     """Data that a function writes once, before they are read: {by: ../data.py:build, folder: FOLDER, ...}. `by` is next
     to the config, or module:function; it gets the folder and the other values. null: the data exist."""
     export_link: str | None = None
-    """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
+    """A symlink to the Hugging Face folder of the newest finished run, or the URL of a copy; null: no export after
+    training."""
 
     @model_validator(mode="after")
     def _check_sections(self) -> MLLMConfig:

@@ -49,7 +49,7 @@ SECTIONS = {
     "GPUs": ["driver", "cuDNN", "GPUs"],
     "Kernels": ["attention", "loss", "torch.compile", "FP8", "NF4", "mixers"],
     "Media": ["image", "video", "audio"],
-    "Disk": ["disk"],
+    "Disk": ["disk", "stores"],
 }
 HEADINGS = {checks[0]: heading for heading, checks in SECTIONS.items()}
 MODULE = "mvp_engine.tools.doctor_checks"

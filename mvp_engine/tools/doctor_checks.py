@@ -48,6 +48,7 @@ from mvp_engine.tools.doctor import (
     problem,
     warning,
 )
+from mvp_engine.tools.store_speed import check_stores
 
 TOLERANCE = 2e-2  # relative error of bf16 kernels
 COMPILER_FIX = "install a C compiler and Python's headers (apt install gcc python3-dev); without: model.compile=null"
@@ -87,6 +88,7 @@ def checks_of(request: Request) -> dict[str, Check]:
         "mixers": Check(check_mixers, True, "a kernel fails", "pip install -U fla-core"),
         **{kind: Check(partial(check_media, kind)) for kind in MEDIA},
         "disk": Check(partial(check_free_space, request)),
+        "stores": Check(lambda: check_stores(_composed(request))),
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mvp_engine import stores
 from mvp_engine.checkpoint.format import Reader, verify, write_safetensors
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.checkpoint.state import HF, ema_name, is_weight, read_shared
@@ -41,6 +43,15 @@ def export_command(
     elif ignored := [key for key, value in of_push.items() if value]:
         names = " and ".join(f"--{key.replace('_', '-').removeprefix('as-')}" for key in ignored)
         raise UserError(f"mvp export: {names} without --push: add --push ORG/NAME, or leave it out")
+    elif stores.is_url(out):
+        if stores.list_url(out):
+            raise UserError(f"{out} exists and is not empty; choose another name, or remove it")
+        stores.cache_folder().mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=stores.cache_folder(), prefix=".export") as temporary:
+            folder = Path(temporary) / stores.url_name(out)
+            write_folder(checkpoint, str(folder), root, adapter=adapter, **options)
+            stores.upload_folder(folder, out, "adapter_config.json" if adapter else "config.json")
+        print(f"uploaded to {out}")
     else:
         write_folder(checkpoint, out, root, adapter=adapter, **options)
 

@@ -33,6 +33,7 @@ KEYS = {
     "best_mode": "min",
     "trainable_only": None,
     "patience": None,
+    "remote": None,
 }
 
 

@@ -27,13 +27,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel
 
-from mvp_engine import plugins
+from mvp_engine import plugins, stores
 from mvp_engine.config.schema import Config
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE
 from mvp_engine.runs import Run
+from mvp_engine.stores import is_url
 
 LOGGER = logging.getLogger("mvp_engine")
 SCHEME = "hf://"
@@ -110,6 +111,8 @@ def local_folder(path: str | Path, *, weights: bool = False) -> Path:
     Without `weights` it has everything but the weights, which is a matter of megabytes.
     """
     repo = hub_model(path)
+    if repo is None and is_url(path):
+        return stores.local_folder(path, None if weights else SIDE_FILES)
     if repo is None:
         return Path(path).expanduser()
     folder = download(repo)
@@ -120,7 +123,8 @@ def fetch_weights(folder: Path) -> Path:
     """Download the weights of a folder that `local_folder` returned, if it is a repository's; returns `folder`."""
     repo = repo_of(folder)
     if repo is None:
-        return folder
+        url = stores.url_of(folder)
+        return folder if url is None else stores.local_folder(url)
     names = [SINGLE]
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         names = ["adapter_model.safetensors"]
@@ -196,7 +200,7 @@ def repo_of(folder: Path) -> HubRepo | None:
 def portable_name(folder: Path) -> str:
     """The name to record for a model's folder: `org/name@commit` if it is in the cache, which may lie elsewhere on
     the next machine; else the absolute path."""
-    return str(repo_of(folder) or folder.resolve())
+    return str(repo_of(folder) or stores.url_of(folder) or folder.resolve())
 
 
 # ---- Errors of the Hub as user errors: what is wrong, and the command that fixes it -------------------
@@ -507,6 +511,8 @@ class Reference(NamedTuple):
     split: str  # of the source, for datasets
 
     def pinned(self) -> str:
+        if _is_stored(self.text):
+            return self.text
         try:
             if self.key not in MODEL_KEYS:
                 return str(_pinned_files(hub_dataset(self.text), self.split)[0])
@@ -533,13 +539,30 @@ def pin_config(config: AnyConfig, world: World, run: Run) -> AnyConfig:
 
     def download_all() -> None:
         for key, text, split in references:
-            if key in MODEL_KEYS:
+            if _is_stored(text):
+                _fetch_stored(key, text)
+            elif key in MODEL_KEYS:
                 local_folder(pins[text], weights=key == "model.path")
             else:
                 dataset_files(pins[text], split)
 
     world.once_per_node(download_all, f"hub/{run.id}")
     return _map_references(config, "", config, lambda reference: pins[reference.text])
+
+
+def _is_stored(text: str) -> bool:
+    """Whether it is the URL of a store other than the Hub."""
+    return is_url(text) and hub_model(text) is None and not text.startswith(SCHEME)
+
+
+def _fetch_stored(key: str, text: str) -> None:
+    try:
+        if key in MODEL_KEYS:
+            local_folder(text, weights=key == "model.path")
+        else:
+            stores.local_paths(text)
+    except UserError as error:
+        raise UserError(f"{key}={stores.redacted(text)}: {error}") from None
 
 
 def _agree_on_pins(references: list[Reference], world: World, run: Run) -> dict[str, str]:
@@ -577,6 +600,8 @@ def _map_references(value: Any, key: str, owner: Any, replace: Callable[[Referen
     if isinstance(value, list):
         return [_map_references(item, key, owner, replace) for item in value]
     is_model = key in MODEL_KEYS and isinstance(value, str) and hub_model(value) is not None
-    if is_model or (isinstance(value, str) and value.startswith(SCHEME)):
+    is_read = key in MODEL_KEYS or (key.endswith(".path") and not getattr(owner, "stream", False))
+    is_stored = is_read and isinstance(value, str) and _is_stored(value)
+    if is_model or is_stored or (isinstance(value, str) and value.startswith(SCHEME)):
         return replace(Reference(key, value, getattr(owner, "split", "train")))
     return value

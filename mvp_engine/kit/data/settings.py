@@ -64,7 +64,8 @@ class DataSource(Section):
 
     path: str | list[str]
     """A file, a folder, a glob, or a list; `hf://org/dataset[:config][:split][@revision]` of the Hub, or a local
-    `FOLDER[:config][:split]` in that layout; or LLaMA-Factory's `dataset_info.json:NAME`."""
+    `FOLDER[:config][:split]` in that layout; or LLaMA-Factory's `dataset_info.json:NAME`. Files, folders and globs may
+    be URLs, as s3://bucket/rows/*.parquet (docs/stores.md)."""
     name: str | None = None
     """The name in metrics and messages; null: the name of the file."""
     split: str = "train"

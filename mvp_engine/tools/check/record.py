@@ -117,6 +117,7 @@ class Facts:
     eval_data: dict[str, Any] | None = None
     parts: list[dict[str, Any]] | None = None
     step: StepFacts | None = None
+    stores: list[dict[str, Any]] = field(default_factory=list)
     split: dict[str, Any] | None = None
     rollouts: dict[str, Any] | None = None  # of the stage with this name, which an engine may add
     memory: MemoryFacts | None = None

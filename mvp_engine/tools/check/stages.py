@@ -28,6 +28,7 @@ from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
+from mvp_engine.log.format import rate
 from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.fsdp.parallelize import host_bytes
 from mvp_engine.process.signals import StopSignals
@@ -46,6 +47,7 @@ from mvp_engine.tools.check.record import CheckRecord, MemoryFacts, StepFacts, T
 from mvp_engine.tools.inspect import config_data_kit, inspect_kit
 from mvp_engine.tools.inspect_page import show, show_bad
 from mvp_engine.tools.inspect_rows import count_bad
+from mvp_engine.tools.store_speed import feeding, source_urls
 
 MAX_NEW_TOKENS = 4  # per generated completion: enough to see that generation works
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
@@ -155,6 +157,7 @@ class Check:
             check_rare_media(engine)
             records = list(engine.run.records("train"))
             self._step_stage(records)
+            self._store_stage()
             if engine.trains_in_process and not engine.world.broadcast(bool(self.facts.problems)):
                 split_stage(record, engine)
             for name, stage in engine.check_stages().items():
@@ -315,6 +318,23 @@ class Check:
             losses=[record.get("loss") for record in records],
             grad_norms=[record.get("grad_norm") for record in records],
         )
+
+    def _store_stage(self) -> None:
+        """Whether the stores of the sources give what the steps need."""
+        step = self.facts.step
+        if self.kit is None or step is None or not source_urls(self.config):
+            return
+        self.record.begin_stage("stores")
+        self.facts.stores, warnings = feeding(
+            self.config, self.kit, (step.samples or 0.0) / step.seconds
+        )
+        self.facts.warnings += warnings
+        texts = [
+            f"{one['source']} gives {rate(one['bytes_per_s'])}B/s and the steps need "
+            f"{rate(one['needed_bytes_per_s'])}B/s"
+            for one in self.facts.stores
+        ]
+        self.record.end_stage("; ".join(texts))
 
     def _evaluation_stage(self) -> None:
         config = self.config

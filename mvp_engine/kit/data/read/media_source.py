@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image
 
+from mvp_engine import stores
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
@@ -101,7 +102,11 @@ def open_media(
     root: Path,
     what: str,
 ) -> Path | io.BytesIO:
-    """The file or the bytes that a media value refers to. Nothing is fetched from the network."""
+    """The file or the bytes that a media value refers to; of a file below a URL, a copy in the cache.
+
+    Rows fetch nothing from elsewhere, unless `allow_outside` is true: they could name any address that this machine
+    reaches.
+    """
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes | bytearray | memoryview):
@@ -117,12 +122,30 @@ def open_media(
         return _decode_data_uri(text, what)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
-    elif "://" in text[:16]:
-        raise BadRow(
-            "unsupported",
-            f"{what} {text[:200]}: nothing is fetched from the network; download it, and give its path",
-        )
+    elif stores.is_url(text) or stores.is_url(root):
+        return _fetch(text, limits, root, what)
     return _resolve_file(text, limits, root, what)
+
+
+def _fetch(text: str, limits: Limits, root: Path, what: str) -> Path:
+    """A local copy of a file below the URL `root`. An outage is no bad row: it ends the training."""
+    shown = stores.redacted(text[:200])
+    try:
+        if not stores.is_url(text):
+            text = stores.join_url(root, os.path.normpath(text))
+        folder = stores.as_url(root) if stores.is_url(root) else None
+        is_inside = folder is not None and text.startswith(f"{folder}/") and "/../" not in text
+        if not is_inside and limits.allow_outside is not True:
+            fix = "set the source's root to the URL of a folder above it, or data.limits.allow_outside=true"
+            raise BadRow("unsupported", f"{what} {shown} is not below {folder or root}: {fix}")
+        stores.refuse_credentials(text)
+        return stores.local_copy(text, fresh=False)
+    except stores.MissingUrl as error:
+        raise BadRow("missing_file", f"{what}: {error}") from None
+    except stores.StoreError:
+        raise
+    except UserError as error:
+        raise BadRow("path_escape", f"{what}: {error}") from None
 
 
 def _decode_data_uri(text: str, what: str) -> io.BytesIO:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mvp_engine import plugins
+from mvp_engine import plugins, stores
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.media_source import require_package
@@ -151,14 +151,15 @@ def open_source(
     contains all of them). Lines of more than `max_text` characters are not read.
     """
     found = _find_files([path] if isinstance(path, str | Path) else path)
-    parent = Path(os.path.commonpath([file.parent for file in found]))
+    origins = [_origin(file) for file in found]
+    parent = Path(os.path.commonpath([origin.parent for origin in origins]))
     is_one_folder = len(found) == 1 and found[0].is_dir()
     default_root = found[0] if is_one_folder else parent
     given_root = root
-    root = Path(root).expanduser().absolute() if root else default_root
+    root = _absolute(root) if root else default_root
     files: list[RowFile] = []
-    for file in found:
-        files += _open_path(file, os.path.relpath(file, parent), root)
+    for file, origin in zip(found, origins, strict=True):
+        files += _open_path(file, os.path.relpath(origin, parent), root)
     if not files or not all(file.size for file in files):
         empty = next((file.file for file in files if not file.size), path)
         raise UserError(f"data: {empty} has no rows")
@@ -167,6 +168,15 @@ def open_source(
     if isinstance(files[0], PreparedFile) and len(files) == 1 and not given_root:
         root = Path(files[0].entry["root"])
     return Source(files, root)
+
+
+def _origin(file: Path) -> Path:
+    """Where a file is from: the URL of one in the cache of stores, else its own path."""
+    return Path(stores.url_of(file) or file)
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder) if stores.is_url(folder) else Path(folder).expanduser().absolute()
 
 
 def split_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +196,9 @@ def split_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expand_path(path: str | Path) -> list[str]:
-    """The absolute path itself if it exists, else what it matches as a glob pattern, sorted."""
+    """The absolute path itself if it exists, else what it matches as a glob pattern, sorted; of a URL, URLs."""
+    if stores.is_url(path):
+        return stores.list_url(path)
     absolute = os.path.abspath(os.path.expanduser(path))
     if os.path.exists(absolute):
         return [absolute]
@@ -196,7 +208,8 @@ def expand_path(path: str | Path) -> list[str]:
 def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
-        names = expand_path(path)
+        is_url = stores.is_url(path)
+        names = list(map(str, stores.local_paths(path))) if is_url else expand_path(path)
         if not names:
             is_id = _DATASET_ID.fullmatch(str(path)) and not Path(path).parent.is_dir()
             hint = f" For a dataset of the Hub, write hf://{path}" if is_id else similar_path(path)
@@ -213,9 +226,11 @@ def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
     if path.is_dir():
         return _open_folder(path, name, root)
     file = _open_file(path, name)
-    return [
-        Metadata(file, os.path.relpath(path.parent, root)) if path.name in METADATA_FILES else file
-    ]
+    return [Metadata(file, _relative(path.parent, root)) if path.name in METADATA_FILES else file]
+
+
+def _relative(folder: Path, root: Path) -> str:
+    return os.path.relpath(_origin(folder / "x").parent if stores.is_url(root) else folder, root)
 
 
 def _open_file(file: Path, name: str) -> RowFile:
@@ -427,8 +442,8 @@ class Stream:
         first = self.parts[0]
         folder = Path.cwd()
         if isinstance(first, str) and first != _STDIN:
-            folder = Path(first).absolute().parent
-        self.root = Path(root).expanduser().absolute() if root else folder
+            folder = _absolute(first).parent
+        self.root = _absolute(root) if root else folder
 
     @property
     def is_pipe(self) -> bool:
@@ -441,7 +456,7 @@ class Stream:
                 for number, row in enumerate(part()):
                     yield f"{self.name}[{number}]", functools.partial(_copy_mapping, row)
             elif part.lower().endswith(_TARS):
-                yield from _tar_rows(Path(part))
+                yield from _tar_rows(part)
             else:
                 yield from _json_line_rows(part, self.max_text)
 
@@ -467,7 +482,7 @@ def _open_parts(path: str) -> Sequence[str | RowFunction]:
 
 
 def _is_fifo(path: str) -> bool:
-    return stat.S_ISFIFO(os.stat(path).st_mode)
+    return not stores.is_url(path) and stat.S_ISFIFO(os.stat(path).st_mode)
 
 
 def _copy_mapping(row: Any) -> dict[str, Any]:
@@ -491,17 +506,19 @@ def _json_line_rows(path: str, max_text: int | None) -> Iterator[tuple[str, Read
 def _open_lines(path: str) -> AbstractContextManager[Iterable[bytes]]:
     if path == _STDIN:
         return nullcontext(sys.stdin.buffer)
-    return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
+    file = stores.open_url(path, block=stores.CHUNK_BYTES)
+    return gzip.open(file) if path.lower().endswith(".gz") else file
 
 
-def _tar_rows(path: Path) -> Iterator[tuple[str, ReadRow]]:
+def _tar_rows(path: str) -> Iterator[tuple[str, ReadRow]]:
     """Samples of a WebDataset shard, in which the members of a sample are adjacent.
 
     An uncompressed tar can seek, so its skipped rows are not read at all.
     """
-    can_seek = path.suffix == ".tar"
+    can_seek = path.lower().endswith(".tar")
+    mode: Any = "r:" if can_seek else "r|*"
     try:
-        with tarfile.open(path, "r:" if can_seek else "r|*") as tar:
+        with stores.open_url(path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
             members = (_without_link(member) for member in filter(is_sample_member, tar))
             for key, group in groupby(members, key=lambda member: sample_key(member.name)):
                 read: ReadRow
@@ -510,7 +527,7 @@ def _tar_rows(path: Path) -> Iterator[tuple[str, ReadRow]]:
                 else:
                     contents = [(member.name, _read_member(tar, member)) for member in group]
                     read = functools.partial(merge_sample, contents)
-                yield f"{path.name}:{key}", read
+                yield f"{os.path.basename(path)}:{key}", read
                 # TarFile keeps the headers of all members: memory would grow with the stream.
                 tar.members = []  # type: ignore[attr-defined]
     except (tarfile.TarError, EOFError, OSError) as error:
