@@ -17,6 +17,7 @@ import numpy as np
 
 from mvp_engine import plugins
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.tokenization import has_weights
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_files import COSTS
 from mvp_engine.kit.data.read.row_types import (
@@ -188,11 +189,13 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
     facts = {
         "side": side,
         "tokens": len(sequence.ids),
-        "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
+        "learnt": sum(map(bool, sequence.loss[1:])),  # no token predicts the first one
         "media": media,
         "text": _segments(row_encoder, sequence),
         **_default_facts(),
     }
+    if has_weights(sequence.loss):
+        facts["weights"] = sorted({float(one) for one in sequence.loss if one})
     if row_encoder.row_part is not None:
         facts |= row_encoder.row_part.facts(sequence)
     return facts | sequence.facts()
