@@ -355,7 +355,7 @@ def _plain_sequence(row: Row, side: int) -> Facts:
         add_text(row.text, True)
     for message in row.rejected if side < 0 else row.messages:
         add_text(f"{message.role}: ", False)
-        has_loss = message.role == "assistant" if message.loss is None else message.loss
+        has_loss = message.role == "assistant" if message.loss is None else bool(message.loss)
         for part in message.parts:
             if part.kind in MEDIA:
                 add_media(part.kind)

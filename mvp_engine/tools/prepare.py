@@ -145,7 +145,7 @@ class RowWriter(Measure):
         """
         most = self.row_encoder.max_tokens
         ids: list[int] = []
-        loss: list[bool] = []
+        loss: list[bool | float] = []
         where = ""
 
         def piece(end: int) -> _Prepared:
@@ -161,7 +161,7 @@ class RowWriter(Measure):
                 continue
             where = where if ids else row.where
             ids = ids + row.sides[0].ids
-            loss = loss + row.sides[0].loss
+            loss = [*loss, *row.sides[0].loss]
             while len(ids) > most:
                 yield piece(most)
                 ids, loss, where = ids[most - 1 :], [False, *loss[most:]], row.where

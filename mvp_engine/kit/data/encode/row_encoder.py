@@ -453,7 +453,9 @@ class RowEncoder:
             raise BadRow("bad_token", f"input_ids has {wrong[0]}; the tokenizer has {size} tokens")
         if not row.prompt_only:
             check_has_loss(tokens.loss, len(tokens.ids), len(tokens.ids))
-        loss = tokens.loss if row.weight == 1 else weighted(tokens.loss, row.weight)
+        loss: list[Loss] = [*tokens.loss]
+        if row.weight != 1:
+            loss = weighted(loss, row.weight)
         return FullSequence(Rendered("", ()), [], [], TokenizedText(tokens.ids, loss, []))
 
     def _rejected_side(
