@@ -77,10 +77,7 @@ class Feed:
             return None
 
     def planned_steps(self, train: Train, start: int = 0) -> int | None:
-        """Optimizer steps of the training, if they are known. All ranks must call it.
-
-        `start`: the step at which the first epoch began.
-        """
+        """Optimizer steps, if they are known; the first epoch began at step `start`. All ranks must call it."""
         of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
         limits = [train.max_steps]
         if train.epochs is not None and None not in of_ranks:

@@ -475,12 +475,6 @@ class ModelEngine(abc.ABC):
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """A context in which the model computes what it did without its LoRA adapters."""
-        folder: Any = getattr(self.model, "adapter_folder", None)
-        if folder is not None:
-            raise UserError(
-                f"training starts from the adapter {folder}, so the model without it is no reference. Merge it first "
-                "(mvp export RUN OUT), or leave the reference out (rl.kl_coef=0)"
-            )
         return adapters_off(self.model)
 
     @property

@@ -6,6 +6,7 @@ from conftest import mvp, user_error
 from families import parallel
 from lora_models import BATCH, engine_of, log_probs, pretrained, steps, weights
 from run_files import log_of, read_json
+from safetensors.torch import load_file
 from test_lora_experts import BOTH, folder_of
 from tiny_vlm import with_images, write
 
@@ -103,9 +104,10 @@ def test_adapter_that_does_not_fit_is_refused(base, tmp_path):
     file.write_text(text.replace(str(base), str(tmp_path / "gone")))
     with user_error("is not a model's folder, nor a model of the Hub"):
         engine_of(adapter, OTHER)
-    with user_error("training starts from the adapter"):
-        file.write_text(text)
-        engine_of(adapter, OTHER).disable_adapter()
+    file.write_text(text)
+    engine = engine_of(adapter, OTHER)
+    with user_error("training starts from the adapter"), engine.disable_adapter():
+        pass
 
 
 def test_sft_of_an_adapter_folder_trains_it_on_and_resumes(vlm_folder, capsys):
@@ -124,6 +126,9 @@ def test_sft_of_an_adapter_folder_trains_it_on_and_resumes(vlm_folder, capsys):
         read_json(vlm_folder / name / "adapter_config.json") for name in ("adapter", "again")
     ]
     assert configs[0] == configs[1]
+    assert mvp("export second merged") == 0
+    merged = load_file(vlm_folder / "merged" / "model.safetensors")
+    assert_same(merged, load_file(run.dir / "hf_step_3" / "model.safetensors"))
     capsys.readouterr()
     assert mvp(f"sft --model adapter {words} train.max_steps=1 --full") == 2
     assert "is a LoRA adapter, and this model has none" in capsys.readouterr().err

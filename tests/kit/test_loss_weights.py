@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import mvp, user_error
+from conftest import ROOT, mvp, user_error
 from run_files import json_lines
 from templates.tiny import tokenizer
 from test_loss import TINY, Logged
@@ -140,3 +140,25 @@ def test_training_on_weights_is_the_same_for_any_packs(vlm_folder, capsys):
         == 2
     )
     assert "prepared rows do not keep" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_weights_in_the_packs_of_one_rank_give_the_loss_of_one_rank(vlm_folder, ranks2):
+    """The ranks compute their losses by different outputs of the model, and gather the same weights."""
+    rows = [chat(f"What is {i}?", f"It is {i}.") for i in range(8)]
+    rows[3]["weight"] = 5
+    write(vlm_folder / "rows.jsonl", rows)
+    config = ROOT / "recipes" / "sft" / "configs" / "full.yaml"
+    words = "model.path=model data.sources.rows.path=rows.jsonl data.sources.rows.hold_out=null data.num_workers=0 "
+    words += "data.pack_tokens=64 data.global_batch_tokens=null data.global_batch_size=4 eval.steps=null "
+    words += "train.epochs=null train.max_steps=3 optim.warmup=0 log.interval=1 export_link=null log.backends=[jsonl]"
+    assert mvp(f"train {config}", *words.split(), "run_id=one") == 0
+    more = [
+        f"output_dir={vlm_folder}/outputs",
+        f"model.path={vlm_folder}/model",
+        "parallel.shard=2",
+    ]
+    more.append(f"data.sources.rows.path={vlm_folder}/rows.jsonl")
+    assert ranks2.launch(config, *words.split(), *more, "run_id=two") == [0, 0]
+    one, two = (json_lines(run.dir / "metrics.jsonl") for run in list_runs(vlm_folder / "outputs"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)

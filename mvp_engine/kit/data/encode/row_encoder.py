@@ -282,7 +282,7 @@ LOGGER = logging.getLogger("mvp_engine")
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
 # Raise it with every change to kit/data/read or kit/data/encode that changes the tokens or the encoder
 # work of any row: costs that were measured and cached before are then measured again.
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 
 
 class RowEncoder:
